@@ -1,0 +1,69 @@
+# Everything runs from a .venv in this folder. `make help` lists the targets.
+SHELL := /bin/bash -o pipefail
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3.13 python3,$(shell command -v $(name))))
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Gigabytes that the environment takes: torch for Linux comes with its CUDA libraries.
+NEEDED := 9
+
+export PJRT_DEVICE ?= CPU
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test test-cpp lint format bench soak build env clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: build  ## train on real data with and without donation, and show what it saves
+	$(BIN)/python examples/train_digits.py
+
+test: build test-cpp  ## all tests: C++ (ctest), then Python (pytest)
+	$(BIN)/python -m pytest
+
+test-cpp: build  ## the C++ tests of the ELF part
+	$(BIN)/cmake -B build -DTORCH_XLA_DONATE_BUILD_TESTS=ON > build/cmake.log || { cat build/cmake.log; exit 1; }
+	$(BIN)/cmake --build build | tail -n 1
+	$(BIN)/ctest --test-dir build --output-on-failure --no-tests=error
+
+lint: env  ## ruff, mypy and clang-format; changes nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp test/cpp/*.h test/cpp/*.cpp
+	$(BIN)/mypy
+
+format: env  ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp test/cpp/*.h test/cpp/*.cpp
+
+bench: build  ## measure; prints tables and writes benchmarks/results/*.json
+	$(BIN)/python benchmarks/run.py
+
+soak: build  ## 20,000 donating steps; memory and registry must stay flat
+	$(BIN)/python benchmarks/soak.py
+
+# Configured once, or when the CMake files change; ninja knows what else is out of date.
+build: env $(VENV)/configured
+	@$(BIN)/cmake --build build > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+
+$(VENV)/configured: $(VENV)/installed CMakeLists.txt third_party/torch.cmake third_party/query_torch.py
+	$(BIN)/cmake -S . -B build -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/torch_xla_donate
+	@touch $@
+
+env: $(VENV)/installed
+
+$(VENV)/installed: requirements.txt pyproject.toml
+	@$(SHELL) third_party/preflight.sh "$(PYTHON)" $(NEEDED) "$(VENV)"
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@echo "installing torch, torch_xla and the tools into $(VENV) (about $(NEEDED) GB, a few minutes) ..."
+	$(BIN)/pip install -q -r requirements.txt
+	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py)
+	@echo "$(CURDIR)" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
+	@touch $@
+
+clean:  ## remove what was built; keeps .venv
+	rm -rf build torch_xla_donate/_C*.so torch_xla_donate/_build_info.py $(VENV)/configured

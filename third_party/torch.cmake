@@ -1,0 +1,35 @@
+# How torch's and pybind11's headers enter the build: the target interpreter is asked where they are.
+#
+# find_package(Torch) is not used: with the CUDA wheel (the one PyPI has for Linux) it insists on a
+# complete CUDA toolkit, of which nothing is needed here. pybind11 is the copy inside torch's
+# headers: torch_xla's module was built with it, and C++ exceptions cross between the two only
+# when both use one pybind11 ABI.
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/query_torch.py"
+  OUTPUT_VARIABLE host_torch_answer
+  OUTPUT_STRIP_TRAILING_WHITESPACE
+  RESULT_VARIABLE host_torch_failed)
+if(host_torch_failed)
+  message(FATAL_ERROR "torch and torch_xla must be installed for ${Python_EXECUTABLE} before "
+    "torch_xla_donate is built (see the message above). With pip: add --no-build-isolation.")
+endif()
+# One NAME=value a line; lists are separated by semicolons, as CMake likes them.
+foreach(name TORCH_VERSION TORCH_XLA_VERSION TORCH_INCLUDE_DIRS TORCH_LIB_DIR TORCH_CXX11_ABI)
+  if(NOT "${host_torch_answer}" MATCHES "${name}=([^\n]*)")
+    message(FATAL_ERROR "third_party/query_torch.py did not print ${name}")
+  endif()
+  set(HOST_${name} "${CMAKE_MATCH_1}")
+endforeach()
+
+add_library(host_torch INTERFACE)
+target_include_directories(host_torch SYSTEM INTERFACE ${HOST_TORCH_INCLUDE_DIRS})
+target_compile_definitions(host_torch INTERFACE
+  _GLIBCXX_USE_CXX11_ABI=${HOST_TORCH_CXX11_ABI}
+  TORCH_API_INCLUDE_EXTENSION_H)
+# No RPATH: by the time the module loads, the running torch has loaded these libraries.
+foreach(library c10 torch_cpu torch_python)
+  target_link_libraries(host_torch INTERFACE "${HOST_TORCH_LIB_DIR}/lib${library}.so")
+endforeach()
+set(CMAKE_SKIP_RPATH ON)
+message(STATUS "torch ${HOST_TORCH_VERSION}, torch_xla ${HOST_TORCH_XLA_VERSION}, "
+  "C++11 ABI ${HOST_TORCH_CXX11_ABI}")
