@@ -1,0 +1,310 @@
+// The Python module torch_xla_donate._C: thin, typed (see _C.pyi), every function documented beside its binding.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <mutex>
+#include <vector>
+
+#include "donation_registry.h"
+#include "sync_hooks.h"
+#include "torch_xla_abi.h"
+
+namespace py = pybind11;
+
+namespace torch_xla_donate {
+namespace {
+
+// A call's `names` object may lose its last owner on a thread without the GIL. It is parked here, and dropped when
+// Python comes by next.
+struct Graveyard {
+  std::mutex mutex;
+  std::vector<PyObject*> objects;
+
+  static Graveyard& Get() {
+    static Graveyard* graveyard = new Graveyard();
+    return *graveyard;
+  }
+  void Bury(PyObject* object) {
+    std::lock_guard<std::mutex> lock(mutex);
+    objects.push_back(object);
+  }
+  void Empty() {
+    std::vector<PyObject*> taken;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      taken.swap(objects);
+    }
+    for (PyObject* object : taken) {
+      Py_DECREF(object);
+    }
+  }
+};
+
+std::shared_ptr<void> Share(py::object names) {
+  return {names.release().ptr(),
+          [](void* object) { Graveyard::Get().Bury(static_cast<PyObject*>(object)); }};
+}
+
+// The names of a donor's leaves, joined: "weight, tied.weight". Needs the GIL; never throws.
+std::string NamesOf(const Donor& donor) {
+  std::string result;
+  for (const Holder& holder : donor.holders) {
+    try {
+      const py::handle names(static_cast<PyObject*>(holder.site->names.get()));
+      const auto name = names.attr("name")(holder.leaf).cast<std::string>();
+      if (!name.empty()) {
+        result += (result.empty() ? "" : ", ") + name;
+      }
+    } catch (const std::exception&) {
+      PyErr_Clear();
+    }
+  }
+  return result;
+}
+
+std::string WhereOf(const Donor& donor) { return donor.holders.front().site->where; }
+
+const at::Tensor& TensorOf(py::handle object) {
+  if (!THPVariable_Check(object.ptr())) {
+    throw py::type_error(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
+  }
+  return THPVariable_Unpack(object.ptr());
+}
+
+// What stands in the way of marking a leaf; "" is nothing.
+const char* Obstacle(const abi::Resolution& resolved) {
+  switch (resolved.state) {
+    case abi::TensorState::kMaterialized: return "";
+    case abi::TensorState::kPending: return "pending";
+    case abi::TensorState::kReadOnly: return "read_only";
+    case abi::TensorState::kViewed: return "viewed";
+    case abi::TensorState::kNotXla: return "not_xla";
+  }
+  return "not_xla";
+}
+
+py::object Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names) {
+  Graveyard::Get().Empty();
+  const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
+  PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
+  std::vector<DonationRegistry::Leaf> resolved;
+  resolved.reserve(static_cast<std::size_t>(count));
+  for (py::ssize_t i = 0; i < count; ++i) {
+    const auto refuse = [i](const char* obstacle) { return py::make_tuple(i, obstacle); };
+    if (items[i] == Py_None) {
+      continue;
+    }
+    if (!THPVariable_Check(items[i])) {
+      return refuse("not_tensor");
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    abi::Resolution leaf = abi::Resolve(tensor);
+    const char* obstacle = Obstacle(leaf);
+    if (*obstacle != '\0') {
+      return refuse(obstacle);
+    }
+    ThrowIfConsumed(leaf.buffer.get());
+    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
+                        static_cast<std::uint32_t>(i), std::move(leaf.views)});
+  }
+  auto site = std::make_shared<CallSite>();
+  site->where = where;
+  site->strict = strict;
+  site->names = Share(std::move(names));
+  DonationRegistry::Get().Mark(resolved, site);
+  return py::none();
+}
+
+py::dict DonorDict(const Donor& donor) {
+  static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
+  py::dict result;
+  result["name"] = NamesOf(donor);
+  py::list holders;
+  for (const Holder& holder : donor.holders) {
+    holders.append(py::make_tuple(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(holder.site->names.get())),
+                                  holder.leaf));
+  }
+  result["holders"] = holders;
+  result["where"] = WhereOf(donor);
+  result["strict"] = donor.holders.front().site->strict;
+  result["shape"] = donor.Shape();
+  result["bytes"] = donor.bytes;
+  result["device"] = donor.device.toString();
+  result["outcome"] = states[static_cast<int>(donor.state)];
+  result["reason"] = donor.reason;
+  result["told"] = donor.told;
+  return result;
+}
+
+py::list StepDicts(const std::vector<StepSnapshot>& steps) {
+  py::list result;
+  for (const StepSnapshot& step : steps) {
+    py::list donors;
+    for (const Donor& donor : step.donors) {
+      donors.append(DonorDict(donor));
+    }
+    py::dict item;
+    item["number"] = step.number;
+    item["status"] = step.status;
+    item["failure"] = step.failure;
+    item["donors"] = donors;
+    item["outputs"] = step.outputs;
+    result.append(item);
+  }
+  return result;
+}
+
+std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object& format) {
+  if (Py_IsInitialized() == 0) {
+    return donor.Shape() + " was donated at " + WhereOf(donor);
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    return format(NamesOf(donor), donor.Shape(), WhereOf(donor), step).cast<std::string>();
+  } catch (const std::exception& error) {
+    return donor.Shape() + " was donated at " + WhereOf(donor) + " (" + error.what() + ")";
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Hooks into torch_xla's lazy graph executor, and the registry of donation marks.";
+
+  m.def(
+      "set_callbacks",
+      [](py::object donated_buffer_error, py::object format_use, py::object step_ended) {
+        HookCallbacks callbacks;
+        callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
+        // Kept for the life of the process, as the hooks are.
+        auto* format = new py::object(std::move(format_use));
+        auto* ended = new py::object(std::move(step_ended));
+        callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
+          return DescribeUse(donor, step, *format);
+        };
+        callbacks.step_ended = [ended] {
+          py::gil_scoped_acquire gil;
+          (*ended)();
+        };
+        SetHookCallbacks(std::move(callbacks));
+      },
+      py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("step_ended"),
+      "Lends the hooks an exception type, the text of its message and what to call at the end of a step.");
+
+  // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (DonatedBufferAccess& access) {
+      PyErr_SetString(access.python_type(), access.what());
+    }
+  });
+
+  m.def("install", &InstallHooks, py::arg("library_path"),
+        "Patches the extension module of torch_xla; RuntimeError if that cannot be done completely.");
+  m.def("uninstall", &UninstallHooks, "Puts the module back; the number of slots that somebody else holds.");
+  m.def("installed", &HooksInstalled, "Whether the hooks are in place.");
+  m.def(
+      "hooks",
+      [] {
+        py::list result;
+        for (const HookInfo& hook : Hooks()) {
+          py::dict item;
+          item["name"] = hook.name;
+          item["symbol"] = hook.symbol;
+          item["purpose"] = hook.purpose;
+          item["slots"] = hook.slots;
+          item["in_place"] = hook.in_place;
+          result.append(item);
+        }
+        return result;
+      },
+      "The table of hooks: name, symbol, purpose, slots patched and slots still in place.");
+  m.def(
+      "verify_layouts", [](py::handle probe, std::int64_t id) { abi::VerifyLayouts(TensorOf(probe), id); },
+      py::arg("probe"), py::arg("tensor_id"),
+      "Compares an uploaded float32[3] tensor with the layouts relied on; RuntimeError names the first difference.");
+
+  m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
+        "Marks a list or tuple of tensors (None is skipped), all or none. Returns None, or (index, obstacle) of the "
+        "first leaf that cannot be marked. Raises DonatedBufferError for a leaf that was donated before.");
+  m.def(
+      "cancel",
+      [](const py::sequence& leaves) {
+        std::vector<lazy::BackendDataPtr> buffers;
+        for (py::handle leaf : leaves) {
+          abi::Resolution resolved = abi::Resolve(TensorOf(leaf));
+          if (resolved.buffer != nullptr) {
+            buffers.push_back(std::move(resolved.buffer));
+          }
+        }
+        return DonationRegistry::Get().Cancel(buffers);
+      },
+      py::arg("leaves"), "Takes the marks of the tensors' buffers back; how many were pending.");
+  m.def(
+      "state",
+      [](py::handle tensor) -> std::string {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        const char* obstacle = Obstacle(resolved);
+        if (resolved.buffer == nullptr) {
+          return obstacle;
+        }
+        const DonationRegistry& registry = DonationRegistry::Get();
+        return registry.IsConsumed(resolved.buffer.get())  ? "donated"
+               : registry.IsPending(resolved.buffer.get()) ? "marked"
+               : *obstacle != '\0'                         ? obstacle
+                                                           : "materialized";
+      },
+      py::arg("tensor"),
+      "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed' or 'not_xla'. Never waits.");
+  m.def(
+      "has_value",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        return resolved.buffer != nullptr && resolved.buffer->HasValue();
+      },
+      py::arg("tensor"), "Whether the device has computed the tensor's buffer, and it is still there.");
+
+  m.def(
+      "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
+      "The last steps that read marked buffers, oldest first.");
+  m.def(
+      "pending",
+      [] {
+        py::list result;
+        for (const Donor& donor : DonationRegistry::Get().Pending()) {
+          result.append(DonorDict(donor));
+        }
+        return result;
+      },
+      "The marks that no step has read yet.");
+  m.def(
+      "take_notices", [] { return StepDicts(DonationRegistry::Get().TakeNotices()); },
+      "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True.");
+  m.def(
+      "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
+      "Waits until the outcome of every step is known.");
+  m.def(
+      "sizes",
+      [] {
+        const DonationRegistry::Counts counts = DonationRegistry::Get().Size();
+        py::dict result;
+        result["pending"] = counts.pending;
+        result["consumed"] = counts.consumed;
+        result["steps"] = counts.steps;
+        result["outcomes"] = counts.outcomes;
+        return result;
+      },
+      "How many entries the registry holds.");
+  m.def("push_disabled", &PushDonationDisabled, "This thread's steps donate nothing until the matching pop_disabled.");
+  m.def("pop_disabled", &PopDonationDisabled, "Ends the innermost push_disabled of this thread.");
+  m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
+  m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
+        "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
+}
+
+}  // namespace torch_xla_donate

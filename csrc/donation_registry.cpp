@@ -1,0 +1,381 @@
+// The marks and their states, under one mutex.
+#include "donation_registry.h"
+
+#include <c10/core/ScalarType.h>
+#include <pthread.h>
+
+#include <algorithm>
+
+namespace torch_xla_donate {
+
+namespace {
+
+// XLA's names of the element types.
+const char* ElementType(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::ScalarType::Bool: return "pred";
+    case at::ScalarType::Byte: return "u8";
+    case at::ScalarType::Char: return "s8";
+    case at::ScalarType::Short: return "s16";
+    case at::ScalarType::Int: return "s32";
+    case at::ScalarType::Long: return "s64";
+    case at::ScalarType::UInt16: return "u16";
+    case at::ScalarType::UInt32: return "u32";
+    case at::ScalarType::UInt64: return "u64";
+    case at::ScalarType::Half: return "f16";
+    case at::ScalarType::BFloat16: return "bf16";
+    case at::ScalarType::Float: return "f32";
+    case at::ScalarType::Double: return "f64";
+    case at::ScalarType::ComplexFloat: return "c64";
+    case at::ScalarType::ComplexDouble: return "c128";
+    case at::ScalarType::Float8_e4m3fn: return "f8e4m3fn";
+    case at::ScalarType::Float8_e5m2: return "f8e5m2";
+    default: return c10::toString(dtype);
+  }
+}
+
+}  // namespace
+
+std::string Donor::Shape() const {
+  std::string text = ElementType(dtype);
+  text += '[';
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    text += (i == 0 ? "" : ",") + std::to_string(sizes[i]);
+  }
+  return text + ']';
+}
+
+bool Donor::HeldBy(const abi::TensorData* tensor) const {
+  return std::any_of(holders.begin(), holders.end(),
+                     [tensor](const Holder& holder) { return holder.tensor.lock().get() == tensor; });
+}
+
+DonationRegistry& DonationRegistry::Get() {
+  static DonationRegistry* registry = new DonationRegistry();
+  return *registry;
+}
+
+DonationRegistry::DonationRegistry() {
+  // A fork while another thread holds the mutex would leave it locked for ever in the child.
+  pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); },
+                 [] {
+                   // Steps run on threads that the child does not have: nobody may wait for them there.
+                   Get().running_ = 0;
+                   for (auto& entry : Get().consumed_) {
+                     entry.second.step->status = Step::Status::kDone;
+                   }
+                   Get().mutex_.unlock();
+                 });
+}
+
+void DonationRegistry::Refresh() {
+  has_marks_.store(!pending_.empty(), std::memory_order_relaxed);
+  armed_.store(!pending_.empty() || !consumed_.empty(), std::memory_order_relaxed);
+  has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
+}
+
+void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  pending_.reserve(pending_.size() + leaves.size());
+  for (const Leaf& leaf : leaves) {
+    DonorPtr& donor = pending_[leaf.buffer.get()];
+    if (donor != nullptr && !donor->buffer.expired()) {
+      if (!donor->HeldBy(leaf.tensor.get()) || donor->holders.front().site == site) {
+        donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.views});
+      }
+      continue;
+    }
+    donor = std::make_shared<Donor>();
+    donor->buffer = leaf.buffer;
+    donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.views});
+    donor->sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
+    donor->dtype = leaf.dtype;
+    donor->bytes = static_cast<std::int64_t>(c10::elementSize(leaf.dtype));
+    for (std::int64_t size : leaf.sizes) {
+      donor->bytes *= size;
+    }
+    donor->device = leaf.buffer->device();
+  }
+  Refresh();
+}
+
+std::size_t DonationRegistry::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::size_t cancelled = 0;
+  for (const lazy::BackendDataPtr& buffer : buffers) {
+    auto found = pending_.find(buffer.get());
+    if (found != pending_.end() && !found->second->buffer.expired()) {
+      found->second->state = DonorState::kCancelled;
+      pending_.erase(found);
+      ++cancelled;
+    }
+  }
+  Refresh();
+  return cancelled;
+}
+
+bool DonationRegistry::IsPending(const lazy::BackendData* buffer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = pending_.find(buffer);
+  return found != pending_.end() && !found->second->buffer.expired();
+}
+
+const DonationRegistry::Consumed* DonationRegistry::Lookup(const lazy::BackendData* buffer) const {
+  auto found = consumed_.find(buffer);
+  // An expired entry belonged to an earlier object at the same address.
+  return found == consumed_.end() || found->second.donor->buffer.expired() ? nullptr : &found->second;
+}
+
+bool DonationRegistry::IsTracked(const lazy::BackendData* buffer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return Lookup(buffer) != nullptr;
+}
+
+bool DonationRegistry::IsConsumed(const lazy::BackendData* buffer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Consumed* consumed = Lookup(buffer);
+  if (consumed == nullptr) {
+    return false;
+  }
+  const Step& step = *consumed->step;
+  if (step.outcome == nullptr) {
+    return true;
+  }
+  const auto position = std::find(step.donors.begin(), step.donors.end(), consumed->donor) - step.donors.begin();
+  return step.outcome->used[static_cast<std::size_t>(position)];
+}
+
+std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindConsumed(const lazy::BackendData* buffer) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const Consumed* consumed = Lookup(buffer);
+  if (consumed == nullptr) {
+    return {nullptr, 0};
+  }
+  const StepPtr step = consumed->step;
+  settled_.wait(lock, [&step] { return step->status != Step::Status::kRunning; });
+  consumed = Lookup(buffer);
+  return consumed == nullptr ? std::pair<DonorPtr, std::uint64_t>{nullptr, 0}
+                             : std::pair<DonorPtr, std::uint64_t>{consumed->donor, step->number};
+}
+
+void DonationRegistry::Sweep() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = consumed_.begin(); it != consumed_.end();) {
+    it = it->second.donor->buffer.expired() ? consumed_.erase(it) : std::next(it);
+  }
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    if (it->second->buffer.expired()) {
+      it->second->state = DonorState::kCancelled;
+      it = pending_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  Refresh();
+}
+
+std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
+    const std::vector<lazy::BackendDataPtr>& parameters) const {
+  std::vector<std::pair<std::size_t, DonorPtr>> result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto found = pending_.find(parameters[i].get());
+    if (found != pending_.end() && !found->second->buffer.expired()) {
+      result.emplace_back(i, found->second);
+    }
+  }
+  return result;
+}
+
+StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<std::pair<DonorPtr, std::string>> refused) {
+  auto step = std::make_shared<Step>();
+  std::lock_guard<std::mutex> lock(mutex_);
+  step->number = next_step_++;
+  for (const DonorPtr& donor : asked) {
+    const lazy::BackendData* buffer = donor->buffer.lock().get();
+    donor->state = DonorState::kClaimed;
+    pending_.erase(buffer);
+    consumed_[buffer] = {donor, step};
+  }
+  for (auto& [donor, reason] : refused) {
+    donor->state = DonorState::kUnusable;
+    donor->reason = std::move(reason);
+    pending_.erase(donor->buffer.lock().get());
+    step->refused.push_back(std::move(donor));
+  }
+  step->donors = std::move(asked);
+  if (step->donors.empty()) {
+    step->status = Step::Status::kDone;
+    AddStep(step);
+  }
+  Refresh();
+  return step;
+}
+
+void DonationRegistry::AddStep(const StepPtr& step) {
+  steps_.push_back(step);
+  if (steps_.size() > kKeptSteps) {
+    steps_.pop_front();
+  }
+  const auto to_tell = [](const DonorPtr& donor) { return donor->state == DonorState::kUnusable && !donor->told; };
+  if (std::any_of(step->donors.begin(), step->donors.end(), to_tell) ||
+      std::any_of(step->refused.begin(), step->refused.end(), to_tell)) {
+    notices_.push_back(step);
+  }
+}
+
+void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
+                              const std::vector<lazy::BackendDataPtr>& outputs) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  step->graph_hash = std::move(graph_hash);
+  step->status = Step::Status::kRunning;
+  ++running_;
+  auto known = outcomes_.find(step->graph_hash);
+  if (known != outcomes_.end() && known->second->used.size() == step->donors.size()) {
+    step->outcome = known->second;
+  } else {
+    step->outputs.assign(outputs.begin(), outputs.end());
+  }
+}
+
+void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
+  // Asked before the lock is taken: this calls into the host.
+  std::vector<lazy::BackendDataPtr> buffers;
+  std::vector<bool> used;
+  buffers.reserve(step->donors.size());
+  used.reserve(step->donors.size());
+  for (const DonorPtr& donor : step->donors) {
+    buffers.push_back(donor->buffer.lock());
+    // The running step holds its parameters, so the buffer is there; one that were not could not be touched again.
+    used.push_back(buffers.back() == nullptr || !buffers.back()->HasValue());
+  }
+  const bool all_used = std::all_of(used.begin(), used.end(), [](bool value) { return value; });
+  std::shared_ptr<GraphOutcome> outcome;
+  if (failure == nullptr && (step->outcome == nullptr || step->outcome->used != used)) {
+    outcome = std::make_shared<GraphOutcome>();
+    outcome->used = used;
+    if (!all_used) {
+      for (const auto& weak : step->outputs) {
+        const lazy::BackendDataPtr output = weak.lock();
+        outcome->outputs.push_back(output != nullptr ? abi::DescribeBuffer(*output) : std::string());
+      }
+    }
+  }
+
+  Finish(step, buffers, used, std::move(outcome), failure);
+}
+
+void DonationRegistry::Abandon(const StepPtr& step, const std::string& failure) {
+  std::vector<lazy::BackendDataPtr> buffers;
+  for (const DonorPtr& donor : step->donors) {
+    buffers.push_back(donor->buffer.lock());
+  }
+  Finish(step, buffers, std::vector<bool>(buffers.size(), false), nullptr, &failure);
+}
+
+void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers,
+                              const std::vector<bool>& used, std::shared_ptr<const GraphOutcome> outcome,
+                              const std::string* failure) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool was_running = step->status == Step::Status::kRunning;
+  for (std::size_t i = 0; i < step->donors.size(); ++i) {
+    Donor& donor = *step->donors[i];
+    donor.state = used[i] ? DonorState::kDonated : DonorState::kUnusable;
+    if (used[i]) {
+      continue;
+    }
+    consumed_.erase(buffers[i].get());
+    if (failure != nullptr) {
+      donor.reason = "the step failed: " + failure->substr(0, failure->find('\n'));
+      donor.told = true;  // the failure itself is raised by torch_xla
+    }
+  }
+  step->status = failure == nullptr ? Step::Status::kDone : Step::Status::kFailed;
+  if (failure != nullptr) {
+    step->failure = *failure;
+  }
+  if (outcome != nullptr) {
+    step->outcome = outcome;
+    if (outcomes_.insert_or_assign(step->graph_hash, outcome).second) {
+      outcome_order_.push_back(step->graph_hash);
+      if (outcome_order_.size() > kKeptOutcomes) {
+        outcomes_.erase(outcome_order_.front());
+        outcome_order_.pop_front();
+      }
+    }
+  }
+  step->outputs.clear();
+  AddStep(step);
+  if (was_running) {
+    --running_;
+  }
+  Refresh();
+  settled_.notify_all();
+}
+
+void DonationRegistry::WaitForSteps() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  settled_.wait(lock, [this] { return running_ == 0; });
+}
+
+StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
+  static const char* const names[] = {"claimed", "running", "done", "failed"};
+  StepSnapshot snapshot;
+  snapshot.number = step.number;
+  snapshot.status = names[static_cast<int>(step.status)];
+  snapshot.failure = step.failure;
+  snapshot.donors.reserve(step.donors.size() + step.refused.size());
+  for (const DonorPtr& donor : step.donors) {
+    snapshot.donors.push_back(*donor);
+  }
+  for (const DonorPtr& donor : step.refused) {
+    snapshot.donors.push_back(*donor);
+  }
+  if (step.outcome != nullptr) {
+    snapshot.outputs = step.outcome->outputs;
+  }
+  return snapshot;
+}
+
+std::vector<StepSnapshot> DonationRegistry::Steps() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<StepSnapshot> result;
+  for (const StepPtr& step : steps_) {
+    result.push_back(Snapshot(*step));
+  }
+  return result;
+}
+
+std::vector<Donor> DonationRegistry::Pending() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Donor> result;
+  for (const auto& entry : pending_) {
+    if (!entry.second->buffer.expired()) {
+      result.push_back(*entry.second);
+    }
+  }
+  return result;
+}
+
+std::vector<StepSnapshot> DonationRegistry::TakeNotices() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<StepSnapshot> result;
+  for (const StepPtr& step : notices_) {
+    result.push_back(Snapshot(*step));
+    for (const auto* donors : {&step->donors, &step->refused}) {
+      for (const DonorPtr& donor : *donors) {
+        donor->told = true;
+      }
+    }
+  }
+  notices_.clear();
+  Refresh();
+  return result;
+}
+
+DonationRegistry::Counts DonationRegistry::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {pending_.size(), consumed_.size(), steps_.size(), outcomes_.size()};
+}
+
+}  // namespace torch_xla_donate

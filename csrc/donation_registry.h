@@ -1,0 +1,213 @@
+// The marks that donate_buffer() makes, and what became of each.
+//
+// A Donor is one marked buffer. It is pending until a step reads it; the step then claims it, and when the step has run
+// the donor is donated or unusable. Marks live here and only here: device data carries no flag of ours.
+//
+// Ownership: donors are shared between this registry and the steps; they hold buffers and tensors weakly, so a mark
+//   never keeps memory alive. The last kKeptSteps steps are kept for reports.
+// Threads: every member may be called from any thread. One mutex guards all; it is never held while a step is awaited,
+//   while the GIL is taken or while host code runs. pthread_atfork handlers keep it usable in a forked child.
+// Errors: none of its own.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "torch_xla_abi.h"
+
+namespace torch_xla_donate {
+
+namespace lazy = torch::lazy;
+
+// One call of donate_buffer().
+struct CallSite {
+  std::string where;            // "train.py:12"
+  bool strict = false;          // an unusable donation is an error, not a warning
+  std::shared_ptr<void> names;  // gives a leaf its name; opaque here (a Python object, see bindings.cpp)
+};
+
+// One leaf that was marked: which tensor, by which call.
+struct Holder {
+  std::weak_ptr<abi::TensorData> tensor;
+  std::shared_ptr<const CallSite> site;
+  std::uint32_t leaf = 0;
+  abi::ViewGroup views = abi::NoViews();
+};
+
+enum class DonorState {
+  kPending,    // marked; no step has read it
+  kClaimed,    // a step that reads it is being compiled or run
+  kDonated,    // consumed: the memory belongs to an output of the step
+  kUnusable,   // read by a step that did not use it: still alive, mark over
+  kCancelled,  // taken back, or freed before a step read it
+};
+
+struct Donor {
+  std::weak_ptr<lazy::BackendData> buffer;
+  c10::SmallVector<Holder, 1> holders;  // several for tied tensors
+  c10::SmallVector<std::int64_t, 4> sizes;
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::int64_t bytes = 0;  // of the whole array, before any sharding
+  lazy::BackendDevice device;
+  DonorState state = DonorState::kPending;
+  std::string reason;  // why it is unusable, where this side knows; empty if XLA found no use for it
+  bool told = false;   // an unusable donation has been handed out by TakeNotices()
+
+  // "f32[8,4]"
+  std::string Shape() const;
+  bool HeldBy(const abi::TensorData* tensor) const;
+};
+using DonorPtr = std::shared_ptr<Donor>;
+
+// What the last run of a compiled graph did with its donors. The next run will do the same, unless a buffer is seen from
+// outside (dlpack) in one of them.
+struct GraphOutcome {
+  std::vector<std::string> outputs;  // shapes as XLA writes them, where somebody needs them for a reason
+  std::vector<bool> used;            // for each donor, in the order in which the step lists them
+};
+
+// A step that read marked buffers.
+struct Step {
+  enum class Status { kClaimed, kRunning, kDone, kFailed };
+
+  std::uint64_t number = 0;
+  Status status = Status::kClaimed;
+  std::vector<DonorPtr> donors;   // asked of XLA, in parameter order
+  std::vector<DonorPtr> refused;  // read by the step, but not asked for; each with its reason
+  std::string graph_hash;
+  std::string failure;
+  std::shared_ptr<const GraphOutcome> outcome;            // of the graph's last run, if it has run before
+  std::vector<std::weak_ptr<lazy::BackendData>> outputs;  // kept until the outcome is known
+};
+using StepPtr = std::shared_ptr<Step>;
+
+// A copy for readers, so that they need no lock.
+struct DonorSnapshot {
+  Donor donor;
+  std::uint64_t step = 0;  // 0 while pending
+  std::string graph_hash;
+};
+struct StepSnapshot {
+  std::uint64_t number = 0;
+  std::string status;
+  std::string failure;
+  std::vector<Donor> donors;
+  std::vector<std::string> outputs;
+};
+
+class DonationRegistry {
+ public:
+  static constexpr std::size_t kKeptSteps = 8;
+  static constexpr std::size_t kKeptOutcomes = 1024;
+
+  // Never destroyed: hooks may run until the process ends.
+  static DonationRegistry& Get();
+
+  // Whether any hook has something to look for: a mark, or a donated buffer that somebody may still touch.
+  bool Armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
+  bool HasMarks() const noexcept { return has_marks_.load(std::memory_order_relaxed); }
+  bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
+
+  // A leaf ready to be marked: its buffer is materialised, not read-only.
+  struct Leaf {
+    std::shared_ptr<abi::TensorData> tensor;
+    lazy::BackendDataPtr buffer;
+    at::IntArrayRef sizes;
+    at::ScalarType dtype;
+    std::uint32_t index;
+    abi::ViewGroup views;
+  };
+  // Marks all leaves. A buffer that is marked already keeps its mark and gains the holder, if that is new.
+  void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
+
+  // Takes the mark of each buffer back; returns how many were pending.
+  std::size_t Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
+
+  bool IsPending(const lazy::BackendData* buffer) const;
+
+  // Whether a step has claimed the buffer and has not been found to leave it alone. Does not wait.
+  bool IsTracked(const lazy::BackendData* buffer) const;
+
+  // The same, but false already while the step runs if its graph did not use the buffer the last time. Does not wait.
+  bool IsConsumed(const lazy::BackendData* buffer) const;
+
+  // The donor and the step that consumed the buffer; null if nobody did. Waits for that step's end, which alone tells
+  // for certain, so the caller must not hold the GIL or a host lock.
+  std::pair<DonorPtr, std::uint64_t> FindConsumed(const lazy::BackendData* buffer);
+
+  // --- The life of a step, driven by sync_hooks ---
+
+  // Forgets what can no longer be touched. Once per step; linear in what is remembered.
+  void Sweep();
+
+  // The pending donors among the parameters of a graph, with their positions. Nothing changes yet.
+  std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(
+      const std::vector<lazy::BackendDataPtr>& parameters) const;
+
+  // Moves donors from pending to a new step: asked of XLA, or refused, each with its reason.
+  StepPtr Claim(std::vector<DonorPtr> asked, std::vector<std::pair<DonorPtr, std::string>> refused);
+
+  // The step is about to run. If its graph has run before, outcomes are known from here on.
+  void Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs);
+
+  // The step has run, or has failed on the way (then with the text given). What XLA used is read from the buffers.
+  void Settle(const StepPtr& step, const std::string* failure);
+
+  // The step will not run: nothing was used.
+  void Abandon(const StepPtr& step, const std::string& failure);
+
+  // --- For readers ---
+
+  // Waits until no step is running. The caller must not hold the GIL.
+  void WaitForSteps();
+  std::vector<StepSnapshot> Steps() const;
+  std::vector<Donor> Pending() const;
+
+  // Unusable donations that nobody has been told of: their steps.
+  std::vector<StepSnapshot> TakeNotices();
+
+  struct Counts {
+    std::size_t pending, consumed, steps, outcomes;
+  };
+  Counts Size() const;
+
+ private:
+  DonationRegistry();
+  struct Consumed {
+    DonorPtr donor;
+    StepPtr step;
+  };
+
+  void Refresh();  // the atomics, after a change
+  void AddStep(const StepPtr& step);
+  void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
+              std::shared_ptr<const GraphOutcome> outcome, const std::string* failure);
+  StepSnapshot Snapshot(const Step& step) const;
+  const Consumed* Lookup(const lazy::BackendData* buffer) const;
+
+  mutable std::mutex mutex_;
+  std::condition_variable settled_;
+  std::atomic<bool> armed_{false};
+  std::atomic<bool> has_marks_{false};
+  std::atomic<bool> has_notices_{false};
+  std::uint64_t next_step_ = 1;
+  std::size_t running_ = 0;
+  std::unordered_map<const lazy::BackendData*, DonorPtr> pending_;
+  std::unordered_map<const lazy::BackendData*, Consumed> consumed_;
+  std::deque<StepPtr> steps_;
+  std::deque<StepPtr> notices_;
+  std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;
+  std::deque<std::string> outcome_order_;
+};
+
+}  // namespace torch_xla_donate

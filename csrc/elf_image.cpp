@@ -1,0 +1,187 @@
+// Walks the dynamic section of a loaded library: relocation -> symbol -> name.
+#include "elf_image.h"
+
+#include <elf.h>
+#include <link.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+namespace torch_xla_donate {
+namespace {
+
+struct RelocationNumber {
+  std::uint32_t number;
+  RelocationKind kind;
+};
+
+#if defined(__x86_64__) && defined(__LP64__)
+constexpr RelocationNumber kFunctionRelocations[] = {
+    {R_X86_64_JUMP_SLOT, RelocationKind::kJumpSlot},
+    {R_X86_64_GLOB_DAT, RelocationKind::kGlobDat},
+    {R_X86_64_64, RelocationKind::kAbsolute},
+};
+#elif defined(__aarch64__) && defined(__LP64__)
+constexpr RelocationNumber kFunctionRelocations[] = {
+    {R_AARCH64_JUMP_SLOT, RelocationKind::kJumpSlot},
+    {R_AARCH64_GLOB_DAT, RelocationKind::kGlobDat},
+    {R_AARCH64_ABS64, RelocationKind::kAbsolute},
+};
+#else
+#error \
+    "torch_xla_donate knows the relocations of 64-bit x86-64 and aarch64 Linux. To port it, add this architecture's \
+numbers of JUMP_SLOT, GLOB_DAT and the absolute 64-bit relocation here, then run the ctest suite in test/cpp."
+#endif
+
+const RelocationKind* KindOf(std::uint64_t number) noexcept {
+  for (const RelocationNumber& known : kFunctionRelocations) {
+    if (known.number == number) return &known.kind;
+  }
+  return nullptr;
+}
+
+// What the callback below copies out. It must not throw: the frames between are the dynamic linker's.
+struct Search {
+  struct stat wanted;
+  bool found = false;
+  std::uintptr_t base = 0;
+  std::uintptr_t mapped_begin = UINTPTR_MAX, mapped_end = 0;
+  std::uintptr_t relro_begin = 0, relro_end = 0;
+  const void* dynamic = nullptr;
+};
+
+int VisitLibrary(dl_phdr_info* info, std::size_t, void* argument) noexcept {
+  Search& search = *static_cast<Search*>(argument);
+  struct stat file;
+  if (info->dlpi_name == nullptr || info->dlpi_name[0] == '\0' || stat(info->dlpi_name, &file) != 0 ||
+      file.st_dev != search.wanted.st_dev || file.st_ino != search.wanted.st_ino) {
+    return 0;
+  }
+  search.found = true;
+  search.base = info->dlpi_addr;
+  for (const ElfW(Phdr)* header = info->dlpi_phdr; header != info->dlpi_phdr + info->dlpi_phnum; ++header) {
+    const std::uintptr_t begin = info->dlpi_addr + header->p_vaddr;
+    const std::uintptr_t end = begin + header->p_memsz;
+    if (header->p_type == PT_LOAD) {
+      search.mapped_begin = std::min(search.mapped_begin, begin);
+      search.mapped_end = std::max(search.mapped_end, end);
+    } else if (header->p_type == PT_GNU_RELRO) {
+      search.relro_begin = begin;
+      search.relro_end = end;
+    } else if (header->p_type == PT_DYNAMIC) {
+      search.dynamic = reinterpret_cast<const void*>(begin);
+    }
+  }
+  return 1;
+}
+
+}  // namespace
+
+const char* Name(RelocationKind kind) noexcept {
+  switch (kind) {
+    case RelocationKind::kJumpSlot: return "JUMP_SLOT";
+    case RelocationKind::kGlobDat: return "GLOB_DAT";
+    case RelocationKind::kAbsolute: return "ABS64";
+  }
+  return "unknown";
+}
+
+bool ElfImage::Range::Contains(const void* address) const noexcept {
+  const auto value = reinterpret_cast<std::uintptr_t>(address);
+  return begin <= value && value < end;
+}
+
+ElfImage ElfImage::Find(const std::string& path) {
+  Search search;
+  if (stat(path.c_str(), &search.wanted) != 0) {
+    throw std::runtime_error("cannot look at the library \"" + path + "\": " + std::strerror(errno) +
+                             "; expected the path of an imported shared library");
+  }
+  dl_iterate_phdr(VisitLibrary, &search);
+  if (!search.found) {
+    throw std::runtime_error("the library \"" + path +
+                             "\" exists but is not loaded in this process; it must be imported first");
+  }
+  ElfImage image;
+  image.path_ = path;
+  image.base_ = search.base;
+  image.mapped_ = {search.mapped_begin, search.mapped_end};
+  // Rounded down at both ends as the dynamic linker does: a last page that is only partly RELRO stays writable.
+  const std::uintptr_t page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  image.relro_ = {search.relro_begin & ~(page - 1), search.relro_end & ~(page - 1)};
+  image.ReadDynamicSection(search.dynamic);
+  return image;
+}
+
+void ElfImage::ReadDynamicSection(const void* dynamic) {
+  const auto require = [this](bool condition, const char* found, const char* expected) {
+    if (!condition) {
+      throw std::runtime_error("the library \"" + path_ + "\" " + found + ", expected " + expected +
+                               "; it cannot be patched: report which build of it this is");
+    }
+  };
+  // Some C libraries store relocated addresses here, others (and glibc on some architectures) leave the file's.
+  const auto pointer = [&](std::uint64_t value) {
+    const auto as_is = reinterpret_cast<const void*>(value);
+    const auto moved = reinterpret_cast<const void*>(base_ + value);
+    require(Contains(as_is) || Contains(moved), "has an address outside itself in its dynamic section",
+            "tables inside the library");
+    return Contains(as_is) ? as_is : moved;
+  };
+
+  require(dynamic != nullptr, "has no dynamic section", "one (PT_DYNAMIC)");
+  std::uint64_t entry_size = sizeof(Elf64_Rela);
+  std::uint64_t plt_type = DT_RELA;
+  // DT_RELR needs no reading: it packs relative relocations, which name no symbol.
+  for (const auto* entry = static_cast<const Elf64_Dyn*>(dynamic); entry->d_tag != DT_NULL; ++entry) {
+    switch (entry->d_tag) {
+      case DT_SYMTAB: symbols_ = pointer(entry->d_un.d_ptr); break;
+      case DT_STRTAB: strings_ = static_cast<const char*>(pointer(entry->d_un.d_ptr)); break;
+      case DT_STRSZ: strings_size_ = entry->d_un.d_val; break;
+      case DT_RELA: relocations_.data = pointer(entry->d_un.d_ptr); break;
+      case DT_RELASZ: relocations_.bytes = entry->d_un.d_val; break;
+      case DT_RELAENT: entry_size = entry->d_un.d_val; break;
+      case DT_JMPREL: plt_relocations_.data = pointer(entry->d_un.d_ptr); break;
+      case DT_PLTRELSZ: plt_relocations_.bytes = entry->d_un.d_val; break;
+      case DT_PLTREL: plt_type = entry->d_un.d_val; break;
+      default: break;
+    }
+  }
+  require(symbols_ != nullptr, "has no symbol table", "DT_SYMTAB");
+  require(strings_ != nullptr && strings_size_ != 0, "has no string table", "DT_STRTAB and DT_STRSZ");
+  require(entry_size == sizeof(Elf64_Rela), "has relocations of another size", "the 24 bytes of Elf64_Rela");
+  require(plt_type == DT_RELA, "has PLT relocations without addends", "DT_PLTREL to be DT_RELA");
+  require(relocations_.data != nullptr || relocations_.bytes == 0, "has DT_RELASZ alone", "DT_RELA too");
+  require(plt_relocations_.data != nullptr || plt_relocations_.bytes == 0, "has DT_PLTRELSZ alone", "DT_JMPREL too");
+}
+
+std::vector<RelocationSlot> ElfImage::SlotsOf(std::string_view symbol) const {
+  const std::string name(symbol);
+  return SlotsOfEach({name}).at(name);
+}
+
+std::unordered_map<std::string, std::vector<RelocationSlot>> ElfImage::SlotsOfEach(
+    const std::vector<std::string>& symbols) const {
+  std::unordered_map<std::string, std::vector<RelocationSlot>> slots;
+  std::unordered_map<std::string_view, std::vector<RelocationSlot>*> wanted;  // looked up without building a string
+  for (const std::string& symbol : symbols) wanted[symbol] = &slots[symbol];
+
+  for (const Table& table : {relocations_, plt_relocations_}) {
+    const auto* begin = static_cast<const Elf64_Rela*>(table.data);
+    for (const Elf64_Rela* it = begin; it != begin + table.bytes / sizeof(Elf64_Rela); ++it) {
+      const RelocationKind* kind = KindOf(ELF64_R_TYPE(it->r_info));
+      if (kind == nullptr || it->r_addend != 0) continue;
+      const Elf64_Sym& symbol = static_cast<const Elf64_Sym*>(symbols_)[ELF64_R_SYM(it->r_info)];
+      if (symbol.st_shndx != SHN_UNDEF || symbol.st_name >= strings_size_) continue;
+      const auto match = wanted.find(strings_ + symbol.st_name);
+      if (match != wanted.end()) match->second->push_back({reinterpret_cast<void**>(base_ + it->r_offset), *kind});
+    }
+  }
+  return slots;
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,515 @@
+// The intercepts and the table of them; sync_hooks.h tells in which order a step passes them.
+#include "sync_hooks.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "got_patch.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+using abi::Executor;
+
+HookCallbacks& Callbacks() {
+  static HookCallbacks* callbacks = new HookCallbacks();
+  return *callbacks;
+}
+
+struct SwitchedOff {
+  std::mutex mutex;
+  std::string reason;
+};
+SwitchedOff& TheSwitch() {
+  static SwitchedOff* value = new SwitchedOff();
+  return *value;
+}
+
+// ---- The originals, published before the first slot is patched ----
+
+struct Original {
+  std::atomic<void*> address{nullptr};
+  template <typename Function>
+  Function As() const {
+    return reinterpret_cast<Function>(address.load(std::memory_order_acquire));
+  }
+};
+Original run_post_order, async_constructor, current_data_handle, create_tensor_node, for_all_device_contexts,
+    tensor_collection_barrier, mark_step, completer;
+
+// ---- What one thread's step knows ----
+
+// An info that a parameter carries only while the executor computes the donor set and compiles.
+struct RewrittenInfo {
+  lazy::BackendDataPtr buffer;
+  std::shared_ptr<lazy::BackendData::Info> ours;
+  std::shared_ptr<lazy::BackendData::Info> before;
+};
+
+struct StepInProgress {
+  StepPtr step;
+  std::vector<RewrittenInfo> rewritten;
+  bool compiled = false;
+  lazy::MultiWait* runner = nullptr;
+
+  void GiveInfosBack() {
+    for (RewrittenInfo& info : rewritten) {
+      if (info.buffer->info() == info.ours.get()) {
+        info.buffer->SetInfo(std::move(info.before));
+      }
+    }
+    rewritten.clear();
+  }
+
+  void Abandon(const std::string& why) {
+    GiveInfosBack();
+    DonationRegistry::Get().Abandon(step, why);
+  }
+
+  ~StepInProgress() { GiveInfosBack(); }
+};
+
+struct ThreadState {
+  // Between ForAllDeviceContexts and RunPostOrder.
+  bool collecting = false;
+  // Whether the live tensors are being noted, in the order in which the executor asks them. Decided once per step: a
+  // mark that another thread makes in between waits for the next step.
+  bool noting = false;
+  std::vector<const lazy::LazyTensor*> live;
+  std::shared_ptr<StepInProgress> current;
+  int disabled = 0;
+
+  void StopCollecting() {
+    collecting = false;
+    noting = false;
+    live.clear();
+  }
+};
+
+ThreadState& State() {
+  thread_local ThreadState state;
+  return state;
+}
+
+// A step that was claimed on this thread and never reached its end, because the host threw in between.
+void AbandonLeftover(ThreadState& state) {
+  if (state.current != nullptr) {
+    std::shared_ptr<StepInProgress> leftover = std::move(state.current);
+    state.current = nullptr;
+    leftover->Abandon("the step was given up before it ran");
+  }
+}
+
+// ---- Choosing the donors of a step ----
+
+// The tensors that will hold the step's outputs, in output order; empty if they cannot be told for certain.
+// The executor has just cleared the graph of each (a placeholder will follow), so an output is a live tensor at one of
+// the collection's indices that holds nothing.
+std::vector<const abi::TensorData*> OutputsOf(const std::vector<const lazy::LazyTensor*>& live,
+                                              const Executor::SyncTensorCollection& collection, std::size_t roots) {
+  if (collection.indices.size() != roots) {
+    return {};
+  }
+  std::vector<const abi::TensorData*> outputs;
+  outputs.reserve(roots);
+  for (std::size_t index : collection.indices) {
+    const abi::TensorData* data = index < live.size() ? live[index]->data().get() : nullptr;
+    if (data == nullptr || data->handle != nullptr || data->ir_value) {
+      return {};
+    }
+    outputs.push_back(data);
+  }
+  return outputs;
+}
+
+struct Candidate {
+  lazy::BackendDataPtr buffer;
+  DonorPtr donor;
+  std::string refusal;  // empty: may be donated
+};
+
+// Refuses each donor whose buffer somebody else would miss: a live tensor that nobody offered, or a view made since the
+// tensor was marked.
+void RefuseSharedBuffers(const std::vector<const lazy::LazyTensor*>& live, std::vector<Candidate>& candidates) {
+  std::unordered_map<const lazy::BackendData*, Candidate*> by_buffer;
+  for (Candidate& candidate : candidates) {
+    by_buffer.emplace(candidate.buffer.get(), &candidate);
+  }
+  for (const lazy::LazyTensor* tensor : live) {
+    const abi::TensorData* data = tensor->data().get();
+    if (data->handle == nullptr) {
+      continue;
+    }
+    auto found = by_buffer.find(data->handle.get());
+    if (found == by_buffer.end()) {
+      continue;
+    }
+    if (abi::HasView(*data)) {
+      found->second->refusal = "it has views, which share its graph while functionalization is off";
+    } else if (!found->second->donor->HeldBy(data)) {
+      found->second->refusal = "another live tensor, which was not donated, holds the same buffer (as after a whole "
+                               "copy, b.copy_(t)); donate both, or clone one of them";
+    }
+  }
+}
+
+// From here on a use of the tensor passes CreateTensorNode or CurrentDataHandle: an op would otherwise go on with the
+// graph node it has, a read with the host's copy of the value, and a view with its own.
+void ForgetCachedValues(const Donor& donor, const lazy::BackendData* buffer) {
+  for (const Holder& holder : donor.holders) {
+    const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
+    if (tensor != nullptr && tensor->handle.get() == buffer) {
+      tensor->ir_value = lazy::Value();
+      tensor->tensor_data.reset();
+      abi::InvalidateViews(holder.views);
+    }
+  }
+}
+
+void ClaimDonors(ThreadState& state, const std::vector<lazy::BackendDataPtr>& parameters, std::size_t roots,
+                 Executor::SyncTensorCollection* collection) {
+  DonationRegistry& registry = DonationRegistry::Get();
+  const auto marked = registry.PendingAmong(parameters);
+  if (marked.empty()) {
+    return;
+  }
+  std::string refusal;
+  if (state.disabled > 0) {
+    refusal = "donation is disabled (donation_disabled())";
+  } else {
+    std::lock_guard<std::mutex> lock(TheSwitch().mutex);
+    refusal = TheSwitch().reason;
+  }
+  const std::vector<const abi::TensorData*> outputs = OutputsOf(state.live, *collection, roots);
+  if (refusal.empty() && outputs.empty()) {
+    refusal = "the outputs of the step could not be matched with live tensors";
+  }
+  std::vector<Candidate> candidates;
+  candidates.reserve(marked.size());
+  for (const auto& [index, donor] : marked) {
+    candidates.push_back({parameters[index], donor, refusal});
+  }
+  if (refusal.empty()) {
+    RefuseSharedBuffers(state.live, candidates);
+  }
+
+  std::unordered_set<std::int64_t> alias_ids;
+  for (const abi::TensorData* output : outputs) {
+    alias_ids.insert(abi::AliasId(*output));
+  }
+  auto progress = std::make_shared<StepInProgress>();
+  std::vector<DonorPtr> asked;
+  std::vector<std::pair<DonorPtr, std::string>> refused;
+  for (Candidate& candidate : candidates) {
+    const auto* info = dynamic_cast<const abi::DeviceDataInfo*>(candidate.buffer->info());
+    if (candidate.refusal.empty() && info != nullptr && info->read_only) {
+      candidate.refusal = "torch_xla shares this buffer between tensors (a cached constant)";
+    }
+    if (!candidate.refusal.empty()) {
+      refused.emplace_back(candidate.donor, candidate.refusal);
+      continue;
+    }
+    asked.push_back(candidate.donor);
+    if (info == nullptr || alias_ids.count(info->tensor_id) == 0) {
+      // The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
+      auto ours = std::make_shared<abi::DeviceDataInfo>(*alias_ids.begin(), /*read_only=*/false);
+      progress->rewritten.push_back({candidate.buffer, ours, nullptr});
+      progress->rewritten.back().before = candidate.buffer->SetInfo(ours);
+    }
+  }
+  progress->step = registry.Claim(std::move(asked), std::move(refused));
+  if (progress->step->donors.empty()) {
+    return;
+  }
+  for (const Candidate& candidate : candidates) {
+    if (candidate.refusal.empty()) {
+      ForgetCachedValues(*candidate.donor, candidate.buffer.get());
+    }
+  }
+  state.current = progress;
+  // A guard in the host's own stack frame: whatever is thrown before the step is scheduled destroys the collection.
+  collection->unlocker.emplace_back([progress](lazy::ExceptionCleanup::StatusType&&) {
+    if (!progress->compiled) {
+      if (State().current == progress) {
+        State().current = nullptr;
+      }
+      progress->Abandon("it did not compile");
+    }
+  });
+}
+
+// ---- The intercepts ----
+
+Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
+                                     Executor::SyncTensorCollection* collection) {
+  Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+  ThreadState& state = State();
+  // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
+  if (state.noting && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
+    try {
+      ClaimDonors(state, result.parameters_data, roots.size(), collection);
+    } catch (const std::exception&) {
+      // Out of memory, at worst: the step must go on, without donation.
+      AbandonLeftover(state);
+    }
+  }
+  state.StopCollecting();
+  return result;
+}
+
+void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
+  ThreadState& state = State();
+  state.StopCollecting();
+  if (state.current == nullptr) {
+    tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
+    return;
+  }
+  const std::shared_ptr<StepInProgress> current = state.current;
+  current->compiled = true;
+  current->GiveInfosBack();
+  collection->unlocker.clear();
+  try {
+    tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
+  } catch (...) {
+    // The barrier passes on what made an earlier step fail; this one will not run.
+    state.current = nullptr;
+    current->Abandon("an earlier step failed");
+    throw;
+  }
+}
+
+void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
+                      std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
+                      lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
+  const lazy::hash_t hash = collection->hash;
+  async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
+                                                  std::move(computation));
+  ThreadState& state = State();
+  if (state.current == nullptr || !state.current->compiled || state.current->runner != nullptr) {
+    return;
+  }
+  state.current->runner = &self->mwait;
+  DonationRegistry::Get().Commit(state.current->step, lazy::HashToString(hash), self->tensors_data);
+}
+
+std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run) {
+  ThreadState& state = State();
+  if (state.current != nullptr && state.current->runner == self) {
+    const std::shared_ptr<StepInProgress> current = std::move(state.current);
+    state.current = nullptr;
+    run = [run = std::move(run), current] {
+      try {
+        run();
+      } catch (const std::exception& error) {
+        const std::string text = error.what();
+        DonationRegistry::Get().Settle(current->step, &text);
+        throw;
+      } catch (...) {
+        const std::string text = "unknown error";
+        DonationRegistry::Get().Settle(current->step, &text);
+        throw;
+      }
+      DonationRegistry::Get().Settle(current->step, nullptr);
+    };
+  }
+  return completer.As<abi::CompleterFn>()(self, std::move(run));
+}
+
+lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
+  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  if (!DonationRegistry::Get().Armed()) {
+    return handle;
+  }
+  ThreadState& state = State();
+  if (state.collecting) {
+    // The list of live tensors is made of fresh objects. A tensor that somebody else holds too is a read: whoever asked
+    // for the list (a debug report, dynamo) has not gone on to a step.
+    if (abi::IsTransient(*self)) {
+      if (state.noting && (state.live.empty() || state.live.back() != self)) {
+        state.live.push_back(self);
+      }
+      return handle;
+    }
+    state.StopCollecting();
+  }
+  if (handle != nullptr) {
+    ThrowIfConsumed(handle.get());
+  }
+  return handle;
+}
+
+lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDataPtr& data, bool read_only) {
+  if (DonationRegistry::Get().Armed()) {
+    ThrowIfConsumed(data.get());
+  }
+  return create_tensor_node.As<abi::CreateTensorNodeFn>()(self, data, read_only);
+}
+
+void ForAllDeviceContexts(void* arena, const void* function, const lazy::BackendDevice* device) {
+  DonationRegistry& registry = DonationRegistry::Get();
+  ThreadState& state = State();
+  AbandonLeftover(state);
+  state.StopCollecting();
+  state.collecting = true;
+  if (registry.Armed()) {
+    registry.Sweep();
+    state.noting = registry.HasMarks();
+  }
+  for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
+}
+
+void MarkStep(void* arena, const lazy::BackendDevice& device) {
+  mark_step.As<abi::MarkStepFn>()(arena, device);
+  State().StopCollecting();
+  if (DonationRegistry::Get().HasNotices() && Callbacks().step_ended) {
+    Callbacks().step_ended();
+  }
+}
+
+// ---- The table ----
+
+struct Hook {
+  const char* name;
+  const char* symbol;
+  void* replacement;
+  std::atomic<void*>* original;
+  const char* purpose;
+};
+
+const std::vector<Hook>& Table() {
+  static const std::vector<Hook> table = {
+      {"DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts,
+       reinterpret_cast<void*>(&ForAllDeviceContexts), &for_all_device_contexts.address, "a list of live tensors begins"},
+      {"LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, reinterpret_cast<void*>(&CurrentDataHandle),
+       &current_data_handle.address, "notes live tensors; finds reads of donated ones"},
+      {"LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, reinterpret_cast<void*>(&RunPostOrder),
+       &run_post_order.address, "chooses the donors of a step"},
+      {"LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier,
+       reinterpret_cast<void*>(&TensorCollectionBarrier), &tensor_collection_barrier.address,
+       "compiled: gives rewritten infos back"},
+      {"LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, reinterpret_cast<void*>(&AsyncConstructor),
+       &async_constructor.address, "the step will run: donors are committed"},
+      {"MultiWait::Completer", abi::kCompleter, reinterpret_cast<void*>(&Completer), &completer.address,
+       "the step has run: outcomes are read"},
+      {"DeviceContextArena::MarkStep", abi::kMarkStep, reinterpret_cast<void*>(&MarkStep), &mark_step.address,
+       "end of the step: unusable donations are told"},
+      {"LazyTensor::CreateTensorNode", abi::kCreateTensorNode, reinterpret_cast<void*>(&CreateTensorNode),
+       &create_tensor_node.address, "finds ops on donated tensors"},
+  };
+  return table;
+}
+
+struct Installation {
+  std::mutex mutex;
+  std::vector<GotPatch> patches;
+};
+Installation& TheInstallation() {
+  static Installation* installation = new Installation();
+  return *installation;
+}
+
+// The function that the dynamic linker must have put into the slots: the one that every other library would get too.
+void* Expected(const char* symbol) {
+  dlerror();
+  void* address = dlsym(RTLD_DEFAULT, symbol);
+  if (address == nullptr) {
+    // Python loads extension modules, and what they need, with RTLD_LOCAL: ask the library this file was linked to.
+    void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+    if (library != nullptr) {
+      address = dlsym(library, symbol);
+      dlclose(library);
+    }
+  }
+  if (address == nullptr) {
+    throw std::runtime_error(std::string("libtorch does not export ") + symbol);
+  }
+  return address;
+}
+
+}  // namespace
+
+PyObject* DonatedBufferAccess::python_type() { return Callbacks().donated_buffer_error; }
+
+void SetHookCallbacks(HookCallbacks callbacks) { Callbacks() = std::move(callbacks); }
+
+void SetSwitchedOff(std::string reason) {
+  std::lock_guard<std::mutex> lock(TheSwitch().mutex);
+  TheSwitch().reason = std::move(reason);
+}
+
+void PushDonationDisabled() { ++State().disabled; }
+void PopDonationDisabled() { --State().disabled; }
+bool DonationDisabled() { return State().disabled > 0; }
+
+void ThrowIfConsumed(const lazy::BackendData* buffer) {
+  DonationRegistry& registry = DonationRegistry::Get();
+  if (!registry.IsTracked(buffer)) {
+    return;
+  }
+  std::pair<DonorPtr, std::uint64_t> found;
+  if (PyGILState_Check()) {
+    PyThreadState* thread = PyEval_SaveThread();
+    found = registry.FindConsumed(buffer);
+    PyEval_RestoreThread(thread);
+  } else {
+    found = registry.FindConsumed(buffer);
+  }
+  if (found.first != nullptr) {
+    throw DonatedBufferAccess(Callbacks().describe_use(*found.first, found.second));
+  }
+}
+
+void InstallHooks(const std::string& library_path) {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  if (!installation.patches.empty()) {
+    return;
+  }
+  std::vector<PatchSpec> specs;
+  for (const Hook& hook : Table()) {
+    specs.push_back({hook.symbol, Expected(hook.symbol), hook.replacement, hook.original});
+  }
+  installation.patches = InstallAll(ElfImage::Find(library_path), specs);
+}
+
+std::size_t UninstallHooks() {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  std::size_t left = 0;
+  for (auto patch = installation.patches.rbegin(); patch != installation.patches.rend(); ++patch) {
+    left += patch->Undo();
+  }
+  if (left == 0) {
+    installation.patches.clear();
+  }
+  return left;
+}
+
+bool HooksInstalled() {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  return !installation.patches.empty();
+}
+
+std::vector<HookInfo> Hooks() {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  std::vector<HookInfo> result;
+  for (std::size_t i = 0; i < Table().size(); ++i) {
+    const Hook& hook = Table()[i];
+    HookInfo info{hook.name, hook.symbol, hook.purpose};
+    if (i < installation.patches.size()) {
+      info.slots = installation.patches[i].SlotCount();
+      info.in_place = installation.patches[i].InPlace();
+    }
+    result.push_back(std::move(info));
+  }
+  return result;
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,74 @@
+// The intercepts: where torch_xla's lazy graph executor passes through this package, and the one table of them.
+//
+// A step (torch_xla.sync(), xm.mark_step()) passes the intercepts in this order:
+//   ForAllDeviceContexts     the executor lists the live tensors: from here on they are noted
+//   CurrentDataHandle        asked of every live tensor; outside a step, whoever reads a tensor comes through here
+//   RunPostOrder             the graph and its parameters are known: donors are chosen and put into the donor set
+//   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are given back
+//   Async::Async             the commit point: this graph will run with these parameters
+//   MultiWait::Completer     gives the function that runs the graph: what became of the donors is read at its end
+//   MarkStep                 the step is over: unusable donations are told
+// and CreateTensorNode is how an op first uses a materialised tensor.
+//
+// Ownership: the patches belong to this file; Uninstall() or the end of the process undoes them.
+// Threads: Install() and Uninstall() may be called from any thread; what belongs to a step is kept per thread.
+// Errors: Install() throws std::runtime_error and leaves nothing behind. Inside a hook the only exceptions of ours are
+//   DonatedBufferAccess, where somebody touches a donated tensor, and what the step callback throws at the end of a
+//   step. All else is caught, and the step runs without donation.
+#pragma once
+
+#include <torch/csrc/Exceptions.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "donation_registry.h"
+
+namespace torch_xla_donate {
+
+struct HookInfo {
+  std::string name;         // "LazyGraphExecutor::RunPostOrder"
+  std::string symbol;       // mangled
+  std::string purpose;
+  std::size_t slots = 0;    // 0 while not installed
+  std::size_t in_place = 0;
+};
+
+// Patches the library whose file is given (torch_xla's extension module). A second call does nothing.
+void InstallHooks(const std::string& library_path);
+// Puts the library back. Marks stay, but no step sees them. Returns the number of slots that a stranger holds.
+std::size_t UninstallHooks();
+bool HooksInstalled();
+// The table, installed or not.
+std::vector<HookInfo> Hooks();
+
+// What the Python side lends to the hooks. Each is set once, before the hooks are installed.
+struct HookCallbacks {
+  PyObject* donated_buffer_error = nullptr;  // exception type, immortal
+  // The message for a use of a consumed buffer. Called without locks; may take the GIL.
+  std::function<std::string(const Donor&, std::uint64_t step)> describe_use;
+  // Called at the end of a step when there is something to tell. May take the GIL and throw.
+  std::function<void()> step_ended;
+};
+void SetHookCallbacks(HookCallbacks callbacks);
+
+// Use of a donated buffer. Ops raise it as DonatedBufferError; pybind11 functions of torch_xla do by way of the
+// translator that bindings.cpp registers.
+struct DonatedBufferAccess : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  PyObject* python_type() override;
+};
+
+// Throws DonatedBufferAccess if a step has consumed the buffer. Waits for the step where its outcome is not known yet.
+void ThrowIfConsumed(const lazy::BackendData* buffer);
+
+// While a thread's depth is above zero, its steps donate nothing of ours.
+void PushDonationDisabled();
+void PopDonationDisabled();
+bool DonationDisabled();
+
+// A setting that makes torch_xla ignore every donor; empty if there is none. Process-wide.
+void SetSwitchedOff(std::string reason);
+
+}  // namespace torch_xla_donate

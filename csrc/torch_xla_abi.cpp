@@ -1,0 +1,196 @@
+// Names, layouts and their check: the knowledge of torch_xla that torch_xla_abi.h promises to keep in one place.
+#include "torch_xla_abi.h"
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <torch/csrc/lazy/backend/backend_interface.h>
+
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <typeinfo>
+
+namespace torch_xla_donate::abi {
+
+// Imported under these names by the wheels of 2.7.0, 2.8.1 and 2.9.0.
+const char* const kRunPostOrder =
+    "_ZN5torch4lazy17LazyGraphExecutor12RunPostOrderERKSt6vectorINS0_5ValueESaIS3_EEPNS1_20SyncTensorCollectionE";
+const char* const kAsyncConstructor =
+    "_ZN5torch4lazy17LazyGraphExecutor5AsyncC2EPNS1_20SyncTensorCollectionESt6vectorISt10shared_ptrINS0_11BackendDataEE"
+    "SaIS8_EESA_S6_INS1_17CachedComputationEE";
+const char* const kCurrentDataHandle = "_ZNK5torch4lazy10LazyTensor17CurrentDataHandleEv";
+const char* const kCreateTensorNode =
+    "_ZNK5torch4lazy10LazyTensor16CreateTensorNodeERKSt10shared_ptrINS0_11BackendDataEEb";
+const char* const kForAllDeviceContexts =
+    "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena20ForAllDeviceContextsERKSt8functionIFvPNS2_13DeviceContextEE"
+    "EPKNS0_13BackendDeviceE";
+const char* const kTensorCollectionBarrier =
+    "_ZN5torch4lazy17LazyGraphExecutor23TensorCollectionBarrierEPNS1_20SyncTensorCollectionE";
+const char* const kMarkStep =
+    "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
+const char* const kCompleter = "_ZN5torch4lazy9MultiWait9CompleterESt8functionIFvvEE";
+
+// torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace: there the
+// compiler would conclude that nobody overrides it.
+struct HostBuffer : lazy::BackendData {
+  virtual std::string ToString() const = 0;
+};
+
+namespace {
+
+constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
+constexpr const char* kTensorDataType = "N9torch_xla9XLATensor4DataE";
+
+// torch_xla::XLATensor::Data: what it adds to torch's own part.
+struct HostTensorData : TensorData {
+  std::shared_ptr<void> view;
+  std::optional<at::ScalarType> logical_element_type;
+  std::shared_ptr<void> sharding;
+  std::int64_t alias_id;
+  bool is_cloned;
+};
+
+const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
+
+// The address of a type's name identifies it cheaply once the text has been compared.
+bool HasType(const std::type_info& type, const char* name, std::atomic<const char*>& known) {
+  const char* found = type.name();
+  if (found == known.load(std::memory_order_relaxed)) {
+    return true;
+  }
+  if (std::strcmp(found, name) != 0) {
+    return false;
+  }
+  known.store(found, std::memory_order_relaxed);
+  return true;
+}
+
+// torch_xla::XLATensorImpl: c10::TensorImpl, then the pointer to its lazy tensor.
+const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
+  static std::atomic<const char*> known{nullptr};
+  if (!HasType(typeid(impl), kTensorImplType, known)) {
+    return nullptr;
+  }
+  return reinterpret_cast<const lazy::LazyTensorPtr*>(reinterpret_cast<const char*>(&impl) + sizeof(c10::TensorImpl));
+}
+
+// Functionalization gives a tensor and its views one storage, of this type.
+at::functionalization::FunctionalStorageImpl& GroupOf(c10::StorageImpl& storage) {
+  return static_cast<at::functionalization::FunctionalStorageImpl&>(storage);
+}
+
+[[noreturn]] void Mismatch(const std::string& what) {
+  throw std::runtime_error(what);
+}
+
+}  // namespace
+
+lazy::BackendDataPtr BufferOf(const TensorData& tensor) {
+  if (tensor.handle != nullptr || !tensor.ir_value) {
+    return tensor.handle;
+  }
+  return lazy::getBackend()->GetComputationDataFromNode(tensor.ir_value.node.get());
+}
+
+void InvalidateViews(const ViewGroup& views) {
+  const c10::intrusive_ptr<c10::StorageImpl> storage = views.lock();
+  if (storage == nullptr || storage.use_count() <= 2) {
+    return;  // the tensor alone, and us
+  }
+  // The base is replaced by itself, which is enough for the views to be out of date.
+  at::functionalization::FunctionalStorageImpl& group = GroupOf(*storage);
+  const at::Tensor base = group.base();
+  group.add_update(base, {});
+}
+
+bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; }
+
+std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
+
+bool IsTransient(const lazy::LazyTensor& tensor) {
+  return c10::raw::intrusive_ptr::use_count(const_cast<lazy::LazyTensor*>(&tensor)) == 1;
+}
+
+Resolution Resolve(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  Resolution result;
+  if (functional::isFunctionalTensor(tensor)) {
+    functional::sync(tensor);
+    const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
+    impl = wrapper->value().unsafeGetTensorImpl();
+    if (GroupOf(*wrapper->storage().unsafeGetStorageImpl()).base().unsafeGetTensorImpl() == impl) {
+      result.views = wrapper->storage().getWeakStorageImpl();
+    }
+  }
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
+    return result;
+  }
+  result.tensor = (*lazy_tensor)->data();
+  if (HasView(*result.tensor)) {
+    result.state = TensorState::kViewed;
+    return result;
+  }
+  result.buffer = BufferOf(*result.tensor);
+  if (result.buffer == nullptr) {
+    result.state = TensorState::kPending;
+    return result;
+  }
+  const auto* info = dynamic_cast<const DeviceDataInfo*>(result.buffer->info());
+  result.state = info != nullptr && info->read_only ? TensorState::kReadOnly : TensorState::kMaterialized;
+  return result;
+}
+
+std::string DescribeBuffer(const lazy::BackendData& buffer) {
+  const std::string text = static_cast<const HostBuffer&>(buffer).ToString();
+  const auto field = [&text](const char* label) -> std::string {
+    const std::size_t begin = text.find(label);
+    if (begin == std::string::npos) {
+      return {};
+    }
+    const std::size_t value = begin + std::strlen(label);
+    return text.substr(value, text.find('\n', value) - value);
+  };
+  const std::string sharding = field("OpSharding: ");
+  return field("Data Shape: ") + (sharding.empty() ? "" : " sharding=" + sharding);
+}
+
+void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
+  namespace functional = at::functionalization::impl;
+  const c10::TensorImpl* impl = functional::isFunctionalTensor(probe)
+                                    ? functional::unsafeGetFunctionalWrapper(probe)->value().unsafeGetTensorImpl()
+                                    : probe.unsafeGetTensorImpl();
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
+  if (lazy_tensor == nullptr) {
+    Mismatch(std::string("an XLA tensor is a ") + typeid(*impl).name() + ", expected " + kTensorImplType);
+  }
+  const auto* tensor = dynamic_cast<const lazy::LazyTensor*>(static_cast<const c10::intrusive_ptr_target*>(
+      lazy_tensor->get()));
+  if (tensor == nullptr) {
+    Mismatch("an XLA tensor does not keep its lazy tensor right after c10::TensorImpl");
+  }
+  if (tensor->GetUniqueId() != tensor_id) {
+    Mismatch("a lazy tensor has id " + std::to_string(tensor->GetUniqueId()) + ", torch_xla says " +
+             std::to_string(tensor_id));
+  }
+  const std::shared_ptr<TensorData>& data = tensor->data();
+  if (std::strcmp(typeid(*data).name(), kTensorDataType) != 0) {
+    Mismatch(std::string("a lazy tensor's data is a ") + typeid(*data).name() + ", expected " + kTensorDataType);
+  }
+  const HostTensorData& host = AsHost(*data);
+  if (host.view != nullptr || host.logical_element_type != at::ScalarType::Float || host.sharding != nullptr ||
+      host.alias_id != data->unique_id || host.is_cloned) {
+    Mismatch("view, element type, sharding, alias id or clone flag are not where they were expected in the data of a "
+             "fresh tensor (alias id read: " + std::to_string(host.alias_id) + ", tensor id: " +
+             std::to_string(data->unique_id) + ")");
+  }
+  if (data->handle == nullptr || !data->handle->HasValue()) {
+    Mismatch("an uploaded tensor has no device data");
+  }
+  const std::string shape = DescribeBuffer(*data->handle);
+  if (shape.rfind("f32[3]", 0) != 0) {
+    Mismatch("device data describes itself as '" + shape + "', expected a text that starts with f32[3]");
+  }
+}
+
+}  // namespace torch_xla_donate::abi

@@ -1,0 +1,38 @@
+"""Buffer donation for PyTorch/XLA: mark tensors with `donate_buffer`, and the next step may reuse their memory."""
+
+from torch_xla_donate import _host
+
+_C = _host.load()
+
+from torch_xla_donate import _report
+from torch_xla_donate import hlo as hlo
+from torch_xla_donate._donate import cancel_donation as cancel_donation
+from torch_xla_donate._donate import donate_buffer as donate_buffer
+from torch_xla_donate._donate import donation_disabled as donation_disabled
+from torch_xla_donate._donate import is_donated as is_donated
+from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
+from torch_xla_donate._errors import DonationError as DonationError
+from torch_xla_donate._errors import DonationWarning as DonationWarning
+from torch_xla_donate._errors import describe_use
+from torch_xla_donate._report import DonationReport as DonationReport
+from torch_xla_donate._report import Donor as Donor
+from torch_xla_donate._report import donation_report as donation_report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DonatedBufferError",
+    "DonationError",
+    "DonationReport",
+    "DonationWarning",
+    "Donor",
+    "cancel_donation",
+    "donate_buffer",
+    "donation_disabled",
+    "donation_report",
+    "hlo",
+    "is_donated",
+]
+
+_C.set_callbacks(DonatedBufferError, describe_use, _report.tell)
+_host.install_hooks()

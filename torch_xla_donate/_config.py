@@ -1,0 +1,33 @@
+"""Settings: what the environment says, to us and to torch_xla."""
+
+from __future__ import annotations
+
+import os
+import re
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"", "0", "false", "no", "off"}
+
+
+def flag(name: str) -> bool:
+    """The environment variable as a yes or no. ValueError if it is neither."""
+    value = os.environ.get(name, "").strip().lower()
+    if value in _TRUE:
+        return True
+    if value in _FALSE:
+        return False
+    raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no; set it to 1 or 0.")
+
+
+def strict_by_default() -> bool:
+    """Whether unusable donations raise where a call does not say (``TORCH_XLA_DONATE_STRICT``)."""
+    return flag("TORCH_XLA_DONATE_STRICT")
+
+
+def aliasing_switched_off() -> bool:
+    """Whether ``XLA_ENABLE_PARAM_ALIASING`` is off, read as torch_xla reads it (2.9.0: a word, else C's atoi)."""
+    value = os.environ.get("XLA_ENABLE_PARAM_ALIASING")
+    if value is None or value == "true":
+        return False
+    number = re.match(r"\s*[+-]?\d+", value)
+    return number is None or int(number.group()) == 0

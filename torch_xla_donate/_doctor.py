@@ -1,0 +1,56 @@
+"""`python -m torch_xla_donate doctor`: versions, ABI, hooks, and settings that switch donation off."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+from rich.table import Table
+
+from torch_xla_donate import _C, _build_info, _config, _tables
+
+
+def examine() -> tuple[list[str], bool]:
+    """Lines to print, and whether all is well. Does not start the XLA runtime."""
+    lines = [f"python        {platform.python_version()} on {platform.system()} {platform.machine()}"]
+    for package in ("torch", "torch_xla", "torch_xla_donate"):
+        try:
+            lines.append(f"{package:13} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(
+                f"{package:13} no metadata (run from its sources)"
+                if package == "torch_xla_donate"
+                else f"{package:13} not installed"
+            )
+    lines.append(
+        f"built against torch {_build_info.TORCH}, torch_xla {_build_info.TORCH_XLA}, "
+        f"C++11 ABI {int(_build_info.CXX11_ABI)}, {_build_info.COMPILER}"
+    )
+    hooks = _C.hooks()
+    table = Table(title="hooks in torch_xla's extension module", title_justify="left")
+    table.add_column("import")
+    table.add_column("slots", justify="right")
+    table.add_column("in place", justify="right")
+    table.add_column("what for")
+    for hook in hooks:
+        table.add_row(hook["name"], str(hook["slots"]), str(hook["in_place"]), hook["purpose"])
+    lines.append(_tables.render(table))
+    in_place = all(hook["slots"] > 0 and hook["slots"] == hook["in_place"] for hook in hooks)
+    if not in_place:
+        lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla since")
+    problems = settings()
+    lines += [f"PROBLEM: {problem}" for problem in problems] or ["no setting switches donation off"]
+    return lines, in_place and not problems
+
+
+def settings() -> list[str]:
+    """The settings of this environment that keep donations from happening."""
+    found = []
+    if _config.aliasing_switched_off():
+        found.append(
+            f"XLA_ENABLE_PARAM_ALIASING={os.environ['XLA_ENABLE_PARAM_ALIASING']} switches donation off; unset it"
+        )
+    if os.environ.get("XLA_AUTO_SPMD", "") not in ("", "0", "false"):
+        found.append("XLA_AUTO_SPMD is set: with auto-sharding torch_xla ignores every donor; unset it")
+    return found

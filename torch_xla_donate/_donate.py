@@ -1,0 +1,219 @@
+"""Marking: donate_buffer, cancel_donation, is_donated, donation_disabled."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C, _config, _host, _into, _leaves
+from torch_xla_donate._errors import DonationError, DonationWarning
+
+
+def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> None:
+    """Gives the buffers of ``tensors`` to the next step that reads them.
+
+    At that step (``torch_xla.sync()`` or ``xm.mark_step()``) XLA may write an output into each buffer. Afterwards
+    the tensors can no longer be used: any use raises `DonatedBufferError`. A donor for which XLA finds no output
+    of the same number of bytes per device stays alive and is told by a `DonationWarning`. Either way the mark is
+    over: it holds for one step and does not pass on to the outputs. Steps that do not read the buffer, and partial
+    syncs (``print``, ``.item()``, ``.cpu()``), leave it pending.
+
+    Args:
+        tensors: a materialised XLA tensor of any shape and dtype, a pytree of them (``None`` leaves are skipped),
+            or an ``nn.Module``, also inside a pytree: its parameters and buffers. All are marked, or none.
+            Marking a tensor twice is the same as once.
+        into: the tensor that should take the buffer over, or a pytree of them with as many leaves as ``tensors``
+            (``None`` for a leaf without a wish). Each must be pending work of the same shape, dtype and sharding. XLA
+            pairs by size and order alone, so this is a wish: `donation_report` tells whether the pair was kept.
+            Reads the addresses of the buffers, so it waits for their computation.
+        strict: whether a donation that could not be used raises `DonationError` at the end of the step, instead of
+            warning. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        ValueError: a leaf is not an XLA tensor, or ``into`` does not fit.
+        DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or shares a buffer that torch_xla keeps
+            for everybody (cached constants, the RNG seed).
+        DonatedBufferError: a leaf has been donated already.
+    """
+    mark(tensors, "tensors", into=into, strict=strict)
+
+
+def mark(tensors: Any, argument: str, *, into: Any = None, strict: bool | None = None) -> None:
+    """`donate_buffer`, for an argument that goes by another name."""
+    _ready()
+    _warn_if_switched_off()
+    if strict is None:
+        strict = _config.strict_by_default()
+    where = call_site()
+    leaves: Sequence[Any]
+    names: _leaves.Names
+    if isinstance(tensors, torch.Tensor):
+        leaves, names = [tensors], _leaves.Single()
+    elif type(tensors) in (list, tuple):
+        # The common case needs no pytree, unless a leaf turns out to be a container.
+        leaves, names = tensors, _leaves.Positions()
+    else:
+        leaves, names = _leaves.flatten(tensors)
+    if _into.open_pairs():
+        _into.resolve_pairs()
+    paired: _into.Paired | None = None
+    if into is not None:
+        leaves, names = _leaves.flatten(tensors)
+        names = paired = _into.pair(leaves, names, into)
+
+    refused = _C.mark(leaves, where, strict, names)
+    if refused is not None and isinstance(names, _leaves.Positions):
+        leaves, names = _leaves.flatten(tensors)
+        refused = _C.mark(leaves, where, strict, names)
+    if refused is not None and refused[1] == "not_xla":
+        leaves = [_leaves.without_wrapper(leaf) for leaf in leaves]
+        refused = _C.mark(leaves, where, strict, names)
+    if refused is not None:
+        index, obstacle = refused
+        raise _refusal(leaves[index], obstacle, _leaves.label(argument, names.name(index)))
+    if paired is not None:
+        _into.watch(paired)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{_leaves.array(tensor)} on {tensor.device}"
+
+
+def _refusal(leaf: Any, obstacle: str, name: str) -> Exception:
+    nothing = "Nothing was marked."
+    if obstacle == "not_tensor":
+        return TypeError(
+            f"{name} is of type {type(leaf).__name__}, not a tensor. Donate tensors only, "
+            f"or take this leaf out. {nothing}"
+        )
+    if obstacle == "not_xla":
+        why = f"it is on {leaf.device}"
+        if leaf.layout != torch.strided:
+            why = f"its layout is {leaf.layout}"
+        elif leaf.device.type == "xla":
+            why = f"a {type(leaf).__name__} does not hold its buffer itself"
+        return ValueError(
+            f"{name} is {_describe(leaf)}; {why}. Only plain XLA tensors have a buffer to donate: "
+            f"move it with .to('xla'), or take this leaf out. {nothing}"
+        )
+    if obstacle == "pending":
+        return DonationError(
+            f"{name} is {_describe(leaf)}, not materialised: its value is still pending work. "
+            f"Call torch_xla.sync() first, then donate. {nothing}"
+        )
+    if obstacle == "read_only":
+        return DonationError(
+            f"{name} is {_describe(leaf)}, in a buffer that torch_xla shares between tensors (a cached constant or "
+            f"the RNG seed); donating it would destroy them all. Donate a .clone() instead. {nothing}"
+        )
+    if obstacle == "viewed":
+        return DonationError(
+            f"{name} is {_describe(leaf)}, and it is a view or has views while functionalization is off "
+            f"(XLA_DISABLE_FUNCTIONALIZATION): they share its graph. Donate a tensor without views. {nothing}"
+        )
+    raise AssertionError(f"unknown obstacle {obstacle}")
+
+
+def cancel_donation(tensors: Any) -> None:
+    """Takes back the marks of ``tensors`` that no step has read yet.
+
+    Args:
+        tensors: as for `donate_buffer`. Tensors without a mark are passed over.
+
+    Raises:
+        TypeError: a leaf is not a tensor.
+        DonationError: a leaf has been donated already; no mark is taken back then.
+    """
+    leaves, names = _leaves.flatten(tensors)
+    found: list[torch.Tensor] = []
+    for index, leaf in enumerate(leaves):
+        tensor = _leaves.without_wrapper(leaf)
+        if tensor is None:
+            continue
+        name = _leaves.label("tensors", names.name(index))
+        if not isinstance(tensor, torch.Tensor):
+            raise _refusal(leaf, "not_tensor", name)
+        state = _C.state(tensor)
+        if state == "donated":
+            raise DonationError(
+                f"{name} is {_describe(tensor)} and has been consumed by a step: its donation can no longer be "
+                "cancelled. No mark was taken back."
+            )
+        if state == "marked":
+            found.append(tensor)
+    _C.cancel(found)
+
+
+def is_donated(t: torch.Tensor) -> bool:
+    """True once a step has consumed ``t``'s buffer. Never waits for the device.
+
+    While the very first run of a graph is in flight it is not known yet whether XLA could use the buffer; the answer
+    is True then, and turns False if the donation proves unusable.
+
+    Args:
+        t: any tensor; one that is not on an XLA device is never donated.
+
+    Raises:
+        TypeError: ``t`` is not a tensor.
+    """
+    tensor = _leaves.without_wrapper(t)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"t is of type {type(t).__name__}, not a tensor; ask for one tensor at a time.")
+    return bool(_C.state(tensor) == "donated")
+
+
+@contextlib.contextmanager
+def donation_disabled() -> Iterator[None]:
+    """Steps of this thread inside the context donate nothing of this package's.
+
+    A mark that such a step reads is over, as always; the report gives the reason. No warning is made of it. What
+    torch_xla aliases by itself (in-place updates) stays as it is.
+    """
+    _C.push_disabled()
+    try:
+        yield
+    finally:
+        _C.pop_disabled()
+
+
+def call_site() -> str:
+    """``file:line`` of the nearest caller outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch_xla_donate"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _ready() -> None:
+    if not _C.installed():
+        raise DonationError(
+            "the hooks of torch_xla_donate have been taken out of torch_xla, so nothing can be donated. "
+            "Put them back with torch_xla_donate._host.install_hooks()."
+        )
+    _host.verify_layouts()
+
+
+_switch_told: set[str] = set()
+
+
+def _warn_if_switched_off() -> None:
+    setting = ""
+    if _config.aliasing_switched_off():
+        setting = "XLA_ENABLE_PARAM_ALIASING=0"
+    elif _host.auto_sharding():
+        setting = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
+    _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
+    if setting and setting not in _switch_told:
+        _switch_told.add(setting)
+        warnings.warn(
+            f"{setting} switches donation off in torch_xla for the whole process: marked buffers will be "
+            "read and kept. Unset it to donate.",
+            DonationWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,25 @@
+"""The exceptions and the warning, and the texts that more than one place needs."""
+
+
+class DonationError(RuntimeError):
+    """A donation was refused, or, with ``strict``, could not be used."""
+
+
+class DonatedBufferError(DonationError):
+    """A tensor was used after a step had consumed its buffer."""
+
+
+class DonationWarning(UserWarning):
+    """A donation that XLA could not use, or a setting that switches donation off."""
+
+
+def describe_use(name: str, array: str, where: str, step: int) -> str:
+    """The text of a DonatedBufferError: what was touched, who gave it away, and what to do."""
+    subject = f"{array} tensor{f' {name!r}' if name else ''}"
+    return (
+        f"{subject} has no buffer any more: it was donated at {where} and consumed by step {step}, "
+        "whose output now lives in that memory. Use the step's result instead; to keep the old "
+        "value, call .clone() before the step, or take the donation out. Shape and dtype are "
+        "still readable, and copying a new value in as a whole (t.copy_(new)) makes the tensor "
+        "usable again."
+    )

@@ -1,0 +1,104 @@
+"""What is donated: the tensors of an argument, in order, and the name of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class Names(Protocol):
+    """Gives leaf ``index`` its name. Holds no tensor: a mark must not keep memory alive."""
+
+    def name(self, index: int) -> str: ...
+
+
+class Single:
+    """A tensor that was given by itself has no name; the donation's file and line tell which it is."""
+
+    def name(self, index: int) -> str:
+        return ""
+
+
+class Positions:
+    """The items of a list or tuple."""
+
+    def name(self, index: int) -> str:
+        return f"[{index}]"
+
+
+class Listed:
+    """Names that were known from the start."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+
+class Paths:
+    """The leaves of a pytree. Their paths are worked out when somebody asks, from the structure alone."""
+
+    def __init__(self, spec: pytree.TreeSpec) -> None:
+        self._spec = spec
+        self._names: list[str] | None = None
+
+    def name(self, index: int) -> str:
+        if self._names is None:
+            numbered = pytree.tree_unflatten(range(self._spec.num_leaves), self._spec)
+            paths, _ = pytree.tree_flatten_with_path(numbered)
+            self._names = [pytree.keystr(path) for path, _ in paths]
+        return self._names[index]
+
+
+def flatten_module(module: torch.nn.Module) -> tuple[list[Any], Listed]:
+    """Parameters and buffers. A tied tensor comes once for each of its names."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return [tensor for _, tensor in named], Listed([name for name, _ in named])
+
+
+def flatten(tree: Any) -> tuple[list[Any], Names]:
+    """All leaves of a tensor, a pytree or a module (also of modules inside a pytree), and their names.
+
+    ``None`` is kept as a leaf, so that positions stay those of the pytree; whoever uses the leaves skips it.
+    """
+    if isinstance(tree, torch.nn.Module):
+        return flatten_module(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    paths = Paths(spec)
+    if not any(isinstance(leaf, torch.nn.Module) for leaf in leaves):
+        return leaves, Single() if spec.is_leaf() else paths
+    expanded: list[Any] = []
+    names: list[str] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.nn.Module):
+            inner, inner_names = flatten_module(leaf)
+            names += [f"{paths.name(index)}.{inner_names.name(i)}" for i in range(len(inner))]
+            expanded += inner
+        else:
+            names.append(paths.name(index))
+            expanded.append(leaf)
+    return expanded, Listed(names)
+
+
+def without_wrapper(leaf: Any) -> Any:
+    """The tensor inside an XLAShardedTensor; anything else as it is."""
+    return getattr(leaf, "global_tensor", leaf)
+
+
+def array(tensor: torch.Tensor) -> str:
+    """``float32[8,4]``, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(str(size) for size in tensor.shape)}]"
+
+
+def label(argument: str, name: str) -> str:
+    """How a message names a leaf: the argument, and the leaf's path in it."""
+    if not name:
+        return argument
+    return f"{argument}{name}" if name.startswith(("[", ".")) else f"{argument} ({name})"

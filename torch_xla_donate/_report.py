@@ -1,0 +1,217 @@
+"""What became of the donations: the report, and the warning for those that were not usable."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch_xla_donate import _C, _hlo, _into
+from torch_xla_donate._errors import DonationError, DonationWarning
+
+Outcome = Literal["donated", "unusable", "pending"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Donor:
+    """One marked buffer.
+
+    Attributes:
+        name: of the leaf, such as ``['layer1'].weight``; several, joined by commas, for tied tensors; empty for a
+            tensor that was donated by itself.
+        where: ``file:line`` of the donation.
+        shape: sizes of the whole array, before any sharding.
+        dtype: XLA's name of the element type, such as ``f32``.
+        bytes: of the whole array.
+        device: such as ``CPU:0``.
+        outcome: ``donated``, ``unusable`` or ``pending``.
+        reason: why it is not donated; empty if it is.
+        step: number of the step that read it, counted from 1 over steps that read marked buffers; None while pending.
+        into_kept: whether the output named by ``into=`` took the buffer over; None without ``into=`` or if unknown.
+    """
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    device: str
+    outcome: Outcome
+    reason: str
+    step: int | None
+    into_kept: bool | None
+
+    @property
+    def array(self) -> str:
+        """Element type and shape, as XLA writes them: ``f32[8,4]``."""
+        return f"{self.dtype}[{','.join(str(size) for size in self.shape)}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class DonationReport:
+    """Outcome of every donor of the last steps that read marked buffers, oldest first.
+
+    ``bool(report)`` is True if there are donors and each was donated.
+
+    Attributes:
+        donors: read by a step.
+        pending: marked, and not read by any step yet.
+    """
+
+    donors: tuple[Donor, ...]
+    pending: tuple[Donor, ...]
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes of the donors whose memory an output has taken over."""
+        return sum(donor.bytes for donor in self.donors if donor.outcome == "donated")
+
+    @property
+    def reused_fraction(self) -> float:
+        """`donated_bytes` as a fraction of the bytes of all donors that steps have read; 0.0 if there are none."""
+        offered = sum(donor.bytes for donor in self.donors)
+        return self.donated_bytes / offered if offered else 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.donors) and all(donor.outcome == "donated" for donor in self.donors)
+
+    def __str__(self) -> str:
+        from torch_xla_donate import _tables
+
+        return _tables.report(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, ready for ``json.dumps``."""
+        return {
+            "donors": [dataclasses.asdict(donor) for donor in self.donors],
+            "pending": [dataclasses.asdict(donor) for donor in self.pending],
+            "donated_bytes": self.donated_bytes,
+            "reused_fraction": self.reused_fraction,
+        }
+
+
+def donation_report(*, steps: int | None = None) -> DonationReport:
+    """The donors of the last steps with their outcome. Waits for steps that are running.
+
+    Args:
+        steps: how many steps to look back; at most, and by default, the last 8 that read marked buffers.
+
+    Raises:
+        ValueError: ``steps`` is not positive.
+        DonationError: a donation made with ``strict=True`` was unusable and has not been told before.
+    """
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is {steps}; it must be 1 or more.")
+    _C.wait_for_steps()
+    _into.resolve_pairs()
+    found = _C.steps()
+    if steps is not None:
+        found = found[-steps:]
+    donors = [_donor(raw, step) for step in found for raw in step["donors"]]
+    pending = [_donor(raw, None) for raw in _C.pending()]
+    tell()
+    return DonationReport(tuple(donors), tuple(pending))
+
+
+def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
+    kept = [names.pairs[leaf].kept for names, leaf in raw["holders"] if leaf in getattr(names, "pairs", {})]
+    dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
+    if step is None:
+        outcome, reason = "pending", "no step has read it yet"
+    elif raw["outcome"] == "donated":
+        outcome, reason = "donated", ""
+    else:
+        outcome, reason = "unusable", raw["reason"] or explain(raw, step)
+    return Donor(
+        name=raw["name"],
+        where=raw["where"],
+        shape=tuple(int(size) for size in sizes.split(",") if size),
+        dtype=dtype,
+        bytes=raw["bytes"],
+        device=raw["device"],
+        outcome=outcome,  # type: ignore[arg-type]
+        reason=reason,
+        step=None if step is None else step["number"],
+        into_kept=kept[0] if kept else None,
+    )
+
+
+def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
+    """Why XLA did not use a donor that was in its donor set.
+
+    XLA gives a donor to an output of the same bytes on each device, whatever its dtype or shape (measured on 2.9.0), so
+    the outputs' sizes tell most of it.
+    """
+    outputs = [_output(text) for text in step["outputs"] if text]
+    if not outputs:
+        return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
+    size = raw["bytes"]
+    fitting = [sharding for bytes_, sharding in outputs if bytes_ == size]
+    if not fitting:
+        sizes = Counter(bytes_ for bytes_, _ in outputs)
+        shown = ", ".join(f"{count} of {bytes_} bytes" for bytes_, count in sorted(sizes.items())[:4])
+        return (
+            f"no output of the step has its size of {size} bytes (outputs: {shown}{', ...' if len(sizes) > 4 else ''})"
+        )
+    rivals = sum(other["bytes"] == size for other in step["donors"])
+    if rivals > len(fitting):
+        return f"more donors than outputs of its size: {rivals} donors and {len(fitting)} outputs of {size} bytes"
+    if any(fitting):
+        return (
+            f"an output has its size of {size} bytes, but not per device: sharding {fitting[0]}; "
+            "shard donor and output alike"
+        )
+    return (
+        f"outputs of its size of {size} bytes went to other inputs (updated in place, they are donated by torch_xla "
+        "itself), or the memory is seen from outside (dlpack, numpy)"
+    )
+
+
+def _output(text: str) -> tuple[int, str]:
+    """Bytes and sharding of 'f32[8,4]{1,0} sharding={...}'."""
+    shape, _, sharding = text.partition(" sharding=")
+    return _hlo.parse_shape(shape).bytes, sharding
+
+
+_warned_sites: set[str] = set()
+
+
+def tell() -> None:
+    """Warns of unusable donations, once for each place in the code; raises where a donation was strict.
+
+    The hooks call this at the end of a step, if there is something to tell.
+    """
+    failures: list[str] = []
+    for step in _C.take_notices():
+        by_site: dict[str, list[Mapping[str, Any]]] = {}
+        for raw in step["donors"]:
+            disabled = raw["reason"].startswith(("donation is disabled", "XLA_ENABLE", "auto-sharding"))
+            if raw["outcome"] == "unusable" and not raw["told"] and not disabled:
+                by_site.setdefault(raw["where"], []).append(raw)
+        for where, unusable in by_site.items():
+            message = _unusable_text(where, unusable, step)
+            if any(raw["strict"] for raw in unusable):
+                failures.append(message)
+            elif where not in _warned_sites:
+                _warned_sites.add(where)
+                filename, _, line = where.rpartition(":")
+                # The place of the donation, not of the sync: that is where something can be done about it.
+                warnings.warn_explicit(message, DonationWarning, filename, int(line))
+    if failures:
+        raise DonationError("\n".join(failures))
+
+
+_SHOWN = 5
+
+
+def _unusable_text(where: str, unusable: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
+    donors = [_donor(raw, step) for raw in unusable]
+    arrays = ", ".join(donor.array for donor in donors[:_SHOWN])
+    more = f", and {len(donors) - _SHOWN} more" if len(donors) > _SHOWN else ""
+    lines = [f"Some donated buffers were not usable: {arrays}{more} (donated at {where}, step {step['number']})."]
+    for donor in donors[:_SHOWN]:
+        lines.append(f"  {donor.array}{f' {donor.name}' if donor.name else ''}: {donor.reason}.")
+    lines.append("  They stay readable. See docs/unusable.md.")
+    return "\n".join(lines)

@@ -1,0 +1,62 @@
+"""Tables for people, drawn by rich."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch_xla_donate._report import DonationReport
+
+_ROWS = 40
+
+
+def render(table: Table, width: int = 120) -> str:
+    """The table as text without colours."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
+    return out.getvalue().rstrip("\n")
+
+
+def size(count: int) -> str:
+    """Bytes for people: '1.5 MiB'."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def report(found: DonationReport) -> str:
+    """The text of a report: one line of summary, then a row for each donor."""
+    if not found.donors and not found.pending:
+        return "No step has read a marked buffer yet."
+    used = sum(donor.outcome == "donated" for donor in found.donors)
+    summary = (
+        f"{used} of {len(found.donors)} donors donated, {size(found.donated_bytes)} "
+        f"({found.reused_fraction:.1%} of the bytes offered)"
+    )
+    if found.pending:
+        summary += f"; {len(found.pending)} pending"
+    table = Table(title=summary, title_justify="left")
+    for column in ("step", "donor", "array", "bytes", "outcome", "reason"):
+        table.add_column(column, justify="right" if column in ("step", "bytes") else "left", overflow="fold")
+    # What went wrong first: with thousands of donors it must not drown.
+    rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated")
+    for donor in rows[:_ROWS]:
+        place = donor.where.rpartition("/")[2]
+        kept = {True: ", into kept", False: ", into not kept", None: ""}[donor.into_kept]
+        table.add_row(
+            "" if donor.step is None else str(donor.step),
+            f"{donor.name} ({place})" if donor.name else place,
+            donor.array,
+            size(donor.bytes),
+            donor.outcome + kept,
+            donor.reason,
+        )
+    text = render(table)
+    return text if len(rows) <= _ROWS else f"{text}\n... and {len(rows) - _ROWS} more; see .to_dict()"
