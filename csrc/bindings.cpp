@@ -107,13 +107,18 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
     }
     ThrowIfConsumed(leaf.buffer.get());
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
-                        static_cast<std::uint32_t>(i), std::move(leaf.views)});
+                        static_cast<std::uint32_t>(i)});
   }
   auto site = std::make_shared<CallSite>();
   site->where = where;
   site->strict = strict;
   site->names = Share(std::move(names));
   DonationRegistry::Get().Mark(resolved, site);
+  for (py::ssize_t i = 0; i < count; ++i) {
+    if (items[i] != Py_None) {
+      abi::InvalidateViews(THPVariable_Unpack(items[i]));
+    }
+  }
   return py::none();
 }
 

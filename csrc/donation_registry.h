@@ -41,7 +41,6 @@ struct Holder {
   std::weak_ptr<abi::TensorData> tensor;
   std::shared_ptr<const CallSite> site;
   std::uint32_t leaf = 0;
-  abi::ViewGroup views = abi::NoViews();
 };
 
 enum class DonorState {
@@ -125,7 +124,6 @@ class DonationRegistry {
     at::IntArrayRef sizes;
     at::ScalarType dtype;
     std::uint32_t index;
-    abi::ViewGroup views;
   };
   // Marks all leaves. A buffer that is marked already keeps its mark and gains the holder, if that is new.
   void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);

@@ -26,7 +26,7 @@ enum class RelocationKind {
   kAbsolute,  // a pointer in data: a vtable entry, a static table of functions
 };
 
-// The relocation's name without the architecture, as readelf prints it: "JUMP_SLOT", "GLOB_DAT", "ABS64".
+// The relocation's name without the architecture: "JUMP_SLOT", "GLOB_DAT" or "ABS64".
 const char* Name(RelocationKind kind) noexcept;
 
 struct RelocationSlot {

@@ -1,6 +1,7 @@
 // The intercepts and the table of them; sync_hooks.h tells in which order a step passes them.
 #include "sync_hooks.h"
 
+#include <c10/util/ScopeExit.h>
 #include <dlfcn.h>
 
 #include <mutex>
@@ -81,6 +82,8 @@ struct ThreadState {
   // mark that another thread makes in between waits for the next step.
   bool noting = false;
   std::vector<const lazy::LazyTensor*> live;
+  // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
+  bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0;
 
@@ -159,14 +162,13 @@ void RefuseSharedBuffers(const std::vector<const lazy::LazyTensor*>& live, std::
 }
 
 // From here on a use of the tensor passes CreateTensorNode or CurrentDataHandle: an op would otherwise go on with the
-// graph node it has, a read with the host's copy of the value, and a view with its own.
+// graph node it has, and a read with the host's copy of the value.
 void ForgetCachedValues(const Donor& donor, const lazy::BackendData* buffer) {
   for (const Holder& holder : donor.holders) {
     const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
     if (tensor != nullptr && tensor->handle.get() == buffer) {
       tensor->ir_value = lazy::Value();
       tensor->tensor_data.reset();
-      abi::InvalidateViews(holder.views);
     }
   }
 }
@@ -247,8 +249,10 @@ void ClaimDonors(ThreadState& state, const std::vector<lazy::BackendDataPtr>& pa
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
-  Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
   ThreadState& state = State();
+  state.in_post_order = true;
+  const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
+  Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
   if (state.noting && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
     try {
@@ -264,7 +268,9 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
 
 void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
   ThreadState& state = State();
-  state.StopCollecting();
+  if (!state.in_post_order) {
+    state.StopCollecting();
+  }
   if (state.current == nullptr) {
     tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
     return;
@@ -272,7 +278,9 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
   const std::shared_ptr<StepInProgress> current = state.current;
   current->compiled = true;
   current->GiveInfosBack();
-  collection->unlocker.clear();
+  // Our guard. What is before it is the device's lock, if the executor has taken that already; it looks whether the
+  // list is empty.
+  collection->unlocker.pop_back();
   try {
     tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
   } catch (...) {

@@ -73,11 +73,6 @@ const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
   return reinterpret_cast<const lazy::LazyTensorPtr*>(reinterpret_cast<const char*>(&impl) + sizeof(c10::TensorImpl));
 }
 
-// Functionalization gives a tensor and its views one storage, of this type.
-at::functionalization::FunctionalStorageImpl& GroupOf(c10::StorageImpl& storage) {
-  return static_cast<at::functionalization::FunctionalStorageImpl&>(storage);
-}
-
 [[noreturn]] void Mismatch(const std::string& what) {
   throw std::runtime_error(what);
 }
@@ -91,15 +86,22 @@ lazy::BackendDataPtr BufferOf(const TensorData& tensor) {
   return lazy::getBackend()->GetComputationDataFromNode(tensor.ir_value.node.get());
 }
 
-void InvalidateViews(const ViewGroup& views) {
-  const c10::intrusive_ptr<c10::StorageImpl> storage = views.lock();
-  if (storage == nullptr || storage.use_count() <= 2) {
-    return;  // the tensor alone, and us
+void InvalidateViews(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  if (!functional::isFunctionalTensor(tensor)) {
+    return;
   }
-  // The base is replaced by itself, which is enough for the views to be out of date.
-  at::functionalization::FunctionalStorageImpl& group = GroupOf(*storage);
+  const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
+  const c10::Storage& storage = wrapper->storage();
+  if (storage.use_count() == 1) {
+    return;
+  }
+  // A tensor and its views have one storage. The base is replaced by itself, which makes the views out of date.
+  auto& group = static_cast<at::functionalization::FunctionalStorageImpl&>(*storage.unsafeGetStorageImpl());
   const at::Tensor base = group.base();
-  group.add_update(base, {});
+  if (base.unsafeGetTensorImpl() == wrapper->value().unsafeGetTensorImpl()) {
+    group.add_update(base, {});
+  }
 }
 
 bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; }
@@ -116,11 +118,7 @@ Resolution Resolve(const at::Tensor& tensor) {
   Resolution result;
   if (functional::isFunctionalTensor(tensor)) {
     functional::sync(tensor);
-    const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
-    impl = wrapper->value().unsafeGetTensorImpl();
-    if (GroupOf(*wrapper->storage().unsafeGetStorageImpl()).base().unsafeGetTensorImpl() == impl) {
-      result.views = wrapper->storage().getWeakStorageImpl();
-    }
+    impl = functional::unsafeGetFunctionalWrapper(tensor)->value().unsafeGetTensorImpl();
   }
   const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
   if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {

@@ -62,15 +62,10 @@ enum class TensorState {
   kNotXla,        // not an XLA tensor, or not one of torch_xla's own class
 };
 
-// The storage that a tensor shares with its views under functionalization, held weakly.
-using ViewGroup = c10::weak_intrusive_ptr<c10::StorageImpl>;
-inline ViewGroup NoViews() { return ViewGroup(c10::intrusive_ptr<c10::StorageImpl>()); }
-
 struct Resolution {
   TensorState state = TensorState::kNotXla;
   std::shared_ptr<TensorData> tensor;  // set unless kNotXla; shared by detach(), .data and the like
   lazy::BackendDataPtr buffer;         // set if kMaterialized or kReadOnly
-  ViewGroup views = NoViews();              // what is needed to invalidate views of the tensor; empty if it is one itself
 };
 
 // What a tensor holds. Applies pending view updates first, as torch_xla does before it looks at a tensor.
@@ -80,8 +75,9 @@ Resolution Resolve(const at::Tensor& tensor);
 lazy::BackendDataPtr BufferOf(const TensorData& tensor);
 
 // Makes every view of the tensor compute itself anew, from the tensor, when it is used next. A view that was computed
-// before has a buffer of its own in torch_xla, and would not notice that its base is gone.
-void InvalidateViews(const ViewGroup& views);
+// before has a buffer of its own in torch_xla, and would not notice that its base is gone. Does nothing without
+// functionalization, and to a tensor that is a view itself.
+void InvalidateViews(const at::Tensor& tensor);
 
 // Whether the tensor is, or has, a view that shares its graph. Only without functionalization.
 bool HasView(const TensorData& tensor);

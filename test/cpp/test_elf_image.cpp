@@ -1,0 +1,120 @@
+// Finding a loaded library and the slots of the functions it imports.
+#include <libgen.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "check.h"
+#include "elf_image.h"
+#include "victims.h"
+
+using namespace torch_xla_donate;
+
+namespace {
+
+// "JUMP_SLOT ABS64": the kinds of the slots, in no particular order of the tables.
+std::string Kinds(const std::vector<RelocationSlot>& slots) {
+  std::vector<std::string> names;
+  for (const RelocationSlot& slot : slots) names.push_back(Name(slot.kind));
+  std::sort(names.begin(), names.end());
+  std::string text;
+  for (const std::string& name : names) text += (text.empty() ? "" : " ") + name;
+  return text;
+}
+
+std::string KindsIn(const std::string& mode, const std::string& symbol) {
+  const Library victim(VictimName(mode));
+  return Kinds(ElfImage::Find(victim.path).SlotsOf(symbol));
+}
+
+}  // namespace
+
+TEST(a_library_is_found_by_its_path_a_symlink_and_a_relative_path) {
+  // GIVEN a loaded library, and a symlink to its file
+  const Library victim("victim_default");
+  const std::filesystem::path link =
+      std::filesystem::temp_directory_path() / ("txd_link_" + std::to_string(getpid()) + ".so");
+  std::filesystem::create_symlink(victim.path, link);
+  // WHEN it is looked for by three names
+  const ElfImage by_path = ElfImage::Find(victim.path);
+  const std::string through_link = MessageOf([&] { CHECK_EQ(ElfImage::Find(link).LoadBase(), by_path.LoadBase()); });
+  std::filesystem::remove(link);
+  std::filesystem::current_path(VICTIM_FOLDER);
+  const ElfImage by_relative_path = ElfImage::Find("./libvictim_default.so");
+  // THEN it is the same image, around the library's own functions
+  CHECK_EQ(through_link, "");
+  CHECK_EQ(by_relative_path.LoadBase(), by_path.LoadBase());
+  CHECK_EQ(by_path.Path(), victim.path);
+  CHECK(by_path.Contains(victim.Symbol("victim_add")));
+  CHECK(!by_path.Contains(CalleeFunction(kAdd)));
+}
+
+TEST(a_library_that_is_not_loaded_is_an_error) {
+  const std::string path = LibraryPath("victim_never_loaded");
+  const std::string message = MessageOf([&] { ElfImage::Find(path); });
+  CHECK_CONTAINS(message, "\"" + path + "\" exists but is not loaded in this process; it must be imported first");
+}
+
+TEST(a_file_that_does_not_exist_is_an_error) {
+  const std::string message = MessageOf([&] { ElfImage::Find("no/such/library.so"); });
+  CHECK_CONTAINS(message, "\"no/such/library.so\": No such file or directory; expected the path of an imported");
+}
+
+TEST(a_call_has_a_jump_slot_in_every_mode_of_binding) {
+  for (const char* mode : {"default", "norelro", "relro_lazy", "relro_now"}) CHECK_EQ(KindsIn(mode, kAdd), "JUMP_SLOT");
+}
+
+TEST(a_call_without_plt_has_a_glob_dat) { CHECK_EQ(KindsIn("no_plt", kAdd), "GLOB_DAT"); }
+
+// Contains: on aarch64 the GNU linker adds a JUMP_SLOT to every function whose address is taken, called or not.
+TEST(an_address_in_a_table_has_an_absolute_slot) { CHECK_CONTAINS(KindsIn("table", kAdd), "ABS64"); }
+
+TEST(an_inherited_virtual_has_an_absolute_slot) { CHECK_CONTAINS(KindsIn("vtable", kVirtualAdd), "ABS64"); }
+
+TEST(all_slots_of_a_symbol_are_found) { CHECK_EQ(KindsIn("both", kAdd), "ABS64 JUMP_SLOT"); }
+
+TEST(packed_relative_relocations_do_not_disturb) { CHECK_EQ(KindsIn("relr", kAdd), "ABS64 JUMP_SLOT"); }
+
+TEST(a_slot_holds_the_function_or_leads_to_the_own_plt) {
+  // GIVEN a library bound at loading and one bound lazily
+  const Library now("victim_relro_now"), lazy("victim_relro_lazy");
+  const ElfImage now_image = ElfImage::Find(now.path), lazy_image = ElfImage::Find(lazy.path);
+  // WHEN nothing has been called yet
+  // THEN the first holds the function and the second an address of its own
+  CHECK_EQ(*now_image.SlotsOf(kAdd).at(0).address, CalleeFunction(kAdd));
+  CHECK(lazy_image.Contains(*lazy_image.SlotsOf(kAdd).at(0).address));
+}
+
+TEST(relro_covers_the_slots_that_the_linker_has_protected) {
+  const auto in_relro = [](const char* mode) {
+    const Library victim(VictimName(mode));
+    const ElfImage image = ElfImage::Find(victim.path);
+    return image.InRelro(image.SlotsOf(kAdd).at(0).address);
+  };
+  CHECK(in_relro("relro_now"));
+  CHECK(in_relro("table"));
+  CHECK(!in_relro("relro_lazy"));
+  CHECK(!in_relro("norelro"));
+}
+
+TEST(functions_that_are_not_imported_have_no_slots) {
+  CHECK_EQ(KindsIn("both", "victim_add"), "");     // defined by the library itself
+  CHECK_EQ(KindsIn("both", "callee_ad"), "");      // the beginning of a name
+  CHECK_EQ(KindsIn("both", kVirtualAdd), "");      // imported by another victim only
+  CHECK_EQ(KindsIn("both", "callee_values"), "");  // a pointer into an array is not a function slot
+  CHECK_EQ(KindsIn("both", ""), "");
+}
+
+TEST(a_batch_finds_what_single_searches_find) {
+  // GIVEN a library that imports two of three functions
+  const Library victim("victim_both");
+  const ElfImage image = ElfImage::Find(victim.path);
+  // WHEN all three are asked for, one of them twice
+  const auto slots = image.SlotsOfEach({kAdd, kMultiply, "absent", kAdd});
+  // THEN each has its own entry
+  CHECK_EQ(slots.size(), 3u);
+  CHECK_EQ(Kinds(slots.at(kAdd)), "ABS64 JUMP_SLOT");
+  CHECK_EQ(Kinds(slots.at(kMultiply)), "JUMP_SLOT");
+  CHECK_EQ(slots.at(kMultiply).at(0).address, image.SlotsOf(kMultiply).at(0).address);
+  CHECK(slots.at("absent").empty());
+}

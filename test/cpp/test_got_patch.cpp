@@ -1,0 +1,171 @@
+// Patching the slots of one function: what is intercepted and what is put back.
+#include <type_traits>
+
+#include "check.h"
+#include "hooks.h"
+
+namespace {
+
+void InterceptAndUndo(const std::string& mode, const char* symbol) {
+  // GIVEN a victim in a link mode
+  const Library victim(VictimName(mode));
+  const ElfImage image = ElfImage::Find(victim.path);
+  const std::vector<RelocationSlot> slots = image.SlotsOf(symbol);
+  for (const bool called_before : {false, true}) {
+    if (called_before) CHECK_EQ(victim.Add(2, 3), 5);
+    const std::vector<void*> contents = Contents(slots);
+    const std::string protections = ProtectionsOf(victim.path);
+    {
+      // WHEN the function is patched
+      GotPatch patch(image, First::Spec(symbol), slots);
+      // THEN calls reach the replacement, which can call the original, and pages are as protected as before
+      CHECK_EQ(victim.Add(2, 3), 1005);
+      CHECK_EQ(First::original.load(), CalleeFunction(symbol));
+      CHECK_EQ(patch.Symbol(), symbol);
+      CHECK_EQ(patch.SlotCount(), slots.size());
+      CHECK_EQ(patch.InPlace(), slots.size());
+      CHECK_EQ(ProtectionsOf(victim.path), protections);
+    }
+    // WHEN the patch is gone THEN every byte of the slots and all protections are as they were
+    CHECK(Contents(slots) == contents);
+    CHECK_EQ(ProtectionsOf(victim.path), protections);
+    CHECK_EQ(victim.Add(2, 3), 5);
+  }
+}
+
+}  // namespace
+
+static_assert(!std::is_copy_constructible_v<GotPatch> && !std::is_copy_assignable_v<GotPatch>);
+static_assert(std::is_nothrow_move_constructible_v<GotPatch> && std::is_nothrow_move_assignable_v<GotPatch>);
+
+TEST(intercepts_and_undoes_with_default_link_options) { InterceptAndUndo("default", kAdd); }
+TEST(intercepts_and_undoes_without_relro) { InterceptAndUndo("norelro", kAdd); }
+TEST(intercepts_and_undoes_with_lazy_binding) { InterceptAndUndo("relro_lazy", kAdd); }
+TEST(intercepts_and_undoes_in_read_only_slots) { InterceptAndUndo("relro_now", kAdd); }
+TEST(intercepts_and_undoes_without_plt) { InterceptAndUndo("no_plt", kAdd); }
+TEST(intercepts_and_undoes_a_pointer_in_a_table) { InterceptAndUndo("table", kAdd); }
+TEST(intercepts_and_undoes_an_inherited_virtual) { InterceptAndUndo("vtable", kVirtualAdd); }
+TEST(intercepts_and_undoes_with_packed_relocations) { InterceptAndUndo("relr", kAdd); }
+
+TEST(all_slots_of_the_symbol_are_patched) {
+  InterceptAndUndo("both", kAdd);
+  const Library victim("victim_both");
+  const GotPatch patch = Install(ElfImage::Find(victim.path), First::Spec(kAdd));
+  CHECK_EQ(patch.InPlace(), 2u);
+  CHECK_EQ(victim.Add(2, 3), 1005);
+  CHECK_EQ(victim.Call("victim_add_by_table", 2, 3), 1005);
+}
+
+TEST(a_slot_not_bound_yet_gets_its_plt_address_back) {
+  // GIVEN a lazily bound library that has not called the function yet
+  const Library victim("victim_relro_lazy");
+  const ElfImage image = ElfImage::Find(victim.path);
+  void** const slot = image.SlotsOf(kAdd).at(0).address;
+  void* const plt = *slot;
+  CHECK(image.Contains(plt));
+  // WHEN it is patched, called and undone
+  GotPatch patch = Install(image, First::Spec(kAdd));
+  CHECK_EQ(victim.Add(2, 3), 1005);
+  CHECK_EQ(patch.Undo(), 0u);
+  // THEN the slot leads to the PLT again, and the next call binds it
+  CHECK_EQ(*slot, plt);
+  CHECK_EQ(victim.Add(2, 3), 5);
+  CHECK_EQ(*slot, CalleeFunction(kAdd));
+}
+
+TEST(a_slot_bound_over_the_patch_counts_as_undone) {
+  // GIVEN a patched lazy slot
+  const Library victim("victim_relro_lazy");
+  const ElfImage image = ElfImage::Find(victim.path);
+  GotPatch patch = Install(image, First::Spec(kAdd));
+  // WHEN a binding that was under way writes the function, as the dynamic linker does
+  *image.SlotsOf(kAdd).at(0).address = CalleeFunction(kAdd);
+  // THEN the patch can tell, and has nothing to put back
+  CHECK_EQ(patch.InPlace(), 0u);
+  CHECK_EQ(patch.Undo(), 0u);
+  CHECK_EQ(victim.Add(2, 3), 5);
+}
+
+TEST(installing_and_undoing_may_be_repeated) {
+  const Library victim("victim_relro_now");
+  const ElfImage image = ElfImage::Find(victim.path);
+  for (int round = 0; round < 2; ++round) {
+    GotPatch patch = Install(image, First::Spec(kAdd));
+    CHECK_EQ(victim.Add(2, 3), 1005);
+    CHECK_EQ(patch.Undo(), 0u);
+    CHECK_EQ(patch.Undo(), 0u);
+    CHECK_EQ(victim.Add(2, 3), 5);
+    // An undone patch leaves a later one alone, though both have the same replacement.
+    const GotPatch later = Install(image, First::Spec(kAdd));
+    CHECK_EQ(patch.Undo(), 0u);
+    CHECK_EQ(victim.Add(2, 3), 1005);
+  }
+  CHECK_EQ(victim.Add(2, 3), 5);
+}
+
+TEST(two_patches_may_share_a_page) {
+  // GIVEN two functions with slots in one read-only page
+  const Library victim("victim_relro_now");
+  const ElfImage image = ElfImage::Find(victim.path);
+  const std::string protections = ProtectionsOf(victim.path);
+  // WHEN both are patched and undone in the order of installation THEN each goes its own way
+  GotPatch add = Install(image, First::Spec(kAdd));
+  GotPatch multiply = Install(image, Second::Spec(kMultiply));
+  CHECK_EQ(ProtectionsOf(victim.path), protections);
+  CHECK_EQ(add.Undo(), 0u);
+  CHECK_EQ(ProtectionsOf(victim.path), protections);
+  CHECK_EQ(victim.Add(2, 3), 5);
+  CHECK_EQ(victim.Multiply(2, 3), 20006);
+  CHECK_EQ(multiply.Undo(), 0u);
+  CHECK_EQ(ProtectionsOf(victim.path), protections);
+  CHECK_EQ(victim.Multiply(2, 3), 6);
+}
+
+TEST(only_the_named_library_is_patched) {
+  const Library victim("victim_relro_now"), other("victim_no_plt");
+  const GotPatch patch = Install(ElfImage::Find(victim.path), First::Spec(kAdd));
+  CHECK_EQ(victim.Add(2, 3), 1005);
+  CHECK_EQ(victim.Multiply(2, 3), 6);
+  CHECK_EQ(other.Add(2, 3), 5);
+}
+
+TEST(a_patch_can_be_moved) {
+  const Library victim("victim_relro_now");
+  const ElfImage image = ElfImage::Find(victim.path);
+  GotPatch add = Install(image, First::Spec(kAdd));
+  GotPatch moved = std::move(add);
+  CHECK_EQ(victim.Add(2, 3), 1005);
+  // Assigning undoes what was there before.
+  moved = Install(image, Second::Spec(kMultiply));
+  CHECK_EQ(victim.Add(2, 3), 5);
+  CHECK_EQ(victim.Multiply(2, 3), 20006);
+}
+
+TEST(a_table_is_installed_as_a_whole) {
+  const Library victim("victim_both");
+  const ElfImage image = ElfImage::Find(victim.path);
+  {
+    const std::vector<GotPatch> patches = InstallAll(image, {First::Spec(kAdd), Second::Spec(kMultiply)});
+    CHECK_EQ(patches.size(), 2u);
+    CHECK_EQ(patches.at(0).SlotCount(), 2u);
+    CHECK_EQ(victim.Add(2, 3), 1005);
+    CHECK_EQ(victim.Multiply(2, 3), 20006);
+  }
+  CHECK_EQ(victim.Add(2, 3), 5);
+  CHECK_EQ(victim.Multiply(2, 3), 6);
+}
+
+TEST(a_forked_child_sees_the_patch_and_may_undo_its_own) {
+  // GIVEN a patch
+  const Library victim("victim_relro_now");
+  GotPatch patch = Install(ElfImage::Find(victim.path), First::Spec(kAdd));
+  // WHEN a child undoes it
+  CHECK(InChild([&] {
+    CHECK_EQ(victim.Add(2, 3), 1005);
+    CHECK_EQ(patch.Undo(), 0u);
+    CHECK_EQ(victim.Add(2, 3), 5);
+  }));
+  // THEN the parent keeps it
+  CHECK_EQ(victim.Add(2, 3), 1005);
+  CHECK_EQ(patch.Undo(), 0u);
+}
