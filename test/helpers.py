@@ -62,3 +62,12 @@ def dump_env(folder: str | os.PathLike[str], *flags: str) -> dict[str, str]:
 
 def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
+
+
+def pointer(tensor: torch.Tensor) -> int:
+    """The address of an XLA tensor's memory, once it has been computed."""
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+
+    xm.wait_device_ops()
+    return int(torch_xla._XLAC._unsafe_buffer_pointer(tensor))

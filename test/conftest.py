@@ -1,0 +1,51 @@
+"""Settings and fixtures of all Python tests."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+
+# Before anything imports torch_xla.
+os.environ["PJRT_DEVICE"] = "CPU"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+for setting in ("TORCH_XLA_DONATE_STRICT", "XLA_ENABLE_PARAM_ALIASING", "XLA_AUTO_SPMD", "XLA_FLAGS"):
+    os.environ.pop(setting, None)
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """After each test: no new mark, no notice, hooks in place, donation enabled."""
+    from torch_xla_donate import _C, _report
+
+    # The traceback of a failed test keeps its tensors, and so its marks.
+    before = len(_C.pending())
+    yield
+    _C.wait_for_steps()
+    gc.collect()
+    marks, notices = _C.pending(), _C.take_notices()
+    _report._warned_sites.clear()
+    assert _C.installed()
+    assert not _C.disabled()
+    assert all(hook["slots"] == hook["in_place"] for hook in _C.hooks())
+    assert len(marks) <= before, f"the test left marks: {marks}"
+    assert not notices, f"the test left unusable donations untold: {notices}"
+
+
+@pytest.fixture
+def make() -> Callable[..., torch.Tensor]:
+    """Makes a materialised XLA tensor: 0, 1, 2, ... in the shape given."""
+    import torch_xla
+
+    def make_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        tensor = torch.arange(count).to(dtype).reshape(shape).to("xla")
+        torch_xla.sync(wait=True)
+        return tensor
+
+    return make_tensor
