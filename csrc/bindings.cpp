@@ -43,8 +43,7 @@ struct Graveyard {
 };
 
 std::shared_ptr<void> Share(py::object names) {
-  return {names.release().ptr(),
-          [](void* object) { Graveyard::Get().Bury(static_cast<PyObject*>(object)); }};
+  return {names.release().ptr(), [](void* object) { Graveyard::Get().Bury(static_cast<PyObject*>(object)); }};
 }
 
 // The names of a donor's leaves, joined: "weight, tied.weight". Needs the GIL; never throws.

@@ -68,8 +68,8 @@ struct Donor {
 };
 using DonorPtr = std::shared_ptr<Donor>;
 
-// What the last run of a compiled graph did with its donors. The next run will do the same, unless a buffer is seen from
-// outside (dlpack) in one of them.
+// What the last run of a compiled graph did with its donors. The next run will do the same, unless a buffer is seen
+// from outside (dlpack) in one of them.
 struct GraphOutcome {
   std::vector<std::string> outputs;  // shapes as XLA writes them, where somebody needs them for a reason
   std::vector<bool> used;            // for each donor, in the order in which the step lists them
@@ -149,8 +149,7 @@ class DonationRegistry {
   void Sweep();
 
   // The pending donors among the parameters of a graph, with their positions. Nothing changes yet.
-  std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(
-      const std::vector<lazy::BackendDataPtr>& parameters) const;
+  std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters) const;
 
   // Moves donors from pending to a new step: asked of XLA, or refused, each with its reason.
   StepPtr Claim(std::vector<DonorPtr> asked, std::vector<std::pair<DonorPtr, std::string>> refused);

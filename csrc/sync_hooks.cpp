@@ -40,8 +40,8 @@ struct Original {
     return reinterpret_cast<Function>(address.load(std::memory_order_acquire));
   }
 };
-Original run_post_order, async_constructor, current_data_handle, create_tensor_node, for_all_device_contexts,
-    tensor_collection_barrier, mark_step, completer;
+Original run_post_order, async_constructor, lazy_tensor_constructor, current_data_handle, create_tensor_node,
+    for_all_device_contexts, tensor_collection_barrier, mark_step, completer;
 
 // ---- What one thread's step knows ----
 
@@ -76,21 +76,34 @@ struct StepInProgress {
 };
 
 struct ThreadState {
-  // Between ForAllDeviceContexts and RunPostOrder.
-  bool collecting = false;
-  // Whether the live tensors are being noted, in the order in which the executor asks them. Decided once per step: a
-  // mark that another thread makes in between waits for the next step.
+  // Inside of ForAllDeviceContexts: the live tensors are being listed.
+  bool listing = false;
+  // Whether a list is kept. Decided when it begins: a mark that another thread makes meanwhile waits for the next step.
   bool noting = false;
-  std::vector<const lazy::LazyTensor*> live;
+  // The data of the live tensors in the executor's order, and how many of them have been asked for what they hold.
+  std::vector<std::weak_ptr<abi::TensorData>> live;
+  std::vector<const abi::TensorData*> order;  // the same for comparing, never followed
+  std::size_t asked = 0;
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0;
 
-  void StopCollecting() {
-    collecting = false;
+  // Whoever has made a list (a step, dynamo, a debug report) goes through it from its beginning to its end, each tensor
+  // once, and must not be disturbed. Anybody else reads a tensor.
+  bool IsNextOfList(const lazy::LazyTensor& tensor) {
+    if (asked < order.size() && tensor.data().get() == order[asked]) {
+      ++asked;
+      return true;
+    }
+    return false;
+  }
+
+  void DropList() {
     noting = false;
     live.clear();
+    order.clear();
+    asked = 0;
   }
 };
 
@@ -113,7 +126,7 @@ void AbandonLeftover(ThreadState& state) {
 // The tensors that will hold the step's outputs, in output order; empty if they cannot be told for certain.
 // The executor has just cleared the graph of each (a placeholder will follow), so an output is a live tensor at one of
 // the collection's indices that holds nothing.
-std::vector<const abi::TensorData*> OutputsOf(const std::vector<const lazy::LazyTensor*>& live,
+std::vector<const abi::TensorData*> OutputsOf(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                               const Executor::SyncTensorCollection& collection, std::size_t roots) {
   if (collection.indices.size() != roots) {
     return {};
@@ -121,7 +134,7 @@ std::vector<const abi::TensorData*> OutputsOf(const std::vector<const lazy::Lazy
   std::vector<const abi::TensorData*> outputs;
   outputs.reserve(roots);
   for (std::size_t index : collection.indices) {
-    const abi::TensorData* data = index < live.size() ? live[index]->data().get() : nullptr;
+    const abi::TensorData* data = index < live.size() ? live[index].get() : nullptr;
     if (data == nullptr || data->handle != nullptr || data->ir_value) {
       return {};
     }
@@ -138,14 +151,14 @@ struct Candidate {
 
 // Refuses each donor whose buffer somebody else would miss: a live tensor that nobody offered, or a view made since the
 // tensor was marked.
-void RefuseSharedBuffers(const std::vector<const lazy::LazyTensor*>& live, std::vector<Candidate>& candidates) {
+void RefuseSharedBuffers(const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                         std::vector<Candidate>& candidates) {
   std::unordered_map<const lazy::BackendData*, Candidate*> by_buffer;
   for (Candidate& candidate : candidates) {
     by_buffer.emplace(candidate.buffer.get(), &candidate);
   }
-  for (const lazy::LazyTensor* tensor : live) {
-    const abi::TensorData* data = tensor->data().get();
-    if (data->handle == nullptr) {
+  for (const std::shared_ptr<abi::TensorData>& data : live) {
+    if (data == nullptr || data->handle == nullptr) {
       continue;
     }
     auto found = by_buffer.find(data->handle.get());
@@ -154,9 +167,10 @@ void RefuseSharedBuffers(const std::vector<const lazy::LazyTensor*>& live, std::
     }
     if (abi::HasView(*data)) {
       found->second->refusal = "it has views, which share its graph while functionalization is off";
-    } else if (!found->second->donor->HeldBy(data)) {
-      found->second->refusal = "another live tensor, which was not donated, holds the same buffer (as after a whole "
-                               "copy, b.copy_(t)); donate both, or clone one of them";
+    } else if (!found->second->donor->HeldBy(data.get())) {
+      found->second->refusal =
+          "another live tensor, which was not donated, holds the same buffer (as after a whole "
+          "copy, b.copy_(t)); donate both, or clone one of them";
     }
   }
 }
@@ -187,7 +201,12 @@ void ClaimDonors(ThreadState& state, const std::vector<lazy::BackendDataPtr>& pa
     std::lock_guard<std::mutex> lock(TheSwitch().mutex);
     refusal = TheSwitch().reason;
   }
-  const std::vector<const abi::TensorData*> outputs = OutputsOf(state.live, *collection, roots);
+  std::vector<std::shared_ptr<abi::TensorData>> live;
+  live.reserve(state.live.size());
+  for (const auto& weak : state.live) {
+    live.push_back(weak.lock());
+  }
+  const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
   if (refusal.empty() && outputs.empty()) {
     refusal = "the outputs of the step could not be matched with live tensors";
   }
@@ -197,7 +216,7 @@ void ClaimDonors(ThreadState& state, const std::vector<lazy::BackendDataPtr>& pa
     candidates.push_back({parameters[index], donor, refusal});
   }
   if (refusal.empty()) {
-    RefuseSharedBuffers(state.live, candidates);
+    RefuseSharedBuffers(live, candidates);
   }
 
   std::unordered_set<std::int64_t> alias_ids;
@@ -254,7 +273,8 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
-  if (state.noting && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
+  if (state.noting && state.asked == state.order.size() && collection->config.force_ltc_data &&
+      collection->config.sync_ltc_data) {
     try {
       ClaimDonors(state, result.parameters_data, roots.size(), collection);
     } catch (const std::exception&) {
@@ -262,14 +282,14 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
       AbandonLeftover(state);
     }
   }
-  state.StopCollecting();
+  state.DropList();
   return result;
 }
 
 void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
   ThreadState& state = State();
   if (!state.in_post_order) {
-    state.StopCollecting();
+    state.DropList();
   }
   if (state.current == nullptr) {
     tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
@@ -334,16 +354,8 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
     return handle;
   }
   ThreadState& state = State();
-  if (state.collecting) {
-    // The list of live tensors is made of fresh objects. A tensor that somebody else holds too is a read: whoever asked
-    // for the list (a debug report, dynamo) has not gone on to a step.
-    if (abi::IsTransient(*self)) {
-      if (state.noting && (state.live.empty() || state.live.back() != self)) {
-        state.live.push_back(self);
-      }
-      return handle;
-    }
-    state.StopCollecting();
+  if (state.noting && state.IsNextOfList(*self)) {
+    return handle;
   }
   if (handle != nullptr) {
     ThrowIfConsumed(handle.get());
@@ -362,18 +374,30 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   DonationRegistry& registry = DonationRegistry::Get();
   ThreadState& state = State();
   AbandonLeftover(state);
-  state.StopCollecting();
-  state.collecting = true;
+  state.DropList();
   if (registry.Armed()) {
     registry.Sweep();
-    state.noting = registry.HasMarks();
+    state.noting = registry.Armed();
   }
+  state.listing = true;
+  const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
+}
+
+void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData> data) {
+  if (DonationRegistry::Get().Armed()) {
+    ThreadState& state = State();
+    if (state.listing && state.noting) {
+      state.live.push_back(data);
+      state.order.push_back(data.get());
+    }
+  }
+  lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, std::move(data));
 }
 
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
-  State().StopCollecting();
+  State().DropList();
   if (DonationRegistry::Get().HasNotices() && Callbacks().step_ended) {
     Callbacks().step_ended();
   }
@@ -392,9 +416,12 @@ struct Hook {
 const std::vector<Hook>& Table() {
   static const std::vector<Hook> table = {
       {"DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts,
-       reinterpret_cast<void*>(&ForAllDeviceContexts), &for_all_device_contexts.address, "a list of live tensors begins"},
+       reinterpret_cast<void*>(&ForAllDeviceContexts), &for_all_device_contexts.address,
+       "a list of live tensors begins"},
+      {"LazyTensor::LazyTensor", abi::kLazyTensorConstructor, reinterpret_cast<void*>(&LazyTensorConstructor),
+       &lazy_tensor_constructor.address, "notes the live tensors"},
       {"LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, reinterpret_cast<void*>(&CurrentDataHandle),
-       &current_data_handle.address, "notes live tensors; finds reads of donated ones"},
+       &current_data_handle.address, "finds reads of donated tensors"},
       {"LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, reinterpret_cast<void*>(&RunPostOrder),
        &run_post_order.address, "chooses the donors of a step"},
       {"LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier,

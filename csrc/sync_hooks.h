@@ -1,7 +1,8 @@
 // The intercepts: where torch_xla's lazy graph executor passes through this package, and the one table of them.
 //
 // A step (torch_xla.sync(), xm.mark_step()) passes the intercepts in this order:
-//   ForAllDeviceContexts     the executor lists the live tensors: from here on they are noted
+//   ForAllDeviceContexts     the executor lists the live tensors
+//   LazyTensor::LazyTensor   ... as fresh objects, which are noted
 //   CurrentDataHandle        asked of every live tensor; outside a step, whoever reads a tensor comes through here
 //   RunPostOrder             the graph and its parameters are known: donors are chosen and put into the donor set
 //   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are given back
@@ -28,10 +29,10 @@
 namespace torch_xla_donate {
 
 struct HookInfo {
-  std::string name;         // "LazyGraphExecutor::RunPostOrder"
-  std::string symbol;       // mangled
+  std::string name;    // "LazyGraphExecutor::RunPostOrder"
+  std::string symbol;  // mangled
   std::string purpose;
-  std::size_t slots = 0;    // 0 while not installed
+  std::size_t slots = 0;  // 0 while not installed
   std::size_t in_place = 0;
 };
 

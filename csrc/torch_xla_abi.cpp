@@ -17,6 +17,7 @@ const char* const kRunPostOrder =
 const char* const kAsyncConstructor =
     "_ZN5torch4lazy17LazyGraphExecutor5AsyncC2EPNS1_20SyncTensorCollectionESt6vectorISt10shared_ptrINS0_11BackendDataEE"
     "SaIS8_EESA_S6_INS1_17CachedComputationEE";
+const char* const kLazyTensorConstructor = "_ZN5torch4lazy10LazyTensorC2ESt10shared_ptrINS1_4DataEE";
 const char* const kCurrentDataHandle = "_ZNK5torch4lazy10LazyTensor17CurrentDataHandleEv";
 const char* const kCreateTensorNode =
     "_ZNK5torch4lazy10LazyTensor16CreateTensorNodeERKSt10shared_ptrINS0_11BackendDataEEb";
@@ -25,12 +26,11 @@ const char* const kForAllDeviceContexts =
     "EPKNS0_13BackendDeviceE";
 const char* const kTensorCollectionBarrier =
     "_ZN5torch4lazy17LazyGraphExecutor23TensorCollectionBarrierEPNS1_20SyncTensorCollectionE";
-const char* const kMarkStep =
-    "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
+const char* const kMarkStep = "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
 const char* const kCompleter = "_ZN5torch4lazy9MultiWait9CompleterESt8functionIFvvEE";
 
-// torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace: there the
-// compiler would conclude that nobody overrides it.
+// torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace: there
+// the compiler would conclude that nobody overrides it.
 struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
 };
@@ -73,9 +73,7 @@ const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
   return reinterpret_cast<const lazy::LazyTensorPtr*>(reinterpret_cast<const char*>(&impl) + sizeof(c10::TensorImpl));
 }
 
-[[noreturn]] void Mismatch(const std::string& what) {
-  throw std::runtime_error(what);
-}
+[[noreturn]] void Mismatch(const std::string& what) { throw std::runtime_error(what); }
 
 }  // namespace
 
@@ -107,10 +105,6 @@ void InvalidateViews(const at::Tensor& tensor) {
 bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; }
 
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
-
-bool IsTransient(const lazy::LazyTensor& tensor) {
-  return c10::raw::intrusive_ptr::use_count(const_cast<lazy::LazyTensor*>(&tensor)) == 1;
-}
 
 Resolution Resolve(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
@@ -162,8 +156,8 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
   if (lazy_tensor == nullptr) {
     Mismatch(std::string("an XLA tensor is a ") + typeid(*impl).name() + ", expected " + kTensorImplType);
   }
-  const auto* tensor = dynamic_cast<const lazy::LazyTensor*>(static_cast<const c10::intrusive_ptr_target*>(
-      lazy_tensor->get()));
+  const auto* tensor =
+      dynamic_cast<const lazy::LazyTensor*>(static_cast<const c10::intrusive_ptr_target*>(lazy_tensor->get()));
   if (tensor == nullptr) {
     Mismatch("an XLA tensor does not keep its lazy tensor right after c10::TensorImpl");
   }
@@ -178,9 +172,10 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
   const HostTensorData& host = AsHost(*data);
   if (host.view != nullptr || host.logical_element_type != at::ScalarType::Float || host.sharding != nullptr ||
       host.alias_id != data->unique_id || host.is_cloned) {
-    Mismatch("view, element type, sharding, alias id or clone flag are not where they were expected in the data of a "
-             "fresh tensor (alias id read: " + std::to_string(host.alias_id) + ", tensor id: " +
-             std::to_string(data->unique_id) + ")");
+    Mismatch(
+        "view, element type, sharding, alias id or clone flag are not where they were expected in the data of a "
+        "fresh tensor (alias id read: " +
+        std::to_string(host.alias_id) + ", tensor id: " + std::to_string(data->unique_id) + ")");
   }
   if (data->handle == nullptr || !data->handle->HasValue()) {
     Mismatch("an uploaded tensor has no device data");

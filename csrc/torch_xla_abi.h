@@ -37,6 +37,7 @@ using RunPostOrderFn = Executor::PostOrderData (*)(lazy::LazyGraphExecutor*, con
 using AsyncConstructorFn = void (*)(Executor::Async*, Executor::SyncTensorCollection*,
                                     std::vector<lazy::BackendDataPtr>, std::vector<lazy::BackendDataPtr>,
                                     lazy::LazyGraphExecutor::ComputationCache::TypePtr);
+using LazyTensorConstructorFn = void (*)(lazy::LazyTensor*, std::shared_ptr<TensorData>);
 using CurrentDataHandleFn = lazy::BackendDataPtr (*)(const lazy::LazyTensor*);
 using CreateTensorNodeFn = lazy::Value (*)(const lazy::LazyTensor*, const lazy::BackendDataPtr&, bool);
 using ForAllDeviceContextsFn = void (*)(void* arena, const void* function, const lazy::BackendDevice*);
@@ -47,6 +48,7 @@ using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<vo
 // Mangled names of the imports behind these types.
 extern const char* const kRunPostOrder;
 extern const char* const kAsyncConstructor;
+extern const char* const kLazyTensorConstructor;
 extern const char* const kCurrentDataHandle;
 extern const char* const kCreateTensorNode;
 extern const char* const kForAllDeviceContexts;
@@ -85,9 +87,6 @@ bool HasView(const TensorData& tensor);
 // The id by which the executor recognises an output that replaces an input. It donates the parameters whose
 // DeviceDataInfo carries the alias id of one of the step's outputs.
 std::int64_t AliasId(const TensorData& tensor);
-
-// Whether the object belongs to the list of live tensors that a step has just made, and to nobody else.
-bool IsTransient(const lazy::LazyTensor& tensor);
 
 // Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", and " sharding={...}"
 // where there is one. Empty if the host's text is not understood.

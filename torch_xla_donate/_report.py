@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -201,6 +203,16 @@ def tell() -> None:
                 warnings.warn_explicit(message, DonationWarning, filename, int(line))
     if failures:
         raise DonationError("\n".join(failures))
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    # The last step of a program has no next one at whose end it could be told.
+    _C.wait_for_steps()
+    try:
+        tell()
+    except (DonationError, DonationWarning) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 _SHOWN = 5

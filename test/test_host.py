@@ -1,0 +1,263 @@
+"""Loading, hooking and unhooking: what fits is checked, and torch_xla is left as it was."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+from helpers import run_script
+
+from torch_xla_donate import _C, _host
+
+BUILD = types.SimpleNamespace(TORCH="2.9.1+cu128", TORCH_XLA="2.9.0", CXX11_ABI=1)
+
+
+def test_the_versions_of_the_build_are_accepted():
+    _host.check_versions("2.9.1+cu128", "2.9.0", BUILD)
+    _host.check_versions("2.9.0", "2.9.1", BUILD)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "torch_xla_version", "text"),
+    [
+        ("2.10.0", "2.10.0", r"supports torch_xla 2.7, 2.8, 2.9; found torch_xla 2.10.0"),
+        ("2.6.0", "2.6.0", r"supports torch_xla 2.7, 2.8, 2.9; found torch_xla 2.6.0"),
+        ("2.8.0", "2.9.0", r"torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
+        (
+            "2.8.0+cpu",
+            "2.8.1",
+            r"was built against torch 2.9.1\+cu128 and torch_xla 2.9.0; found torch 2.8.0\+cpu and torch_xla 2.8.1. "
+            r"Rebuild torch_xla_donate in this environment: pip install --no-build-isolation",
+        ),
+    ],
+)
+def test_other_versions_are_refused_with_what_to_do(torch_version, torch_xla_version, text):
+    with pytest.raises(ImportError, match=text):
+        _host.check_versions(torch_version, torch_xla_version, BUILD)
+
+
+def test_another_abi_is_refused():
+    other = types.SimpleNamespace(TORCH="2.9.1", TORCH_XLA="2.9.0", CXX11_ABI=0)
+    with pytest.raises(ImportError, match=r"C\+\+11 ABI off.*Rebuild"):
+        _host.check_versions("2.9.1", "2.9.0", other)
+
+
+def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
+    run_script(
+        """
+        import importlib.metadata as metadata
+        real = metadata.version
+        def version(name):
+            if name == "torch_xla":
+                raise metadata.PackageNotFoundError(name)
+            return real(name)
+        metadata.version = version
+        try:
+            import torch_xla_donate
+        except ImportError as error:
+            assert "needs torch_xla (2.7, 2.8, 2.9), which is not installed for" in str(error), error
+        else:
+            raise AssertionError
+        import sys
+        assert "torch_xla" not in sys.modules
+        """
+    )
+
+
+def test_a_package_that_was_not_built_says_so():
+    run_script(
+        """
+        import sys
+        sys.modules["torch_xla_donate._build_info"] = None
+        try:
+            import torch_xla_donate
+        except ImportError as error:
+            assert "has not been built. Rebuild" in str(error), error
+        else:
+            raise AssertionError
+        """
+    )
+
+
+def test_every_hook_of_the_table_is_in_place():
+    hooks = _C.hooks()
+    assert len(hooks) == 9
+    assert all(hook["slots"] >= 1 and hook["slots"] == hook["in_place"] for hook in hooks)
+    assert len({hook["symbol"] for hook in hooks}) == 9
+
+
+STATE = """
+import hashlib, sys
+import _XLAC
+
+def state():
+    # The read-only data of torch_xla's module (its relocation slots are there), and how its pages are protected.
+    digest, lines = hashlib.sha256(), []
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            if line.rstrip().endswith(_XLAC.__file__):
+                lines.append(line)
+                first, last = (int(part, 16) for part in line.split()[0].split("-"))
+                if line.split()[1] == "r--p":
+                    memory.seek(first)
+                    digest.update(memory.read(last - first))
+    assert lines
+    return digest.hexdigest(), lines
+"""
+
+
+def test_uninstalling_leaves_torch_xla_byte_for_byte_as_it_was():
+    run_script(
+        "import torch_xla\n"
+        + STATE
+        + """
+before = state()
+import torch_xla_donate
+from torch_xla_donate import _C, _host
+patched = state()
+assert patched[0] != before[0] and patched[1] == before[1]
+_host.install_hooks()
+assert state() == patched
+for _ in range(3):
+    _host.uninstall_hooks()
+    assert state() == before
+_host.install_hooks()
+assert state() == patched
+"""
+    )
+
+
+def test_unhooked_nothing_is_donated_and_hooked_again_it_is():
+    run_script(
+        """
+        import torch, torch_xla
+        import torch_xla_donate as txd
+        from torch_xla_donate import _host
+        t = torch.arange(4.0).to("xla"); torch_xla.sync()
+        txd.donate_buffer(t)
+        _host.uninstall_hooks()
+        out = t + 1
+        torch_xla.sync(wait=True)
+        assert t.tolist() == [0, 1, 2, 3] and not txd.is_donated(t)
+        try:
+            txd.donate_buffer(t)
+        except txd.DonationError as error:
+            assert "hooks of torch_xla_donate have been taken out" in str(error)
+        else:
+            raise AssertionError
+        _host.install_hooks()
+        out = t + 2
+        torch_xla.sync()
+        assert txd.is_donated(t) and out.tolist() == [2, 3, 4, 5]
+        """
+    )
+
+
+def test_installing_and_uninstalling_from_many_threads_while_steps_run_does_no_harm():
+    run_script(
+        "import torch_xla\n"
+        + STATE
+        + """
+before = state()
+import threading, torch
+import torch_xla_donate as txd
+from torch_xla_donate import _host
+stop = threading.Event()
+errors = []
+def flip():
+    try:
+        while not stop.is_set():
+            _host.uninstall_hooks()
+            _host.install_hooks()
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=flip) for _ in range(3)]
+for thread in threads: thread.start()
+t = torch.zeros(64).to("xla")
+for _ in range(200):
+    t = t + 1
+    torch_xla.sync()
+stop.set()
+for thread in threads: thread.join()
+assert errors == [], errors
+assert t[0].item() == 200
+_host.uninstall_hooks()
+assert state() == before
+"""
+    )
+
+
+def test_a_layout_that_differs_takes_the_hooks_out_again():
+    run_script(
+        "import torch_xla\n"
+        + STATE
+        + """
+before = state()
+import torch
+import torch_xla_donate as txd
+from torch_xla_donate import _host
+class Xlac:
+    def __getattr__(self, name):
+        import _XLAC
+        return getattr(_XLAC, name)
+    def _xla_get_tensor_id(self, tensor):
+        return -1
+_host.xlac = Xlac
+t = torch.arange(4.0).to("xla"); torch_xla.sync()
+try:
+    txd.donate_buffer(t)
+except ImportError as error:
+    assert "laid out differently" in str(error) and "torch_xla says -1" in str(error), error
+else:
+    raise AssertionError
+assert state() == before
+out = t + 1
+torch_xla.sync()
+assert out.tolist() == [1, 2, 3, 4]
+"""
+    )
+
+
+def test_a_slot_that_somebody_else_has_patched_is_an_import_error_and_nothing_changes():
+    run_script(
+        "import torch_xla\n"
+        + STATE
+        + """
+import torch_xla_donate
+from torch_xla_donate import _C, _host
+_host.uninstall_hooks()
+before = state()
+
+# A stranger's patch of one of the slots: it is moved to another function of libtorch.
+import ctypes, mmap, struct
+libc = ctypes.CDLL(None, use_errno=True)
+torch_library = ctypes.CDLL("libtorch_cpu.so")
+symbol = next(hook["symbol"] for hook in _C.hooks() if hook["name"].endswith("RunPostOrder"))
+expected = ctypes.cast(getattr(torch_library, symbol), ctypes.c_void_p).value
+other = ctypes.cast(torch_library._ZN5torch4lazy10getBackendEv, ctypes.c_void_p).value
+slot = None
+with open("/proc/self/mem", "rb", 0) as memory:
+    for line in before[1]:
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if line.split()[1] == "r--p":
+            memory.seek(first)
+            data = memory.read(last - first)
+            at = data.find(struct.pack("<Q", expected))
+            if at >= 0:
+                slot = first + at
+assert slot is not None
+page = slot & ~(mmap.PAGESIZE - 1)
+assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 3) == 0
+ctypes.c_uint64.from_address(slot).value = other
+strangers = state()[0]
+try:
+    _host.install_hooks()
+except ImportError as error:
+    assert "torch_xla is unchanged" in str(error), error
+    assert symbol in str(error), error
+else:
+    raise AssertionError
+assert state()[0] == strangers
+assert not _C.installed()
+"""
+    )

@@ -1,0 +1,333 @@
+"""Steps that go wrong, settings, and other modes of torch_xla: each in a fresh process."""
+
+from __future__ import annotations
+
+import pytest
+from helpers import run_script
+
+PRELUDE = """
+import sys, threading, warnings
+import torch, torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla_donate
+from torch_xla_donate import *
+from torch_xla_donate import _C
+
+def make(*shape):
+    count = 1
+    for size in shape:
+        count *= size
+    t = torch.arange(float(count)).reshape(shape).to("xla")
+    torch_xla.sync(wait=True)
+    return t
+
+def raises(error, function):
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"no {error.__name__}")
+
+def infos(*tensors):
+    # The ids that torch_xla keeps with the buffers of the tensors; ours must never stay there.
+    return torch_xla._XLAC._get_tensors_xla_device_data_node([t + 0 for t in tensors], [])[0]
+"""
+
+
+def run(body: str, **options):
+    import textwrap
+
+    return run_script(PRELUDE + textwrap.dedent(body) + "\nprint('end')", **options)
+
+
+def test_a_step_that_does_not_compile_leaves_nothing_behind():
+    done = run(
+        """
+        from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
+        t, kept = make(8), make(4)
+        before = infos(t)
+        donate_buffer(t)
+        broken = stablehlo_custom_call((t,), "no_such_target", [[8]], [torch.float32])
+        raises(Exception, torch_xla.sync)
+        assert _C.sizes()["pending"] == 0 and _C.sizes()["consumed"] == 0, _C.sizes()
+        assert infos(t) == before
+        (donor,) = donation_report().donors
+        assert (donor.outcome, donor.reason) == ("unusable", "the step failed: it did not compile"), donor
+        del broken
+        torch_xla.sync(wait=True)
+        assert t.tolist() == list(range(8)) and kept.tolist() == [0, 1, 2, 3]
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync()
+        assert is_donated(t) and out.tolist() == list(range(1, 9))
+        """
+    )
+    assert done.stdout.endswith("end\n")
+
+
+@pytest.mark.parametrize("wait", ["True", "False"])
+def test_a_step_that_fails_while_it_runs_leaves_nothing_behind(wait):
+    run(
+        f"""
+        t, kept = make(8), make(4)
+        before = infos(t)
+        donate_buffer(t)
+        # More memory than any machine has.
+        broken = t.reshape(8, 1, 1, 1).expand(8, 1 << 20, 1 << 20, 1 << 10) + 1
+        try:
+            torch_xla.sync(wait={wait})
+            assert not {wait}
+            donation_report()
+        except RuntimeError as error:
+            assert "memory" in str(error)
+        assert _C.sizes()["pending"] == 0 and _C.sizes()["consumed"] == 0, _C.sizes()
+        (donor,) = donation_report().donors
+        assert donor.outcome == "unusable" and donor.reason.startswith("the step failed: Out of memory"), donor
+        del broken
+        try:
+            torch_xla.sync(wait=True)  # torch_xla tells of the failure once more
+        except RuntimeError:
+            pass
+        assert infos(t) == before
+        assert t.tolist() == list(range(8)) and kept.tolist() == [0, 1, 2, 3]
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync()
+        assert is_donated(t) and out.tolist() == list(range(1, 9))
+        """
+    )
+
+
+def test_infos_are_the_same_before_and_after_a_donating_step():
+    run(
+        """
+        t, other = make(8), make(8)
+        before = infos(other)
+        donate_buffer([t, other])
+        total = (t + other).sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_xla.sync(wait=True)
+        assert infos(other) == before, (infos(other), before)
+        """
+    )
+
+
+def test_without_functionalization_donation_and_errors_work():
+    run(
+        """
+        t = make(8)
+        donate_buffer(t)
+        out = t * 2
+        torch_xla.sync()
+        assert is_donated(t)
+        raises(DonatedBufferError, lambda: t + 1)
+        raises(DonatedBufferError, lambda: t.cpu())
+        raises(DonatedBufferError, lambda: t[2:])
+        raises(DonatedBufferError, lambda: t.add_(1))
+        raises(DonatedBufferError, lambda: t.detach().cpu())
+        assert out.tolist() == list(range(0, 16, 2))
+
+        viewed = make(8)
+        view = viewed[2:]
+        assert "functionalization is off" in raises(DonationError, lambda: donate_buffer(viewed))
+
+        later = make(8)
+        donate_buffer(later)
+        view = later[2:]
+        out = later * 2
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch_xla.sync(wait=True)
+        assert "it has views" in str(caught[0].message), caught
+        assert view.tolist() == list(range(2, 8)) and later.tolist() == list(range(8))
+
+        a, b = make(4), make(4)
+        donate_buffer([a, b])
+        a.mul_(2)
+        c = b + 1
+        torch_xla.sync()
+        assert a.tolist() == [0, 2, 4, 6] and c.tolist() == [1, 2, 3, 4] and is_donated(b)
+        """,
+        env={"XLA_DISABLE_FUNCTIONALIZATION": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("XLA_ENABLE_PARAM_ALIASING", "0"), ("XLA_ENABLE_PARAM_ALIASING", "false")]
+)
+def test_a_setting_that_switches_donation_off_is_named_once(name, value):
+    run(
+        f"""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                t = make(4)
+                donate_buffer(t)
+                out = t + 1
+                torch_xla.sync(wait=True)
+                assert not is_donated(t) and t.tolist() == [0, 1, 2, 3]
+        (warning,) = [w for w in caught if w.category is DonationWarning]
+        assert "{name}=0 switches donation off" in str(warning.message), warning
+        assert warning.filename == __file__
+        assert all("{name}" in donor.reason for donor in donation_report().donors)
+        """,
+        env={name: value},
+    )
+
+
+def test_two_threads_may_take_turns_in_stepping_and_donating():
+    run(
+        """
+        errors = []
+        # One at a time: stock torch_xla itself fails ("handle != nullptr") when one thread reads while another steps.
+        lock = threading.Lock()
+        def loop(k):
+            try:
+                for _ in range(30):
+                    with lock:
+                        t = torch.full((64 + k,), float(k)).to("xla")
+                        torch_xla.sync()
+                        donate_buffer(t)
+                        out = t * 2
+                        torch_xla.sync()
+                        assert out[0].item() == 2 * k
+                        assert is_donated(t)
+            except BaseException as error:
+                errors.append(error)
+        threads = [threading.Thread(target=loop, args=(k,)) for k in range(3)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert errors == [], errors
+        """
+    )
+
+
+def test_marks_and_steps_of_different_threads_interleave_without_harm():
+    run(
+        """
+        stop = threading.Event()
+        errors = []
+        def mark():
+            while not stop.is_set():
+                try:
+                    t = torch.ones(16).to("xla")
+                    torch_xla._XLAC._xla_sync_multi([t], [], True, True)
+                    donate_buffer(t)
+                    cancel_donation(t)
+                    assert t.tolist() == [1.0] * 16
+                except BaseException as error:
+                    errors.append(error)
+                    return
+        thread = threading.Thread(target=mark)
+        thread.start()
+        value = make(64)
+        for _ in range(200):
+            donate_buffer(value)
+            new = value + 1
+            torch_xla.sync()
+            value = new
+        stop.set()
+        thread.join()
+        assert errors == [], errors
+        assert value[0].item() == 200
+        """
+    )
+
+
+def test_a_warning_that_nobody_collected_is_made_at_exit():
+    done = run("t = make(3); donate_buffer(t); total = t.sum(); torch_xla.sync()")
+    assert "DonationWarning: Some donated buffers were not usable: f32[3]" in done.stderr
+
+
+def test_warnings_as_errors_raise_from_the_sync_and_lose_nothing():
+    run(
+        """
+        warnings.simplefilter("error", DonationWarning)
+        t, other = make(3), make(5)
+        donate_buffer(t)
+        total, kept = t.sum(), other + 1
+        assert "not usable" in raises(DonationWarning, lambda: torch_xla.sync(wait=True))
+        assert (total.item(), kept.tolist(), t.tolist()) == (3, [1, 2, 3, 4, 5], [0, 1, 2])
+        """
+    )
+
+
+def test_a_forked_child_before_the_runtime_starts_can_donate_on_its_own():
+    run(
+        """
+        import os
+        child = os.fork()
+        if child == 0:
+            t = make(8)
+            donate_buffer(t)
+            out = t + 1
+            torch_xla.sync()
+            os._exit(0 if is_donated(t) and out.tolist() == list(range(1, 9)) else 1)
+        _, status = os.waitpid(child, 0)
+        assert status == 0
+        t = make(8)
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync()
+        assert is_donated(t)
+        """
+    )
+
+
+def test_the_registry_survives_a_fork_while_other_threads_use_it():
+    run(
+        """
+        import os
+        stop = threading.Event()
+        t = make(4)
+        donate_buffer(t)
+        def ask():
+            while not stop.is_set():
+                _C.sizes()
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads: thread.start()
+        for _ in range(50):
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if _C.sizes()["pending"] == 1 else 1)
+            _, status = os.waitpid(child, 0)
+            assert status == 0
+        stop.set()
+        for thread in threads: thread.join()
+        cancel_donation(t)
+        """
+    )
+
+
+def test_importing_the_package_does_not_start_the_runtime():
+    run("assert not torch_xla._XLAC._xla_runtime_is_initialized()")
+
+
+def test_eager_mode_neither_donates_nor_breaks():
+    run(
+        """
+        torch_xla.experimental.eager_mode(True)
+        t = torch.arange(4.0).to("xla")
+        donate_buffer(t * 1)
+        out = t + 1
+        torch_xla.sync(wait=True)
+        assert t.tolist() == [0, 1, 2, 3] and out.tolist() == [1, 2, 3, 4]
+        """
+    )
+
+
+def test_a_donated_tensor_does_not_stop_dynamo_from_working_on_others():
+    run(
+        """
+        t = make(4)
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync()
+        compiled = torch.compile(lambda x: x * 2, backend="openxla")
+        assert compiled(out).tolist() == [2, 4, 6, 8]
+        assert compiled(make(4)).tolist() == [0, 2, 4, 6]
+        assert "was donated at" in raises(Exception, lambda: compiled(t))
+        assert compiled(out).tolist() == [2, 4, 6, 8]
+        """
+    )
