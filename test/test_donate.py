@@ -13,10 +13,10 @@ import torch_xla.debug.metrics as metrics
 from helpers import pointer
 
 from torch_xla_donate import (
+    _C,
     DonatedBufferError,
     DonationError,
     DonationWarning,
-    _C,
     cancel_donation,
     donate_buffer,
     donation_disabled,

@@ -596,7 +596,9 @@ def test_a_broken_text_of_a_megabyte_is_refused_at_once(part: str) -> None:
 # Random texts
 
 LAYOUTS = st.sampled_from(["", "{:T(256)}", "{1,0}", "{1,0:T(8,128)(2,1)S(1)}", "{0:E(4)}", "{0}"])
-DTYPES = st.sampled_from(["pred", "s4", "u8", "s64", "bf16", "f32", "f64", "f8e4m3fn", "f8e5m2fnuz", "c64", "token", "opaque"])
+DTYPES = st.sampled_from(
+    ["pred", "s4", "u8", "s64", "bf16", "f32", "f64", "f8e4m3fn", "f8e5m2fnuz", "c64", "token", "opaque"]
+)
 
 
 @st.composite
