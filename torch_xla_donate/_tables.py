@@ -15,10 +15,10 @@ _ROWS = 40
 
 
 def render(table: Table, width: int = 120) -> str:
-    """The table as text without colours."""
+    """The table as text without colours, and without blanks at the ends of lines."""
     out = io.StringIO()
     Console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
-    return out.getvalue().rstrip("\n")
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def size(count: int) -> str:

@@ -1,0 +1,117 @@
+"""The benchmarks run, in their smallest sizes, and write well-formed results. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import run_script
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+HEAD = {"benchmark", "date", "command", "options", "machine", "versions"}
+RUN = f"""
+    import runpy, sys
+    sys.path.insert(0, {str(BENCHMARKS)!r})
+    sys.argv[0] = {str(BENCHMARKS)!r} + "/" + sys.argv.pop(1)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(script: str, results: Path, *options: str, exit_code: int = 0) -> tuple[str, dict[str, Any]]:
+    """What the benchmark prints, and its result file."""
+    process = run_script(RUN, script, "--results", str(results), *options, timeout=240, exit_code=exit_code)
+    path = results / script.replace(".py", ".json")
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return process.stdout, found
+
+
+def assert_neutral(found: dict[str, Any]) -> None:
+    """The head is complete, and tells nothing of whose machine it was."""
+    assert found.keys() >= HEAD
+    assert found["versions"].keys() == {"torch_xla_donate", "torch", "torch_xla", "python"}
+    assert str(Path.home()) not in json.dumps(found)
+    assert str(BENCHMARKS.parent) not in json.dumps(found)
+
+
+def assert_ratio(found: dict[str, float]) -> None:
+    assert found.keys() == {"median", "quarter", "three_quarters", "low", "high"}
+    assert 0 < found["low"] <= found["median"] <= found["high"]
+
+
+def test_mark_cost_compares_each_form_with_the_private_call(tmp_path: Path) -> None:
+    printed, found = run("mark_cost.py", tmp_path, "--tiny")
+    assert "mark_cost" in printed
+    assert_neutral(found)
+    assert {row["form"] for row in found["rows"]} == {"list", "dict", "module"}
+    for row in found["rows"]:
+        assert row["donate_buffer_ns"] > 0
+        assert row["set_buffer_donation_ns"] > 0
+        assert_ratio(row["ratio"])
+    assert found["aim"].keys() == {"text", "limit", "met"}
+
+
+def test_step_overhead_compares_hooked_with_unhooked_and_donated_with_in_place(tmp_path: Path) -> None:
+    printed, found = run("step_overhead.py", tmp_path, "--tiny")
+    assert "hooked / unhooked" in printed
+    assert_neutral(found)
+    assert found["instructions"] in ("available", "not available")
+    for row in found["nothing_marked"]:
+        assert_ratio(row["wall"])
+        assert_ratio(row["processor"])
+        assert (row["instructions"] is None) == (found["instructions"] == "not available")
+    for row in found["all_donated"]:
+        assert_ratio(row["donated_over_in_place"]["wall"])
+        assert_ratio(row["donated_over_not_donated"]["wall"])
+    assert found["growth_per_parameter"].keys() == {"from", "to", "donated", "not_donated"}
+    assert found["aim"].keys() == {"text", "limit", "verdict"}
+
+
+def test_peak_memory_runs_every_variant_in_a_process_of_its_own(tmp_path: Path) -> None:
+    printed, found = run("peak_memory.py", tmp_path, "--tiny")
+    assert "peak / live" in printed
+    assert_neutral(found)
+    assert [row["variant"] for row in found["rows"]] == ["not_donated", "donated", "in_place"]
+    for row in found["rows"]:
+        assert row["live_bytes"] > 0
+        assert row["peak_over_live"] >= 0
+        assert_ratio(row["time"])
+
+
+def test_run_runs_the_benchmarks_that_are_named_and_refuses_others(tmp_path: Path) -> None:
+    printed, _ = run("run.py", tmp_path, "--tiny", "mark_cost")
+    assert "mark_cost" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["mark_cost.json"]
+    run("run.py", tmp_path, "no_such_benchmark", exit_code=2)
+
+
+@pytest.mark.slow
+def test_soak_passes_its_own_checks_over_a_few_hundred_steps(tmp_path: Path) -> None:
+    printed, found = run("soak.py", tmp_path, "--steps", "400")
+    assert "400 donating steps" in printed
+    assert_neutral(found)
+    assert found["failures"] == []
+    assert found["compiles"] == 1
+    assert found["registry_at_end"] == found["registry_after_warm_up"]
+
+
+def test_soak_exits_non_zero_when_a_check_fails(tmp_path: Path) -> None:
+    broken = f"""
+        import sys
+        sys.path.insert(0, {str(BENCHMARKS)!r})
+        import soak
+        soak.expected = lambda steps: (0.0, 0.0)
+        soak.main(["--steps", "100", "--results", sys.argv[1]])
+    """
+    process = run_script(broken, str(tmp_path), timeout=240, exit_code=1)
+    assert "FAILED: the weights are" in process.stderr
+    assert json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["failures"]
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results_are_neutral_and_not_of_a_tiny_run(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["benchmark"] == path.stem
+    assert_neutral(found)
+    assert not found["options"].get("tiny", False)

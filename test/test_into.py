@@ -1,0 +1,111 @@
+"""donate_buffer(..., into=...): what is refused, and whether the pair was kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+from helpers import pointer
+
+from torch_xla_donate import _C, DonationError, _into, donate_buffer, donation_report, is_donated
+
+
+@pytest.fixture(autouse=True)
+def _no_pair_stays_open():
+    yield
+    _into.resolve_pairs()
+    assert not _into.open_pairs()
+
+
+def test_a_pair_that_was_kept_is_reported(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    x, y = a + 1, b + 1
+    donate_buffer([a, b], into=[x, y])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert (pointer(x), pointer(y)) == addresses
+
+
+def test_a_pair_that_was_not_kept_is_reported(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    x, y = a + 1, b + 1
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync()
+    report = donation_report(steps=1)
+    kept = [donor.into_kept for donor in report.donors]
+    assert kept == [pointer(y) == addresses[0], pointer(x) == addresses[1]]
+    assert f"into {'kept' if kept[0] else 'not kept'}" in str(report)
+
+
+def test_a_single_tensor_and_a_pytree_with_gaps(make):
+    a, b, c = make(3), make(4), make(5)
+    new = {"a": a * 2, "c": c * 2}
+    also = b * 2
+    donate_buffer({"a": a, "b": b, "c": c}, into={"a": new["a"], "b": None, "c": new["c"]})
+    torch_xla.sync()
+    kept = {donor.name: donor.into_kept for donor in donation_report(steps=1).donors}
+    assert kept == {"['a']": True, "['b']": None, "['c']": True}
+    assert also.tolist() == [0, 2, 4, 6]
+
+    d = make(7)
+    out = d + 1
+    donate_buffer(d, into=out)
+    torch_xla.sync()
+    assert donation_report(steps=1).donors[0].into_kept is True
+
+
+def test_pairs_are_known_in_a_loop_that_donates_each_target_in_turn(make):
+    state = make(64)
+    for _ in range(4):
+        new = state + 1
+        donate_buffer(state, into=new)
+        torch_xla.sync()
+        state = new
+    assert [donor.into_kept for donor in donation_report(steps=4).donors] == [True] * 4
+
+
+def test_a_target_that_has_gone_leaves_the_question_open(make):
+    a = make(9)
+    out = a + 1
+    donate_buffer(a, into=out)
+    torch_xla.sync()
+    del out
+    assert donation_report(steps=1).donors[0].into_kept is None
+    assert is_donated(a)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (lambda t: t[:2] + 1, r"into is float32\[2\], the donated tensor is float32\[4\].*same shape and dtype"),
+        (lambda t: (t + 1).to(torch.int32), r"into is int32\[4\], the donated tensor is float32\[4\]"),
+        (lambda t: torch.ones(4), r"into is on cpu, the donated tensor on xla:0"),
+        (lambda t: [t + 1, t + 2], "into has 2 leaves, tensors has 1"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_a_value_error(make, target, text):
+    t = make(4)
+    with pytest.raises(ValueError, match=text):
+        donate_buffer(t, into=target(t))
+    assert _C.pending() == []
+
+
+def test_a_target_that_is_no_tensor_is_a_type_error(make):
+    with pytest.raises(TypeError, match=r"into\[1\] is of type str, not a tensor"):
+        donate_buffer([make(2), make(2)], into=[None, "x"])
+    assert _C.pending() == []
+
+
+def test_a_materialised_target_is_refused(make):
+    with pytest.raises(DonationError, match="into is materialised already, so the next step has no output for it"):
+        donate_buffer(make(4), into=make(4))
+    assert _C.pending() == []
+
+
+def test_a_pending_source_is_refused(make):
+    pending = make(4) + 1
+    with pytest.raises(DonationError, match="not materialised"):
+        donate_buffer(pending, into=pending + 1)
+    assert _C.pending() == []
