@@ -84,7 +84,8 @@ const char* Obstacle(const abi::Resolution& resolved) {
   return "not_xla";
 }
 
-py::object Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names) {
+py::object Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names,
+                const py::dict& targets) {
   Graveyard::Get().Empty();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
@@ -106,7 +107,8 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
     }
     ThrowIfConsumed(leaf.buffer.get());
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
-                        static_cast<std::uint32_t>(i)});
+                        static_cast<std::uint32_t>(i),
+                        targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
   auto site = std::make_shared<CallSite>();
   site->where = where;
@@ -151,6 +153,7 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     }
     py::dict item;
     item["number"] = step.number;
+    item["graph"] = step.graph_hash;
     item["status"] = step.status;
     item["failure"] = step.failure;
     item["donors"] = donors;
@@ -233,9 +236,10 @@ PYBIND11_MODULE(_C, m) {
       py::arg("probe"), py::arg("tensor_id"),
       "Compares an uploaded float32[3] tensor with the layouts relied on; RuntimeError names the first difference.");
 
-  m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
-        "Marks a list or tuple of tensors (None is skipped), all or none. Returns None, or (index, obstacle) of the "
-        "first leaf that cannot be marked. Raises DonatedBufferError for a leaf that was donated before.");
+  m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
+        "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
+        "should take the buffers over. Returns None, or (index, obstacle) of the first leaf that cannot be marked. "
+        "Raises DonatedBufferError for a leaf that was donated before.");
   m.def(
       "cancel",
       [](const py::sequence& leaves) {

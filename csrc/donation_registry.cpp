@@ -81,13 +81,13 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
     DonorPtr& donor = pending_[leaf.buffer.get()];
     if (donor != nullptr && !donor->buffer.expired()) {
       if (!donor->HeldBy(leaf.tensor.get()) || donor->holders.front().site == site) {
-        donor->holders.push_back({leaf.tensor, site, leaf.index});
+        donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target});
       }
       continue;
     }
     donor = std::make_shared<Donor>();
     donor->buffer = leaf.buffer;
-    donor->holders.push_back({leaf.tensor, site, leaf.index});
+    donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target});
     donor->sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
     donor->dtype = leaf.dtype;
     donor->bytes = static_cast<std::int64_t>(c10::elementSize(leaf.dtype));
@@ -322,6 +322,7 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   static const char* const names[] = {"claimed", "running", "done", "failed"};
   StepSnapshot snapshot;
   snapshot.number = step.number;
+  snapshot.graph_hash = step.graph_hash;
   snapshot.status = names[static_cast<int>(step.status)];
   snapshot.failure = step.failure;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());

@@ -41,6 +41,7 @@ struct Holder {
   std::weak_ptr<abi::TensorData> tensor;
   std::shared_ptr<const CallSite> site;
   std::uint32_t leaf = 0;
+  std::weak_ptr<abi::TensorData> target;  // the output that should take the buffer over; empty without a wish
 };
 
 enum class DonorState {
@@ -91,13 +92,9 @@ struct Step {
 using StepPtr = std::shared_ptr<Step>;
 
 // A copy for readers, so that they need no lock.
-struct DonorSnapshot {
-  Donor donor;
-  std::uint64_t step = 0;  // 0 while pending
-  std::string graph_hash;
-};
 struct StepSnapshot {
   std::uint64_t number = 0;
+  std::string graph_hash;
   std::string status;
   std::string failure;
   std::vector<Donor> donors;
@@ -124,6 +121,7 @@ class DonationRegistry {
     at::IntArrayRef sizes;
     at::ScalarType dtype;
     std::uint32_t index;
+    std::shared_ptr<abi::TensorData> target;  // null without a wish
   };
   // Marks all leaves. A buffer that is marked already keeps its mark and gains the holder, if that is new.
   void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);

@@ -4,12 +4,15 @@
 #include <c10/util/ScopeExit.h>
 #include <dlfcn.h>
 
+#include <algorithm>
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "got_patch.h"
+#include "parameter_order.h"
 
 namespace torch_xla_donate {
 
@@ -187,10 +190,52 @@ void ForgetCachedValues(const Donor& donor, const lazy::BackendData* buffer) {
   }
 }
 
-void ClaimDonors(ThreadState& state, const std::vector<lazy::BackendDataPtr>& parameters, std::size_t roots,
+// The parameters that have an output of their own, in the order of these outputs: donors with a target, and what
+// torch_xla donates by itself. Empty if no donor has a target.
+std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, DonorPtr>>& marked,
+                                       const std::vector<lazy::BackendDataPtr>& parameters,
+                                       const std::vector<const abi::TensorData*>& outputs) {
+  const auto has_target = [](const auto& entry) { return !entry.second->holders.front().target.expired(); };
+  if (std::none_of(marked.begin(), marked.end(), has_target)) {
+    return {};
+  }
+  std::unordered_map<const abi::TensorData*, std::size_t> output_of_tensor;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    output_of_tensor.emplace(outputs[i], i);
+  }
+  std::map<std::size_t, std::size_t> parameter_of_output;
+  for (const auto& [parameter, donor] : marked) {
+    const auto output = output_of_tensor.find(donor->holders.front().target.lock().get());
+    if (output != output_of_tensor.end()) {
+      parameter_of_output.emplace(output->second, parameter);
+    }
+  }
+  std::unordered_map<std::int64_t, std::size_t> output_of_id;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    output_of_id.emplace(abi::AliasId(*outputs[i]), i);
+  }
+  std::unordered_set<std::size_t> wished;
+  for (const auto& entry : parameter_of_output) {
+    wished.insert(entry.second);
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto* info = dynamic_cast<const abi::DeviceDataInfo*>(parameters[i]->info());
+    const auto own = info == nullptr || info->read_only ? output_of_id.end() : output_of_id.find(info->tensor_id);
+    if (own != output_of_id.end() && wished.count(i) == 0) {
+      parameter_of_output.emplace(own->second, i);
+    }
+  }
+  std::vector<std::size_t> order;
+  for (const auto& entry : parameter_of_output) {
+    order.push_back(entry.second);
+  }
+  return order;
+}
+
+void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t roots,
                  Executor::SyncTensorCollection* collection) {
   DonationRegistry& registry = DonationRegistry::Get();
-  const auto marked = registry.PendingAmong(parameters);
+  const auto marked = registry.PendingAmong(graph.parameters_data);
   if (marked.empty()) {
     return;
   }
@@ -213,12 +258,15 @@ void ClaimDonors(ThreadState& state, const std::vector<lazy::BackendDataPtr>& pa
   std::vector<Candidate> candidates;
   candidates.reserve(marked.size());
   for (const auto& [index, donor] : marked) {
-    candidates.push_back({parameters[index], donor, refusal});
+    candidates.push_back({graph.parameters_data[index], donor, refusal});
   }
   if (refusal.empty()) {
     RefuseSharedBuffers(live, candidates);
   }
 
+  if (refusal.empty()) {
+    PutFirst(OrderOfWishes(marked, graph.parameters_data, outputs), graph, *collection);
+  }
   std::unordered_set<std::int64_t> alias_ids;
   for (const abi::TensorData* output : outputs) {
     alias_ids.insert(abi::AliasId(*output));
@@ -276,7 +324,7 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   if (state.noting && state.asked == state.order.size() && collection->config.force_ltc_data &&
       collection->config.sync_ltc_data) {
     try {
-      ClaimDonors(state, result.parameters_data, roots.size(), collection);
+      ClaimDonors(state, result, roots.size(), collection);
     } catch (const std::exception&) {
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);

@@ -28,9 +28,11 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             or an ``nn.Module``, also inside a pytree: its parameters and buffers. All are marked, or none.
             Marking a tensor twice is the same as once.
         into: the tensor that should take the buffer over, or a pytree of them with as many leaves as ``tensors``
-            (``None`` for a leaf without a wish). Each must be pending work of the same shape, dtype and sharding. XLA
-            pairs by size and order alone, so this is a wish: `donation_report` tells whether the pair was kept.
-            Reads the addresses of the buffers, so it waits for their computation.
+            (``None`` for a leaf without a wish). Each must be pending work of the same shape, dtype and sharding.
+            Without it XLA pairs donors and outputs of the same size in their order, and where that crosses (a new
+            moment goes to a parameter's buffer) it has to copy. With it the graph's parameters are put into the
+            order that gives the pairs asked for. That succeeds where every output of that size is somebody's
+            target; `donation_report` tells whether the pair was kept.
         strict: whether a donation that could not be used raises `DonationError` at the end of the step, instead of
             warning. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
 
@@ -61,24 +63,26 @@ def mark(tensors: Any, argument: str, *, into: Any = None, strict: bool | None =
     else:
         leaves, names = _leaves.flatten(tensors)
     if _into.open_pairs():
-        _into.resolve_pairs()
+        _into.resolve_pairs(wait=False)
     paired: _into.Paired | None = None
+    targets: dict[int, torch.Tensor] = {}
     if into is not None:
         leaves, names = _leaves.flatten(tensors)
-        names = paired = _into.pair(leaves, names, into)
+        paired, targets = _into.pair(leaves, names, into, where)
+        names = paired
 
-    refused = _C.mark(leaves, where, strict, names)
+    refused = _C.mark(leaves, where, strict, names, targets)
     if refused is not None and isinstance(names, _leaves.Positions):
         leaves, names = _leaves.flatten(tensors)
-        refused = _C.mark(leaves, where, strict, names)
+        refused = _C.mark(leaves, where, strict, names, targets)
     if refused is not None and refused[1] == "not_xla":
         leaves = [_leaves.without_wrapper(leaf) for leaf in leaves]
-        refused = _C.mark(leaves, where, strict, names)
+        refused = _C.mark(leaves, where, strict, names, targets)
     if refused is not None:
         index, obstacle = refused
         raise _refusal(leaves[index], obstacle, _leaves.label(argument, names.name(index)))
     if paired is not None:
-        _into.watch(paired)
+        _into.watch(paired, where)
 
 
 def _describe(tensor: torch.Tensor) -> str:

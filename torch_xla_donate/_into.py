@@ -1,4 +1,10 @@
-"""donate_buffer(..., into=...): which output should take a buffer over, and whether it did."""
+"""donate_buffer(..., into=...): which output should take a buffer over, and whether it did.
+
+The hooks order the graph's parameters so that XLA pairs each donor with its target (csrc/parameter_order.h). Whether
+the pair was kept is read from the addresses of the two buffers. That means to wait for both, so it is done for the
+first step of each place in the code; later steps are compared when their buffers happen to be ready, and answer by the
+graph otherwise: a compiled graph pairs alike at every run.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +21,27 @@ from torch_xla_donate._errors import DonatedBufferError, DonationError
 class Pair:
     """A donor's address, and the tensor that should come to live there.
 
-    kept: True or False once both addresses are known; None before, and where that cannot be told (the target has gone
-        or was overwritten before anybody looked, or the platform does not give addresses).
+    kept: True or False once both addresses are known; None before, and where they cannot be (the target has gone or was
+        overwritten before anybody looked, the source was still being computed, or the platform gives no addresses).
     """
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def __init__(self, source: torch.Tensor, target: torch.Tensor, may_wait: bool) -> None:
         self.kept: bool | None = None
-        self._source_pointer = _host.buffer_pointer(source)
+        self._may_wait = may_wait
+        self._source_pointer = _host.buffer_pointer(source) if _C.has_value(source) else None
         self._target = weakref.ref(target)
 
-    def resolve(self) -> bool:
+    def resolve(self, wait: bool) -> bool:
         """Looks at the target; False if it has to be looked at again later."""
         target = self._target()
         if target is None or self._source_pointer is None:
             return True
         if _C.state(target) == "pending":
             return False
-        _C.wait_for_steps()
+        if wait or self._may_wait:
+            _C.wait_for_steps()
         if not _C.has_value(target):
-            return True
+            return _C.state(target) == "donated"
         try:
             pointer = _host.buffer_pointer(target)
         except DonatedBufferError:
@@ -43,14 +51,18 @@ class Pair:
 
 
 class Paired:
-    """Names of leaves, with the pairs that were asked for."""
+    """Names of leaves, with the pairs that were asked for. Outlives the step, so it holds no tensor."""
 
-    def __init__(self, names: _leaves.Names, pairs: dict[int, Pair]) -> None:
+    def __init__(
+        self, names: _leaves.Names, wanted: list[tuple[int, torch.Tensor, torch.Tensor]], may_wait: bool
+    ) -> None:
         self.name = names.name
-        self.pairs = pairs
+        self.pairs = {index: Pair(source, target, may_wait) for index, source, target in wanted}
 
 
 _open: list[Pair] = []
+_seen_sites: set[str] = set()
+_kept_by_graph: dict[tuple[str, int], bool] = {}
 
 
 def open_pairs() -> bool:
@@ -58,13 +70,23 @@ def open_pairs() -> bool:
     return bool(_open)
 
 
-def resolve_pairs() -> None:
-    """Looks at all targets that have been computed. Waits for running steps."""
-    _open[:] = [pair for pair in _open if not pair.resolve()]
+def resolve_pairs(wait: bool) -> None:
+    """Looks at the targets that have been computed; with ``wait``, after the running steps have ended."""
+    _open[:] = [pair for pair in _open if not pair.resolve(wait)]
 
 
-def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any) -> Paired:
-    """Validates ``into`` against the leaves to be donated.
+def kept(names: Any, leaf: int, graph: str) -> bool | None:
+    """Whether the pair of a donor was kept; None if it has none, or if that is not known."""
+    pair = getattr(names, "pairs", {}).get(leaf)
+    if pair is None:
+        return None
+    if pair.kept is not None:
+        _kept_by_graph[graph, leaf] = pair.kept
+    return _kept_by_graph.get((graph, leaf))
+
+
+def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> tuple[Paired, dict[int, torch.Tensor]]:
+    """Validates ``into`` against the leaves to be donated at ``where``; the pairs, and each leaf's target.
 
     Raises:
         TypeError: a target is not a tensor.
@@ -89,13 +111,15 @@ def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any) -> Paired:
             continue  # marking refuses this leaf, with a message of its own
         _check(label, source, destination)
         wanted.append((index, source, destination))
-    if any(not _C.has_value(source) for _, source, _ in wanted):
+    first = where not in _seen_sites
+    if first and any(not _C.has_value(source) for _, source, _ in wanted):
         _host.xlac()._xla_wait_device_ops([])
-    return Paired(names, {index: Pair(source, target) for index, source, target in wanted})
+    return Paired(names, wanted, first), {index: target for index, _, target in wanted}
 
 
-def watch(paired: Paired) -> None:
+def watch(paired: Paired, where: str) -> None:
     """The marks have been made: the pairs' targets are looked at from now on."""
+    _seen_sites.add(where)
     _open.extend(paired.pairs.values())
 
 

@@ -107,7 +107,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     if steps is not None and steps < 1:
         raise ValueError(f"steps is {steps}; it must be 1 or more.")
     _C.wait_for_steps()
-    _into.resolve_pairs()
+    _into.resolve_pairs(wait=True)
     found = _C.steps()
     if steps is not None:
         found = found[-steps:]
@@ -118,7 +118,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
 
 
 def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
-    kept = [names.pairs[leaf].kept for names, leaf in raw["holders"] if leaf in getattr(names, "pairs", {})]
+    names, leaf = raw["holders"][0]
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     if step is None:
         outcome, reason = "pending", "no step has read it yet"
@@ -136,7 +136,7 @@ def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
         outcome=outcome,  # type: ignore[arg-type]
         reason=reason,
         step=None if step is None else step["number"],
-        into_kept=kept[0] if kept else None,
+        into_kept=None if step is None else _into.kept(names, leaf, step["graph"]),
     )
 
 

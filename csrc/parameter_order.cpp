@@ -1,0 +1,79 @@
+// Reorders what RunPostOrder has found: the nodes that stand for parameters, the parameters, and their numbers.
+#include "parameter_order.h"
+
+#include <torch/csrc/lazy/backend/backend_interface.h>
+
+#include <algorithm>
+
+namespace torch_xla_donate {
+
+namespace lazy = torch::lazy;
+
+namespace {
+
+// Salt, so that an order hashes to something else than the equal list of donors that the executor adds later.
+constexpr std::size_t kOrderSalt = 0x646f6e617465;
+
+}  // namespace
+
+bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
+              abi::Executor::SyncTensorCollection& collection) {
+  const std::size_t count = graph.parameters_data.size();
+  // new_number[i] is where parameter i goes.
+  std::vector<std::size_t> new_number(count, count);
+  std::size_t next = 0;
+  for (std::size_t position : positions) {
+    if (position >= count || new_number[position] != count) {
+      return false;
+    }
+    new_number[position] = next++;
+  }
+  for (std::size_t& number : new_number) {
+    if (number == count) {
+      number = next++;
+    }
+  }
+  if (std::is_sorted(new_number.begin(), new_number.end())) {
+    return false;
+  }
+
+  // The lowering numbers parameters as it meets their nodes. These are leaves, so they may all come first.
+  struct Leaf {
+    const lazy::Node* node;
+    std::size_t parameter;
+  };
+  std::vector<Leaf> leaves;
+  std::vector<const lazy::Node*> others;
+  for (const lazy::Node* node : graph.post_order) {
+    if (lazy::getBackend()->GetComputationDataFromNode(node) == nullptr) {
+      others.push_back(node);
+    } else if (leaves.size() < graph.parameter_sequence.size()) {
+      leaves.push_back({node, new_number[graph.parameter_sequence[leaves.size()]]});
+    } else {
+      return false;
+    }
+  }
+  if (leaves.size() != graph.parameter_sequence.size()) {
+    return false;
+  }
+  std::stable_sort(leaves.begin(), leaves.end(),
+                   [](const Leaf& left, const Leaf& right) { return left.parameter < right.parameter; });
+
+  std::vector<lazy::BackendDataPtr> parameters(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    parameters[new_number[i]] = std::move(graph.parameters_data[i]);
+  }
+  graph.parameters_data = std::move(parameters);
+  graph.post_order.clear();
+  graph.parameter_sequence.clear();
+  for (const Leaf& leaf : leaves) {
+    graph.post_order.push_back(leaf.node);
+    graph.parameter_sequence.push_back(leaf.parameter);
+  }
+  graph.post_order.insert(graph.post_order.end(), others.begin(), others.end());
+  collection.hash =
+      lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), lazy::Hash(new_number)));
+  return true;
+}
+
+}  // namespace torch_xla_donate
