@@ -23,10 +23,12 @@ from torch_xla_donate import donate_buffer, donation_report
 Tensors = dict[str, torch.Tensor]
 State = dict[str, Tensors]
 
-# What each run does with the old state. In a loop of your own the line `give_away(state)` reads `donate_buffer(state)`.
-MODES: dict[str, Callable[[State], None]] = {
-    "plain": lambda state: None,
-    "donate": donate_buffer,
+# What each run does with the old state once the new one has been described. In a loop of your own the second line is
+# the whole change. `into=` says which new tensor is to live in which old one's memory; without it XLA pairs tensors of
+# one size in an order of its own, and copies where a moment comes to lie in the memory of a parameter.
+MODES: dict[str, Callable[[State, State], None]] = {
+    "plain": lambda state, updated: None,
+    "donate": lambda state, updated: donate_buffer(state, into=updated),
 }
 
 CLASSES = 10
@@ -52,7 +54,7 @@ def new_state(hidden: int, pixels: int, device: torch.device) -> State:
     for i, (rows, columns) in enumerate(pairwise(sizes), start=1):
         params[f"w{i}"] = torch.randn(rows, columns, device=device) * (2 / rows) ** 0.5
         params[f"b{i}"] = torch.zeros(columns, device=device)
-    moments = {name: {key: torch.zeros_like(p) for key, p in params.items()} for name in ("v", "m")}
+    moments = {name: {key: torch.zeros_like(p) for key, p in params.items()} for name in ("m", "v")}
     return {"params": params, **moments}
 
 
@@ -77,20 +79,10 @@ def update(state: State, step: int, images: torch.Tensor, labels: torch.Tensor) 
         grads, loss = torch.func.grad_and_value(loss_of)(state["params"], images, labels)
     rate = LEARNING_RATE * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
 
-    def mean(key: str) -> torch.Tensor:
-        return BETA1 * state["m"][key] + (1 - BETA1) * grads[key]
-
-    def variance(key: str) -> torch.Tensor:
-        return BETA2 * state["v"][key] + (1 - BETA2) * grads[key] * grads[key]
-
-    # Which output gets which donor? XLA goes by size and, among equals, by order: of the outputs, in which they were
-    # made, and of the inputs, in which the graph reaches them (last operands first: the parameters by way of the loss,
-    # then v, then m). In this order each tensor gets its own old memory; in another XLA copies, and the saving is gone.
-    # What is written twice is computed once.
-    params = {key: p - rate * mean(key) / (variance(key).sqrt() + 1e-8) for key, p in state["params"].items()}
-    v = {key: variance(key) for key in grads}
-    m = {key: mean(key) for key in grads}
-    return {"params": params, "v": v, "m": m}, loss
+    m = {key: BETA1 * state["m"][key] + (1 - BETA1) * grad for key, grad in grads.items()}
+    v = {key: BETA2 * state["v"][key] + (1 - BETA2) * grad * grad for key, grad in grads.items()}
+    params = {key: p - rate * m[key] / (v[key].sqrt() + 1e-8) for key, p in state["params"].items()}
+    return {"params": params, "m": m, "v": v}, loss
 
 
 def train(mode: str, steps: int, hidden: int) -> Result:
@@ -110,7 +102,7 @@ def train(mode: str, steps: int, hidden: int) -> Result:
         batch = torch.randint(len(images), (BATCH,), generator=rows).to(device)
         with meter.step():
             updated, loss = update(state, step, images[batch], labels[batch])
-            give_away(state)  # Its last use is in this step, so the step may write the new state over it.
+            give_away(state, updated)  # Its last use is in this step, so the step may write the new state over it.
             state = updated
             torch_xla.sync()
         meter.note(state, loss)

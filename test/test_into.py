@@ -137,6 +137,24 @@ def test_pairs_are_known_in_a_loop_that_donates_each_target_in_turn(make):
     assert [donor.into_kept for donor in donation_report(steps=4).donors] == [True] * 4
 
 
+def test_dictionaries_that_were_filled_in_another_order_are_paired_by_name(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    new = {"b": b + 1, "a": a + 1}
+    donate_buffer({"a": a, "b": b}, into=new)
+    torch_xla.sync()
+    assert (pointer(new["a"]), pointer(new["b"])) == addresses
+
+
+def test_a_list_and_a_dictionary_are_paired_by_position(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    new = {"x": b + 1, "y": a + 1}
+    donate_buffer([a, b], into=new)
+    torch_xla.sync()
+    assert (pointer(new["x"]), pointer(new["y"])) == addresses
+
+
 def test_a_target_that_has_gone_leaves_the_question_open(make):
     a = make(9)
     out = a + 1

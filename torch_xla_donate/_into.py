@@ -93,12 +93,18 @@ def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> 
         ValueError: the numbers of leaves differ, or a pair's shapes, dtypes, devices or shardings do.
         DonationError: a source is pending, or a target is materialised already.
     """
-    targets, _ = _leaves.flatten(into)
+    targets, target_names = _leaves.flatten(into)
     if len(targets) != len(leaves):
         raise ValueError(
             f"into has {len(targets)} leaves, tensors has {len(leaves)}; give one target for each donated tensor, "
             "or None for a tensor without one."
         )
+    if not _leaves.same_structure(names, target_names):
+        # Dictionaries that were filled in different orders: what belongs together has the same name.
+        by_name = {target_names.name(i): target for i, target in enumerate(targets)}
+        wished = [names.name(i) for i in range(len(leaves))]
+        if by_name.keys() == set(wished):
+            targets = [by_name[name] for name in wished]
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for index, (leaf, target) in enumerate(zip(leaves, targets)):
         if leaf is None or target is None:

@@ -54,6 +54,11 @@ class Paths:
         return self._names[index]
 
 
+def same_structure(left: Names, right: Names) -> bool:
+    """Whether two pytrees have their leaves in the same places, in the same order."""
+    return isinstance(left, Paths) and isinstance(right, Paths) and left._spec == right._spec
+
+
 def flatten_module(module: torch.nn.Module) -> tuple[list[Any], Listed]:
     """Parameters and buffers. A tied tensor comes once for each of its names."""
     named = [
