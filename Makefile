@@ -66,4 +66,4 @@ $(VENV)/installed: requirements.txt pyproject.toml
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv
-	rm -rf build torch_xla_donate/_C*.so torch_xla_donate/_build_info.py $(VENV)/configured
+	rm -rf build torch_xla_donate/_C*.so $(VENV)/configured

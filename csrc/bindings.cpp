@@ -14,6 +14,7 @@
 namespace py = pybind11;
 
 namespace torch_xla_donate {
+
 namespace {
 
 // A call's `names` object may lose its last owner on a thread without the GIL. It is parked here, and dropped when

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import types
+import dataclasses
+from pathlib import Path
 
 import pytest
 from helpers import run_script
 
 from torch_xla_donate import _C, _host
 
-BUILD = types.SimpleNamespace(TORCH="2.9.1+cu128", TORCH_XLA="2.9.0", CXX11_ABI=1)
+BUILD = _host.Build("2.9.1+cu128", "2.9.0", True, "GNU 12")
 
 
 def test_the_versions_of_the_build_are_accepted():
@@ -37,7 +38,7 @@ def test_other_versions_are_refused_with_what_to_do(torch_version, torch_xla_ver
 
 
 def test_another_abi_is_refused():
-    other = types.SimpleNamespace(TORCH="2.9.1", TORCH_XLA="2.9.0", CXX11_ABI=0)
+    other = dataclasses.replace(BUILD, cxx11_abi=False)
     with pytest.raises(ImportError, match=r"C\+\+11 ABI off.*Rebuild"):
         _host.check_versions("2.9.1", "2.9.0", other)
 
@@ -64,19 +65,30 @@ def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
     )
 
 
-def test_a_package_that_was_not_built_says_so():
-    run_script(
-        """
-        import sys
-        sys.modules["torch_xla_donate._build_info"] = None
-        try:
-            import torch_xla_donate
-        except ImportError as error:
-            assert "has not been built. Rebuild" in str(error), error
-        else:
-            raise AssertionError
-        """
+def test_a_package_that_was_not_built_says_so(tmp_path):
+    import shutil
+
+    shutil.copytree(
+        Path(_host.__file__).parent, tmp_path / "torch_xla_donate", ignore=shutil.ignore_patterns("_C*", "__pycache__")
     )
+    done = run_script(
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
+    )
+    assert "ImportError: torch_xla_donate has not been built. Rebuild torch_xla_donate" in done.stderr
+
+
+def test_the_module_records_what_it_was_built_against(tmp_path):
+    import torch
+
+    built = _host.build()
+    assert built.torch == torch.__version__
+    assert built.torch_xla.startswith("2.")
+    assert built.cxx11_abi == torch.compiled_with_cxx11_abi()
+
+    stranger = tmp_path / "_C.so"
+    stranger.write_bytes(b"\x7fELF")
+    with pytest.raises(ImportError, match="does not say what it was built against. Rebuild"):
+        _host.build_record(stranger)
 
 
 def test_every_hook_of_the_table_is_in_place():

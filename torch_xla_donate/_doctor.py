@@ -8,7 +8,7 @@ import platform
 
 from rich.table import Table
 
-from torch_xla_donate import _C, _build_info, _config, _tables
+from torch_xla_donate import _C, _config, _host, _tables
 
 
 def examine() -> tuple[list[str], bool]:
@@ -23,9 +23,10 @@ def examine() -> tuple[list[str], bool]:
                 if package == "torch_xla_donate"
                 else f"{package:13} not installed"
             )
+    built = _host.build()
     lines.append(
-        f"built against torch {_build_info.TORCH}, torch_xla {_build_info.TORCH_XLA}, "
-        f"C++11 ABI {int(_build_info.CXX11_ABI)}, {_build_info.COMPILER}"
+        f"built against torch {built.torch}, torch_xla {built.torch_xla}, "
+        f"C++11 ABI {int(built.cxx11_abi)}, {built.compiler}"
     )
     hooks = _C.hooks()
     table = Table(title="hooks in torch_xla's extension module", title_justify="left")
