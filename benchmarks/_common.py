@@ -1,0 +1,192 @@
+"""What the benchmarks share: fair comparisons, resident memory, result files and tables."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import random
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from rich.console import Console
+from rich.table import Table
+
+import torch_xla_donate
+
+# torch_xla reads these when the first tensor is made.
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
+MIB = 1 << 20
+
+Timed = Callable[[], float]
+
+
+def step() -> None:
+    """Runs the pending work, to its end."""
+    torch_xla.sync(wait=True)
+    # sync() waits until the device has the work, not until it has done it: a donating step would seem slow, because it
+    # alone cannot be queued.
+    xm.wait_device_ops()
+
+
+def side_by_side(variants: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:
+    """Runs every variant once a round, in an order that turns each round; what each returned, round by round.
+
+    Samples at the same index belong to the same round, so that `ratio` compares neighbours in time: what else the
+    machine does drifts, and cancels out.
+    """
+    names = list(variants)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for index in range(rounds):
+        shift = index // 2 % len(names)
+        order = names[shift:] + names[:shift]
+        for name in order if index % 2 == 0 else reversed(order):
+            samples[name].append(variants[name]())
+    return samples
+
+
+def ratio(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Median of the rounds' ratios, their quartiles, and a 95% bootstrap interval of the median."""
+    pairs = sorted(one / other for one, other in zip(samples, base))
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
+    return {
+        "median": statistics.median(pairs),
+        "quarter": pairs[len(pairs) // 4],
+        "three_quarters": pairs[(3 * len(pairs)) // 4],
+        "low": medians[25],
+        "high": medians[974],
+    }
+
+
+def shown(found: Mapping[str, float]) -> str:
+    """A ratio for people: '1.004 (0.998 to 1.010)', the interval being that of the median."""
+    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+def wall(run: Callable[[], Any]) -> float:
+    """Seconds that ``run`` takes, without Python's collector getting in between."""
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    finally:
+        gc.enable()
+
+
+# perf_event_open(2)
+_SYSCALLS = {"x86_64": 298, "aarch64": 241}
+
+
+class Instructions:
+    """Counts user-space instructions of this thread, and of threads it starts later, where the machine can."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        number = _SYSCALLS.get(platform.machine())
+        if sys.platform != "linux" or number is None:
+            return
+        attributes = bytearray(128)
+        # type=HARDWARE, size, config=INSTRUCTIONS; then flags: inherit, exclude_kernel, exclude_hv.
+        struct.pack_into("IIQ", attributes, 0, 0, len(attributes), 1)
+        struct.pack_into("Q", attributes, 40, 1 << 1 | 1 << 5 | 1 << 6)
+        libc = ctypes.CDLL(None, use_errno=True)
+        found = libc.syscall(number, (ctypes.c_char * len(attributes)).from_buffer(attributes), 0, -1, -1, 0)
+        # Virtual machines often have no such counter.
+        self._file = found if found >= 0 else None
+
+    @property
+    def available(self) -> bool:
+        return self._file is not None
+
+    def read(self) -> int:
+        """Instructions since the counter was made."""
+        if self._file is None:
+            raise RuntimeError("this machine does not let a process count its instructions; ask `available` first")
+        return int(struct.unpack("Q", os.read(self._file, 8))[0])
+
+
+def resident() -> int:
+    """Bytes of memory that this process has in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def resident_peak() -> int:
+    """The most `resident` has been since `forget_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) * 1024
+
+
+def forget_peak() -> None:
+    """Lets `resident_peak` start again from now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def trim() -> None:
+    """Gives freed memory back to the system, so that `resident` counts what is in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def describe(name: str, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The head of a result file: what was run, on what. No host names, no paths."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    return {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": command,
+        "options": dict(options),
+        "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.machine()}, {platform.system()}",
+        "versions": {
+            "torch_xla_donate": torch_xla_donate.__version__,
+            "torch": torch.__version__,
+            "torch_xla": importlib.metadata.version("torch_xla"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def finish(results: Path, result: Mapping[str, Any], table: Table) -> None:
+    """Prints the table and writes ``results/<benchmark>.json``."""
+    # A width of its own: in a pipe rich would fall back to 80 columns and fold numbers.
+    Console(width=120).print(table)
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{result['benchmark']}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+tiny_option = click.option("--tiny", is_flag=True, help="The smallest sizes: shows that it runs, measures nothing.")
+results_option = click.option(
+    "--results",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=RESULTS,
+    help="Folder of the result file.  [default: benchmarks/results]",
+)

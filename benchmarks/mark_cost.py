@@ -1,0 +1,167 @@
+"""Nanoseconds per tensor that donate_buffer() takes, beside torch_xla's private _set_buffer_donation()."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import _common
+import click
+import torch
+import torch_xla
+
+import torch_xla_donate
+
+AIM = 1 / 3
+# Enough calls a sample that the clock's own cost (a system call) does not count.
+CALLS = 200
+
+
+def processor_time(run: Callable[[], Any]) -> float:
+    """Seconds of this thread's processor time: being scheduled away by other work does not count."""
+    start = time.thread_time_ns()
+    run()
+    return (time.thread_time_ns() - start) / 1e9
+
+
+class Tensors:
+    """``calls`` groups of ``count`` tensors, each group in the form that one call of donate_buffer() is given."""
+
+    def __init__(self, form: str, count: int, calls: int) -> None:
+        self.groups = [[torch.ones(2).to("xla") for _ in range(count)] for _ in range(calls)]
+        _common.step()
+        self.form = form
+        self.shape()
+
+    def step(self) -> None:
+        """Replaces all tensors by the outputs of a step, as a training loop does: their memory is not in a cache."""
+        # The old tensors must go before the step, as in such a loop: freed after it, they would leave the allocator in
+        # another state for what is measured next.
+        self.arguments = []
+        self.groups = [[tensor * 0.999 for tensor in group] for group in self.groups]
+        _common.step()
+        self.shape()
+
+    def shape(self) -> None:
+        self.arguments = [shaped(self.form, group) for group in self.groups]
+
+
+def shaped(form: str, tensors: Sequence[torch.Tensor]) -> Any:
+    """The tensors as a list, as a dict of layers, or as a module with layers."""
+    if form == "list":
+        return list(tensors)
+    layers = [tensors[start : start + 4] for start in range(0, len(tensors), 4)]
+    if form == "dict":
+        return {f"layer{i}": {f"part{j}": tensor for j, tensor in enumerate(parts)} for i, parts in enumerate(layers)}
+    root = torch.nn.Module()
+    for i, parts in enumerate(layers):
+        layer = torch.nn.Module()
+        for j, tensor in enumerate(parts):
+            layer.register_buffer(f"part{j}", tensor)
+        root.add_module(f"layer{i}", layer)
+    return root
+
+
+def measure(form: str, count: int, rounds: int, after_step: bool) -> dict[str, Any]:
+    """Both ways over the same tensors, alternating; what they set is taken back outside the clock."""
+    tensors = Tensors(form, count, max(1, CALLS // count) if not after_step else 1)
+    set_buffer_donation = torch_xla._XLAC._set_buffer_donation
+    donate_buffer = torch_xla_donate.donate_buffer
+
+    def prepare() -> None:
+        if after_step:
+            tensors.step()
+
+    def donate() -> float:
+        prepare()
+        arguments = tensors.arguments
+
+        def run() -> None:
+            for argument in arguments:
+                donate_buffer(argument)
+
+        taken = processor_time(run)
+        for group in tensors.groups:
+            torch_xla_donate.cancel_donation(group)
+        return taken
+
+    def private() -> float:
+        prepare()
+        groups = tensors.groups
+
+        def run() -> None:
+            for group in groups:
+                for tensor in group:
+                    set_buffer_donation(tensor, True)
+
+        taken = processor_time(run)
+        for group in groups:
+            for tensor in group:
+                set_buffer_donation(tensor, False)
+        return taken
+
+    for warm in (donate, private):
+        warm()
+    samples = _common.side_by_side({"donate_buffer": donate, "private": private}, rounds)
+    number = count * len(tensors.groups)
+    return {
+        "form": form,
+        "tensors": count,
+        "state": "after a step" if after_step else "warm",
+        "donate_buffer_ns": statistics.median(samples["donate_buffer"]) / number * 1e9,
+        "set_buffer_donation_ns": statistics.median(samples["private"]) / number * 1e9,
+        "ratio": _common.ratio(samples["donate_buffer"], samples["private"]),
+    }
+
+
+@click.command()
+@_common.tiny_option
+@_common.results_option
+def main(tiny: bool, results: Path) -> None:
+    """Cost of marking tensors."""
+    counts = (1, 3) if tiny else (1, 100, 10_000)
+    rounds = {1: 41, 100: 101, 10_000: 15}
+    rows = [
+        measure(form, count, 2 if tiny else rounds[count], after_step)
+        for form in ("list", "dict", "module")
+        for count in counts
+        for after_step in (False, True)
+        # The graph of 10,000 tensors takes half a minute to compile; one form shows what a cold cache costs.
+        if not (after_step and (count == 1 or form != "list"))
+    ]
+    result = _common.describe("mark_cost", "python benchmarks/mark_cost.py", {"tiny": tiny})
+    result["clock"] = "processor time of the calling thread"
+    result["rows"] = rows
+    result["aim"] = {
+        "text": "list: under a third of _set_buffer_donation() per tensor",
+        "limit": AIM,
+        "met": all(row["ratio"]["median"] < AIM for row in rows if row["form"] == "list"),
+    }
+    _common.finish(
+        results,
+        result,
+        _common.table_of(
+            "mark_cost: processor time per tensor",
+            ("donate_buffer() of", "tensors", "memory", "ns", "_set_buffer_donation() ns", "ratio (95%)"),
+            [
+                (
+                    row["form"],
+                    f"{row['tensors']:,}",
+                    row["state"],
+                    f"{row['donate_buffer_ns']:.0f}",
+                    f"{row['set_buffer_donation_ns']:.0f}",
+                    _common.shown(row["ratio"]),
+                )
+                for row in rows
+            ],
+            f"Aim: list under {AIM:.2f}: {'met' if result['aim']['met'] else 'not met'}. "
+            "Only the ratio carries over to other machines.",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()

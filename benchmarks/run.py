@@ -1,0 +1,31 @@
+"""Runs the benchmarks, each in a process of its own; all of them, or those that are named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import _common
+import click
+
+BENCHMARKS = ("mark_cost", "step_overhead", "peak_memory")
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(BENCHMARKS))
+@_common.tiny_option
+@_common.results_option
+def main(names: tuple[str, ...], tiny: bool, results: Path) -> None:
+    """Measures; prints tables, and writes a JSON file for each benchmark."""
+    failed = []
+    for name in names or BENCHMARKS:
+        command = [sys.executable, str(_common.FOLDER / f"{name}.py"), "--results", str(results)]
+        if subprocess.run([*command, "--tiny"] if tiny else command, check=False).returncode != 0:
+            failed.append(name)
+    if failed:
+        raise click.ClickException(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
