@@ -106,10 +106,13 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
     if (*obstacle != '\0') {
       return refuse(obstacle);
     }
-    ThrowIfConsumed(leaf.buffer.get());
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
                         static_cast<std::uint32_t>(i),
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
+  }
+  // One look at all of them. Where a step is still running with one, its end tells whether the buffer was used.
+  for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
+    ThrowIfConsumed(resolved[i].buffer.get());
   }
   auto site = std::make_shared<CallSite>();
   site->where = where;

@@ -74,6 +74,15 @@ void DonationRegistry::Refresh() {
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
 
+std::size_t DonationRegistry::FirstTracked(const std::vector<Leaf>& leaves) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (consumed_.empty()) {
+    return leaves.size();
+  }
+  const auto tracked = [this](const Leaf& leaf) { return Lookup(leaf.buffer.get()) != nullptr; };
+  return static_cast<std::size_t>(std::find_if(leaves.begin(), leaves.end(), tracked) - leaves.begin());
+}
+
 void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site) {
   std::lock_guard<std::mutex> lock(mutex_);
   pending_.reserve(pending_.size() + leaves.size());
@@ -85,7 +94,7 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
       }
       continue;
     }
-    donor = std::make_shared<Donor>();
+    donor = std::make_shared<Donor>(leaf.buffer->device());
     donor->buffer = leaf.buffer;
     donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target});
     donor->sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
@@ -94,7 +103,6 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
     for (std::int64_t size : leaf.sizes) {
       donor->bytes *= size;
     }
-    donor->device = leaf.buffer->device();
   }
   Refresh();
 }

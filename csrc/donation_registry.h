@@ -11,6 +11,7 @@
 #pragma once
 
 #include <c10/util/SmallVector.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -53,6 +54,8 @@ enum class DonorState {
 };
 
 struct Donor {
+  explicit Donor(lazy::BackendDevice where) : device(std::move(where)) {}
+
   std::weak_ptr<lazy::BackendData> buffer;
   c10::SmallVector<Holder, 1> holders;  // several for tied tensors
   c10::SmallVector<std::int64_t, 4> sizes;
@@ -123,6 +126,9 @@ class DonationRegistry {
     std::uint32_t index;
     std::shared_ptr<abi::TensorData> target;  // null without a wish
   };
+  // The first leaf whose buffer a step has claimed, or their number. Does not wait.
+  std::size_t FirstTracked(const std::vector<Leaf>& leaves) const;
+
   // Marks all leaves. A buffer that is marked already keeps its mark and gains the holder, if that is new.
   void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
 
@@ -197,8 +203,8 @@ class DonationRegistry {
   std::atomic<bool> has_notices_{false};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;
-  std::unordered_map<const lazy::BackendData*, DonorPtr> pending_;
-  std::unordered_map<const lazy::BackendData*, Consumed> consumed_;
+  ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
+  ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
   std::deque<StepPtr> steps_;
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;

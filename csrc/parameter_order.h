@@ -3,7 +3,8 @@
 // XLA gives a donor to an output of the same bytes on each device, and pairs those of equal bytes in their order: the
 // first donor goes to the first output, the second to the second (measured on 2.9.0, test/test_into.py). The order of
 // the outputs is the executor's: that in which their tensors were made. The order of the parameters is that of the
-// graph's traversal, but any order will do, as parameters depend on nothing. So a wish for a pair is a wish for an order.
+// graph's traversal, but any order will do, as parameters depend on nothing. So a wish for a pair is a wish for an
+// order.
 //
 // Threads: works on a step's own data. Errors: none; a graph that is not as expected is left as it is.
 #pragma once

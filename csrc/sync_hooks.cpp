@@ -219,7 +219,7 @@ std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, 
     wished.insert(entry.second);
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto* info = dynamic_cast<const abi::DeviceDataInfo*>(parameters[i]->info());
+    const abi::DeviceDataInfo* info = abi::InfoOf(*parameters[i]);
     const auto own = info == nullptr || info->read_only ? output_of_id.end() : output_of_id.find(info->tensor_id);
     if (own != output_of_id.end() && wished.count(i) == 0) {
       parameter_of_output.emplace(own->second, i);
@@ -275,7 +275,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   std::vector<DonorPtr> asked;
   std::vector<std::pair<DonorPtr, std::string>> refused;
   for (Candidate& candidate : candidates) {
-    const auto* info = dynamic_cast<const abi::DeviceDataInfo*>(candidate.buffer->info());
+    const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
       candidate.refusal = "torch_xla shares this buffer between tensors (a cached constant)";
     }

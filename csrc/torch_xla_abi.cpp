@@ -77,6 +77,13 @@ const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
 
 }  // namespace
 
+const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer) {
+  const lazy::BackendData::Info* info = buffer.info();
+  // Nobody derives from it, so the exact type will do; that is a fraction of a dynamic_cast.
+  return info != nullptr && typeid(*info) == typeid(DeviceDataInfo) ? static_cast<const DeviceDataInfo*>(info)
+                                                                    : nullptr;
+}
+
 lazy::BackendDataPtr BufferOf(const TensorData& tensor) {
   if (tensor.handle != nullptr || !tensor.ir_value) {
     return tensor.handle;
@@ -128,7 +135,7 @@ Resolution Resolve(const at::Tensor& tensor) {
     result.state = TensorState::kPending;
     return result;
   }
-  const auto* info = dynamic_cast<const DeviceDataInfo*>(result.buffer->info());
+  const DeviceDataInfo* info = InfoOf(*result.buffer);
   result.state = info != nullptr && info->read_only ? TensorState::kReadOnly : TensorState::kMaterialized;
   return result;
 }

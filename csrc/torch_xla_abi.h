@@ -24,6 +24,9 @@ namespace lazy = torch::lazy;
 using TensorData = lazy::LazyTensor::Data;
 using DeviceDataInfo = lazy::LazyGraphExecutor::DeviceDataInfo;
 
+// The executor's note on device data; null if there is none, or one of another kind.
+const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer);
+
 // The executor's nested types are protected; deriving is the way to name them.
 struct Executor : lazy::LazyGraphExecutor {
   using LazyGraphExecutor::Async;
