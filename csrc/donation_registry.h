@@ -169,7 +169,7 @@ class DonationRegistry {
 
   // --- For readers ---
 
-  // Waits until no step is running. The caller must not hold the GIL.
+  // Waits until no step is on its way to the device any more. The caller must not hold the GIL.
   void WaitForSteps();
   std::vector<StepSnapshot> Steps() const;
   std::vector<Donor> Pending() const;

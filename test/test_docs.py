@@ -23,7 +23,7 @@ LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sorted((ROOT / 
 RUNNER = """
     import contextlib, io, json, linecache, sys, traceback, warnings
 
-    namespace = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__", "__file__": "example.py"}
     results = []
     for source in json.loads(sys.argv[1]):
         out = io.StringIO()

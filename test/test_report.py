@@ -120,7 +120,7 @@ def donor(size):
     ("donors", "outputs", "reason"),
     [
         ([8], ["f32[3]{0}", "s64[]"], None),
-        ([12, 12], ["f32[3]{0}"], "more donors than outputs of its size: 2 donors and 1 outputs of 12 bytes"),
+        ([12, 12], ["f32[3]{0}"], "more donors than outputs of its size: 2 donors and 1 output of 12 bytes"),
         ([16], ["f32[3]{0}", "f32[3]{0}"], "no output of the step has its size of 16 bytes (outputs: 2 of 12 bytes)"),
         ([12], ["f32[3]{0} sharding={replicated}"], "an output has its size of 12 bytes, but not per device: sharding"),
         ([12], ["f32[3]{0}"], "outputs of its size of 12 bytes went to other inputs"),

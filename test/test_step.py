@@ -30,7 +30,10 @@ def raises(error, function):
 
 def infos(*tensors):
     # The ids that torch_xla keeps with the buffers of the tensors; ours must never stay there.
-    return torch_xla._XLAC._get_tensors_xla_device_data_node([t + 0 for t in tensors], [])[0]
+    arguments = [[t + 0 for t in tensors], []]
+    if torch_xla.__version__.startswith("2.7"):
+        arguments.pop()
+    return torch_xla._XLAC._get_tensors_xla_device_data_node(*arguments)[0]
 """
 
 
@@ -82,7 +85,7 @@ def test_a_step_that_fails_while_it_runs_leaves_nothing_behind(wait):
             assert "memory" in str(error)
         assert _C.sizes()["pending"] == 0 and _C.sizes()["consumed"] == 0, _C.sizes()
         (donor,) = donation_report().donors
-        assert donor.outcome == "unusable" and donor.reason.startswith("the step failed: Out of memory"), donor
+        assert donor.outcome == "unusable" and donor.reason.startswith("the step failed: ") and "Out of memory" in donor.reason, donor
         del broken
         try:
             torch_xla.sync(wait=True)  # torch_xla tells of the failure once more

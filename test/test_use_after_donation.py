@@ -68,14 +68,21 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_every_use_raises_at_its_line_and_other_pending_work_survives(make, donated, use):
+# torch_xla's own pybind11 functions. Before 2.9 they were built with another pybind11 than torch, whose list of
+# exceptions is not ours: the text is the same, the type is RuntimeError.
+OF_TORCH_XLA = {"xm.save", "read by a function of torch_xla", "synced by a function of torch_xla", "dlpack"}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_every_use_raises_at_its_line_and_other_pending_work_survives(make, donated, name):
+    use = USES[name]
+    old = name in OF_TORCH_XLA and not torch_xla.__version__.startswith("2.9")
     other = make(3) + 1
     expected = (
         r"f32\[4,4\] tensor has no buffer any more: it was donated at .*test_use_after_donation.py:\d+ "
         r"and consumed by step \d+"
     )
-    with pytest.raises(DonatedBufferError, match=expected):
+    with pytest.raises(RuntimeError if old else DonatedBufferError, match=expected):
         use(donated)
     torch_xla.sync(wait=True)
     assert other.tolist() == [1, 2, 3]

@@ -93,18 +93,18 @@ def _refusal(leaf: Any, obstacle: str, name: str) -> Exception:
     nothing = "Nothing was marked."
     if obstacle == "not_tensor":
         return TypeError(
-            f"{name} is of type {type(leaf).__name__}, not a tensor. Donate tensors only, "
-            f"or take this leaf out. {nothing}"
+            f"{name} is of type {type(leaf).__name__}, which is neither a tensor nor a registered pytree. "
+            f"Take this leaf out, or register its class with torch.utils._pytree. {nothing}"
         )
     if obstacle == "not_xla":
-        why = f"it is on {leaf.device}"
+        why, remedy = "", "move it with .to('xla')"
         if leaf.layout != torch.strided:
-            why = f"its layout is {leaf.layout}"
+            why, remedy = f", with layout {leaf.layout}", "make it dense"
         elif leaf.device.type == "xla":
-            why = f"a {type(leaf).__name__} does not hold its buffer itself"
+            why, remedy = f", in a {type(leaf).__name__} that does not hold its buffer itself", "give the tensor inside"
         return ValueError(
-            f"{name} is {_describe(leaf)}; {why}. Only plain XLA tensors have a buffer to donate: "
-            f"move it with .to('xla'), or take this leaf out. {nothing}"
+            f"{name} is {_describe(leaf)}{why}. Only plain XLA tensors have a buffer to donate: "
+            f"{remedy}, or take this leaf out. {nothing}"
         )
     if obstacle == "pending":
         return DonationError(

@@ -153,14 +153,9 @@ def verify_layouts() -> None:
     global _verified
     if _verified:
         return
-    from torch_xla_donate import _C
-
-    if not _C.installed():
-        raise ImportError(
-            "the hooks of torch_xla_donate are not installed: nothing can be donated. "
-            "Call torch_xla_donate._host.install_hooks()."
-        )
     import torch_xla
+
+    from torch_xla_donate import _C
 
     probe = torch.zeros(3).to(torch_xla.device())
     # Uploads the probe and nothing else: other tensors' pending work stays pending.

@@ -95,7 +95,10 @@ class DonationReport:
 
 
 def donation_report(*, steps: int | None = None) -> DonationReport:
-    """The donors of the last steps with their outcome. Waits for steps that are running.
+    """The donors of the last steps with their outcome.
+
+    Waits for running steps until they have been handed to the device, which is when XLA takes the buffers; not for the
+    device to compute them.
 
     Args:
         steps: how many steps to look back; at most, and by default, the last 8 that read marked buffers.
@@ -159,7 +162,8 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
         )
     rivals = sum(other["bytes"] == size for other in step["donors"])
     if rivals > len(fitting):
-        return f"more donors than outputs of its size: {rivals} donors and {len(fitting)} outputs of {size} bytes"
+        outputs_of_size = f"{len(fitting)} output{'s' if len(fitting) > 1 else ''}"
+        return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes"
     if any(fitting):
         return (
             f"an output has its size of {size} bytes, but not per device: sharding {fitting[0]}; "
