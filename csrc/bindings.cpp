@@ -138,7 +138,7 @@ py::dict DonorDict(const Donor& donor) {
   }
   result["holders"] = holders;
   result["where"] = WhereOf(donor);
-  result["strict"] = donor.holders.front().site->strict;
+  result["strict"] = donor.Strict();
   result["shape"] = donor.Shape();
   result["bytes"] = donor.bytes;
   result["device"] = donor.device.toString();

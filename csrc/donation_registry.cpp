@@ -50,6 +50,19 @@ bool Donor::HeldBy(const abi::TensorData* tensor) const {
                      [tensor](const Holder& holder) { return holder.tensor.lock().get() == tensor; });
 }
 
+std::shared_ptr<abi::TensorData> Donor::Target() const {
+  for (const Holder& holder : holders) {
+    if (std::shared_ptr<abi::TensorData> target = holder.target.lock()) {
+      return target;
+    }
+  }
+  return nullptr;
+}
+
+bool Donor::Strict() const {
+  return std::any_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->strict; });
+}
+
 DonationRegistry& DonationRegistry::Get() {
   static DonationRegistry* registry = new DonationRegistry();
   return *registry;
@@ -89,8 +102,13 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
   for (const Leaf& leaf : leaves) {
     DonorPtr& donor = pending_[leaf.buffer.get()];
     if (donor != nullptr && !donor->buffer.expired()) {
-      if (!donor->HeldBy(leaf.tensor.get()) || donor->holders.front().site == site) {
-        donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target});
+      const Holder fresh{leaf.tensor, site, leaf.index, leaf.target};
+      const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
+                                    [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
+      if (own == donor->holders.end() || own->site == site) {
+        donor->holders.push_back(fresh);
+      } else if (site->strict || leaf.target != nullptr) {
+        *own = fresh;
       }
       continue;
     }
@@ -265,7 +283,11 @@ void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
     if (!all_used) {
       for (const auto& weak : step->outputs) {
         const lazy::BackendDataPtr output = weak.lock();
-        outcome->outputs.push_back(output != nullptr ? abi::DescribeBuffer(*output) : std::string());
+        try {
+          outcome->outputs.push_back(output != nullptr ? abi::DescribeBuffer(*output) : std::string());
+        } catch (const std::exception&) {
+          outcome->outputs.emplace_back();  // a reason may lack a size; the step must be settled
+        }
       }
     }
   }

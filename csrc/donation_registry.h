@@ -69,6 +69,10 @@ struct Donor {
   // "f32[8,4]"
   std::string Shape() const;
   bool HeldBy(const abi::TensorData* tensor) const;
+  // The output that should take the buffer over; null if no holder has asked for one that is still there.
+  std::shared_ptr<abi::TensorData> Target() const;
+  // Whether any holder was marked with strict=True.
+  bool Strict() const;
 };
 using DonorPtr = std::shared_ptr<Donor>;
 
@@ -129,7 +133,8 @@ class DonationRegistry {
   // The first leaf whose buffer a step has claimed, or their number. Does not wait.
   std::size_t FirstTracked(const std::vector<Leaf>& leaves) const;
 
-  // Marks all leaves. A buffer that is marked already keeps its mark and gains the holder, if that is new.
+  // Marks all leaves. A buffer that is marked already keeps its mark and gains the holder, if that is new; a later call
+  // that asks for more (strict, a target) takes the place of an earlier one for the same tensor.
   void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
 
   // Takes the mark of each buffer back; returns how many were pending.

@@ -59,6 +59,11 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
   std::stable_sort(leaves.begin(), leaves.end(),
                    [](const Leaf& left, const Leaf& right) { return left.parameter < right.parameter; });
 
+  // Two programs may differ in nothing but which node stands for which parameter (two tensors may share a buffer). The
+  // executor tells them apart by the sequence that it has found, so that goes into the hash before it is replaced.
+  const lazy::hash_t order = lazy::HashCombine(lazy::Hash(graph.parameter_sequence), lazy::Hash(new_number));
+  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), order));
+
   std::vector<lazy::BackendDataPtr> parameters(count);
   for (std::size_t i = 0; i < count; ++i) {
     parameters[new_number[i]] = std::move(graph.parameters_data[i]);
@@ -71,8 +76,6 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     graph.parameter_sequence.push_back(leaf.parameter);
   }
   graph.post_order.insert(graph.post_order.end(), others.begin(), others.end());
-  collection.hash =
-      lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), lazy::Hash(new_number)));
   return true;
 }
 

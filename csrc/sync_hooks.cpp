@@ -83,30 +83,41 @@ struct ThreadState {
   bool listing = false;
   // Whether a list is kept. Decided when it begins: a mark that another thread makes meanwhile waits for the next step.
   bool noting = false;
-  // The data of the live tensors in the executor's order, and how many of them have been asked for what they hold.
+  // The data of the live tensors in the executor's order, how many of them have been asked for what they hold, and how
+  // many questions have followed.
   std::vector<std::weak_ptr<abi::TensorData>> live;
   std::vector<const abi::TensorData*> order;  // the same for comparing, never followed
   std::size_t asked = 0;
+  std::size_t asked_again = 0;
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0;
 
   // Whoever has made a list (a step, dynamo, a debug report) goes through it from its beginning to its end, each tensor
-  // once, and must not be disturbed. Anybody else reads a tensor.
-  bool IsNextOfList(const lazy::LazyTensor& tensor) {
+  // once, and must not be disturbed. A step then asks each of its outputs, which hold nothing, once more. Anybody else
+  // reads a tensor, and the list is of no use any more.
+  bool BelongsToList(const lazy::LazyTensor& tensor, bool holds_data) {
     if (asked < order.size() && tensor.data().get() == order[asked]) {
       ++asked;
+      return true;
+    }
+    if (asked == order.size() && !holds_data) {
+      ++asked_again;
       return true;
     }
     return false;
   }
 
+  // Whether a graph with so many outputs is that of the step that made the list: a partial sync that came upon the list
+  // of somebody else would have asked its tensors twice.
+  bool ListIsOfStep(std::size_t outputs) const { return noting && asked == order.size() && asked_again < 2 * outputs; }
+
   void DropList() {
     noting = false;
     live.clear();
     order.clear();
-    asked = 0;
+    asked = asked_again = 0;
   }
 };
 
@@ -195,7 +206,7 @@ void ForgetCachedValues(const Donor& donor, const lazy::BackendData* buffer) {
 std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, DonorPtr>>& marked,
                                        const std::vector<lazy::BackendDataPtr>& parameters,
                                        const std::vector<const abi::TensorData*>& outputs) {
-  const auto has_target = [](const auto& entry) { return !entry.second->holders.front().target.expired(); };
+  const auto has_target = [](const auto& entry) { return entry.second->Target() != nullptr; };
   if (std::none_of(marked.begin(), marked.end(), has_target)) {
     return {};
   }
@@ -205,7 +216,7 @@ std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, 
   }
   std::map<std::size_t, std::size_t> parameter_of_output;
   for (const auto& [parameter, donor] : marked) {
-    const auto output = output_of_tensor.find(donor->holders.front().target.lock().get());
+    const auto output = output_of_tensor.find(donor->Target().get());
     if (output != output_of_tensor.end()) {
       parameter_of_output.emplace(output->second, parameter);
     }
@@ -321,8 +332,7 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
-  if (state.noting && state.asked == state.order.size() && collection->config.force_ltc_data &&
-      collection->config.sync_ltc_data) {
+  if (state.ListIsOfStep(roots.size()) && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
     try {
       ClaimDonors(state, result, roots.size(), collection);
     } catch (const std::exception&) {
@@ -402,8 +412,11 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
     return handle;
   }
   ThreadState& state = State();
-  if (state.noting && state.IsNextOfList(*self)) {
-    return handle;
+  if (state.noting) {
+    if (state.BelongsToList(*self, handle != nullptr)) {
+      return handle;
+    }
+    state.DropList();
   }
   if (handle != nullptr) {
     ThrowIfConsumed(handle.get());
@@ -435,7 +448,9 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
 void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData> data) {
   if (DonationRegistry::Get().Armed()) {
     ThreadState& state = State();
-    if (state.listing && state.noting) {
+    if (!state.listing) {
+      state.DropList();  // the program goes on; whoever made the list has finished
+    } else if (state.noting) {
       state.live.push_back(data);
       state.order.push_back(data.get());
     }

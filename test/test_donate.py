@@ -529,6 +529,19 @@ def test_strict_raises_at_the_sync_and_loses_nothing(make):
     torch_xla.sync()
 
 
+@pytest.mark.filterwarnings("error::torch_xla_donate.DonationWarning")
+def test_a_warning_that_is_made_an_error_does_not_swallow_the_others(make):
+    a, b, c = make(3), make(5), make(7)
+    donate_buffer(a)
+    donate_buffer(b)
+    donate_buffer(c, strict=True)
+    total = a.sum() + b.sum() + c.sum()
+    with pytest.raises(DonationError, match=r"f32\[7\]") as raised:
+        torch_xla.sync(wait=True)
+    assert isinstance(raised.value.__cause__, DonationWarning)
+    assert total.item() == 3 + 10 + 21
+
+
 def test_the_environment_makes_donations_strict(make, monkeypatch):
     monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "1")
     t = make(3)

@@ -64,6 +64,46 @@ def test_the_same_graph_with_other_pairs_is_another_program(make):
         assert (out[0].tolist(), out[1].tolist()) == ([i - 1 for i in range(7)], [i * 30 for i in range(7)])
 
 
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_tensors_that_share_buffers_do_not_let_two_programs_share_an_executable():
+    """The programs differ in nothing but which tensor of a shared buffer goes where; both are reordered."""
+
+    def step(swap):
+        x, y, z = (torch.full((4,), value).to("xla") for value in (1.0, 10.0, 100.0))
+        b, c = torch.empty(4, device="xla"), torch.empty(4, device="xla")
+        torch_xla.sync(wait=True)
+        b.copy_(x)
+        c.copy_(y)
+        torch_xla.sync(wait=True)
+        p, q = (c, b) if swap else (b, c)
+        first, second = p * 2 + q * 3 + x * 5 + y * 7, z + 1
+        donate_buffer([x, y, z, b, c], into=[second, None, first, None, None])
+        torch_xla.sync(wait=True)
+        _C.take_notices()
+        return first.tolist()[0], second.tolist()[0]
+
+    assert step(swap=False) == (2 + 30 + 5 + 70, 101)
+    assert step(swap=True) == (20 + 3 + 5 + 70, 101)
+
+
+def test_a_later_call_that_asks_for_more_takes_effect(make):
+    a, b = make(6), make(6)
+    x, y = a + 1, b + 1
+    donate_buffer([a, b])
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+
+    t = make(3)
+    donate_buffer(t)
+    donate_buffer(t, strict=True)
+    donate_buffer(t)
+    total = t.sum()
+    with pytest.raises(DonationError, match="not usable"):
+        torch_xla.sync(wait=True)
+    assert total.item() == 3
+
+
 def test_updates_in_place_keep_their_own_buffer_beside_wishes(make):
     a, b, own = make(6), make(6), make(6)
     addresses = pointer(a), pointer(b), pointer(own)

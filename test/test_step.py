@@ -85,7 +85,8 @@ def test_a_step_that_fails_while_it_runs_leaves_nothing_behind(wait):
             assert "memory" in str(error)
         assert _C.sizes()["pending"] == 0 and _C.sizes()["consumed"] == 0, _C.sizes()
         (donor,) = donation_report().donors
-        assert donor.outcome == "unusable" and donor.reason.startswith("the step failed: ") and "Out of memory" in donor.reason, donor
+        assert donor.outcome == "unusable" and donor.reason.startswith("the step failed: "), donor
+        assert "Out of memory" in donor.reason, donor
         del broken
         try:
             torch_xla.sync(wait=True)  # torch_xla tells of the failure once more
@@ -252,6 +253,50 @@ def test_warnings_as_errors_raise_from_the_sync_and_lose_nothing():
         total, kept = t.sum(), other + 1
         assert "not usable" in raises(DonationWarning, lambda: torch_xla.sync(wait=True))
         assert (total.item(), kept.tolist(), t.tolist()) == (3, [1, 2, 3, 4, 5], [0, 1, 2])
+        """
+    )
+
+
+def test_a_partial_sync_after_somebody_listed_the_live_tensors_does_not_donate():
+    run(
+        """
+        xlac = torch_xla._XLAC
+        listings = {
+            "dynamo's check": lambda: xlac._check_device_tensor_need_materialization(str(torch_xla.device())),
+            "dynamo's clearing": lambda: torch.compile(lambda x: x * 9, backend="openxla")(make(5)),
+            "a report": lambda: xlac._xla_tensors_report(0, str(torch_xla.device())),
+        }
+        for name, listing in listings.items():
+            t = make(4)
+            w, a = t * 3, t + 5
+            if name != "dynamo's clearing":  # which computes what is pending
+                donate_buffer(t)
+                listing()
+            else:
+                listing()
+                donate_buffer(t)
+            xlac._xla_sync_multi([t, w], [], True, True)
+            assert not is_donated(t), name
+            assert _C.sizes()["pending"] == 1, name
+            assert (w.tolist(), a.tolist(), t.tolist()) == ([0, 3, 6, 9], [5, 6, 7, 8], [0, 1, 2, 3]), name
+            out = t + 1
+            torch_xla.sync()
+            assert is_donated(t) and out.tolist() == [1, 2, 3, 4], name
+        """
+    )
+
+
+def test_a_use_after_somebody_listed_the_live_tensors_is_our_error():
+    run(
+        """
+        first, t = make(3), make(4)
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync()
+        torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))
+        raises(DonatedBufferError, lambda: t.cpu())
+        torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+        raises(DonatedBufferError, lambda: t + 1)
         """
     )
 

@@ -121,7 +121,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
 
 
 def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
-    names, leaf = raw["holders"][0]
+    kept = [_into.kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     if step is None:
         outcome, reason = "pending", "no step has read it yet"
@@ -139,7 +139,7 @@ def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
         outcome=outcome,  # type: ignore[arg-type]
         reason=reason,
         step=None if step is None else step["number"],
-        into_kept=None if step is None else _into.kept(names, leaf, step["graph"]),
+        into_kept=next((value for value in kept if value is not None), None),
     )
 
 
@@ -190,6 +190,7 @@ def tell() -> None:
     The hooks call this at the end of a step, if there is something to tell.
     """
     failures: list[str] = []
+    raised: BaseException | None = None
     for step in _C.take_notices():
         by_site: dict[str, list[Mapping[str, Any]]] = {}
         for raw in step["donors"]:
@@ -203,10 +204,15 @@ def tell() -> None:
             elif where not in _warned_sites:
                 _warned_sites.add(where)
                 filename, _, line = where.rpartition(":")
-                # The place of the donation, not of the sync: that is where something can be done about it.
-                warnings.warn_explicit(message, DonationWarning, filename, int(line))
+                try:
+                    # The place of the donation, not of the sync: that is where something can be done about it.
+                    warnings.warn_explicit(message, DonationWarning, filename, int(line))
+                except BaseException as error:  # a filter that makes errors of warnings; the others must be told, too
+                    raised = raised or error
     if failures:
-        raise DonationError("\n".join(failures))
+        raise DonationError("\n".join(failures)) from raised
+    if raised is not None:
+        raise raised
 
 
 @atexit.register
