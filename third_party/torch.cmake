@@ -26,10 +26,8 @@ target_include_directories(host_torch SYSTEM INTERFACE ${HOST_TORCH_INCLUDE_DIRS
 target_compile_definitions(host_torch INTERFACE
   _GLIBCXX_USE_CXX11_ABI=${HOST_TORCH_CXX11_ABI}
   TORCH_API_INCLUDE_EXTENSION_H)
-# No RPATH: by the time the module loads, the running torch has loaded these libraries.
 foreach(library c10 torch_cpu torch_python)
   target_link_libraries(host_torch INTERFACE "${HOST_TORCH_LIB_DIR}/lib${library}.so")
 endforeach()
-set(CMAKE_SKIP_RPATH ON)
 message(STATUS "torch ${HOST_TORCH_VERSION}, torch_xla ${HOST_TORCH_XLA_VERSION}, "
   "C++11 ABI ${HOST_TORCH_CXX11_ABI}")
