@@ -102,7 +102,15 @@ struct ThreadState {
       ++asked;
       return true;
     }
-    if (asked == order.size() && !holds_data) {
+    if (holds_data) {
+      return false;
+    }
+    // A tensor whose whole graph is device data gets that for its handle on the way, which asks it once more.
+    const abi::TensorData& data = *tensor.data();
+    if (asked > 0 && &data == order[asked - 1] && abi::BufferOf(data) != nullptr) {
+      return true;
+    }
+    if (asked == order.size()) {
       ++asked_again;
       return true;
     }

@@ -118,6 +118,23 @@ def test_the_mark_does_not_pass_on_to_the_output(make):
     assert again.tolist() == [2, 3, 4]
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_live_tensor_whose_graph_is_device_data_does_not_disturb_the_step(make, last):
+    """torch_xla asks such a tensor twice while it collects; the hooks must not take that for a read."""
+    t, other = make(4), make(5)
+    first, second = torch.empty(5, device="xla"), torch.empty(5, device="xla")
+    torch_xla.sync()
+    donate_buffer(t)
+    out = None if last else t + 1
+    first.copy_(other)
+    out = t + 1 if out is None else out
+    second.copy_(other)
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3, 4]
+    assert first.tolist() == second.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_a_tensor_that_goes_out_of_scope_is_donated_all_the_same(make):
     t = make(16)
     address = pointer(t)
