@@ -82,7 +82,6 @@ DonationRegistry::DonationRegistry() {
 }
 
 void DonationRegistry::Refresh() {
-  has_marks_.store(!pending_.empty(), std::memory_order_relaxed);
   armed_.store(!pending_.empty() || !consumed_.empty(), std::memory_order_relaxed);
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
@@ -213,7 +212,7 @@ std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
   return result;
 }
 
-StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<std::pair<DonorPtr, std::string>> refused) {
+StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
   auto step = std::make_shared<Step>();
   std::lock_guard<std::mutex> lock(mutex_);
   step->number = next_step_++;
@@ -223,9 +222,10 @@ StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<std::pa
     pending_.erase(buffer);
     consumed_[buffer] = {donor, step};
   }
-  for (auto& [donor, reason] : refused) {
+  for (auto& [donor, reason, tell] : refused) {
     donor->state = DonorState::kUnusable;
     donor->reason = std::move(reason);
+    donor->told = !tell;
     pending_.erase(donor->buffer.lock().get());
     step->refused.push_back(std::move(donor));
   }

@@ -64,7 +64,7 @@ struct Donor {
   lazy::BackendDevice device;
   DonorState state = DonorState::kPending;
   std::string reason;  // why it is unusable, where this side knows; empty if XLA found no use for it
-  bool told = false;   // an unusable donation has been handed out by TakeNotices()
+  bool told = false;   // somebody knows that it is unusable: handed out by TakeNotices(), or switched off by the user
 
   // "f32[8,4]"
   std::string Shape() const;
@@ -118,7 +118,6 @@ class DonationRegistry {
 
   // Whether any hook has something to look for: a mark, or a donated buffer that somebody may still touch.
   bool Armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
-  bool HasMarks() const noexcept { return has_marks_.load(std::memory_order_relaxed); }
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
 
   // A leaf ready to be marked: its buffer is materialised, not read-only.
@@ -160,8 +159,13 @@ class DonationRegistry {
   // The pending donors among the parameters of a graph, with their positions. Nothing changes yet.
   std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters) const;
 
+  struct Refusal {
+    DonorPtr donor;
+    std::string reason;
+    bool tell;  // false where the user has switched donation off and need not be told
+  };
   // Moves donors from pending to a new step: asked of XLA, or refused, each with its reason.
-  StepPtr Claim(std::vector<DonorPtr> asked, std::vector<std::pair<DonorPtr, std::string>> refused);
+  StepPtr Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused);
 
   // The step is about to run. If its graph has run before, outcomes are known from here on.
   void Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs);
@@ -204,7 +208,6 @@ class DonationRegistry {
   mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> armed_{false};
-  std::atomic<bool> has_marks_{false};
   std::atomic<bool> has_notices_{false};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;

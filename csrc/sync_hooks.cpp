@@ -258,7 +258,8 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   if (marked.empty()) {
     return;
   }
-  std::string refusal;
+  std::string refusal;  // of all of them
+  bool switched_off = true;
   if (state.disabled > 0) {
     refusal = "donation is disabled (donation_disabled())";
   } else {
@@ -272,6 +273,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   }
   const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
   if (refusal.empty() && outputs.empty()) {
+    switched_off = false;
     refusal = "the outputs of the step could not be matched with live tensors";
   }
   std::vector<Candidate> candidates;
@@ -292,14 +294,14 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   }
   auto progress = std::make_shared<StepInProgress>();
   std::vector<DonorPtr> asked;
-  std::vector<std::pair<DonorPtr, std::string>> refused;
+  std::vector<DonationRegistry::Refusal> refused;
   for (Candidate& candidate : candidates) {
     const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
       candidate.refusal = "torch_xla shares this buffer between tensors (a cached constant)";
     }
     if (!candidate.refusal.empty()) {
-      refused.emplace_back(candidate.donor, candidate.refusal);
+      refused.push_back({candidate.donor, candidate.refusal, refusal.empty() || !switched_off});
       continue;
     }
     asked.push_back(candidate.donor);

@@ -194,8 +194,7 @@ def tell() -> None:
     for step in _C.take_notices():
         by_site: dict[str, list[Mapping[str, Any]]] = {}
         for raw in step["donors"]:
-            disabled = raw["reason"].startswith(("donation is disabled", "XLA_ENABLE", "auto-sharding"))
-            if raw["outcome"] == "unusable" and not raw["told"] and not disabled:
+            if raw["outcome"] == "unusable" and not raw["told"]:
                 by_site.setdefault(raw["where"], []).append(raw)
         for where, unusable in by_site.items():
             message = _unusable_text(where, unusable, step)
