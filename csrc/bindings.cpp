@@ -85,6 +85,32 @@ const char* Obstacle(const abi::Resolution& resolved) {
   return "not_xla";
 }
 
+// A call's marks, for taking them back.
+struct Call {
+  std::shared_ptr<CallSite> site;
+};
+
+std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::object names) {
+  auto site = std::make_shared<CallSite>();
+  site->where = where;
+  site->strict = strict;
+  site->names = Share(std::move(names));
+  return site;
+}
+
+// Marks leaves that have been found fit, of which the items are the tensors.
+void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** items,
+            const std::shared_ptr<const CallSite>& site) {
+  // One look at all of them. Where a step is still running with one, its end tells whether the buffer was used.
+  for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
+    ThrowIfConsumed(resolved[i].buffer.get());
+  }
+  DonationRegistry::Get().Mark(resolved, site);
+  for (const DonationRegistry::Leaf& leaf : resolved) {
+    abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
+  }
+}
+
 py::object Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names,
                 const py::dict& targets) {
   Graveyard::Get().Empty();
@@ -110,21 +136,59 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
                         static_cast<std::uint32_t>(i),
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
-  // One look at all of them. Where a step is still running with one, its end tells whether the buffer was used.
-  for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
-    ThrowIfConsumed(resolved[i].buffer.get());
+  Commit(resolved, items, SiteOf(where, strict, std::move(names)));
+  return py::none();
+}
+
+py::object MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict,
+                         py::object names) {
+  Graveyard::Get().Empty();
+  PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
+  std::vector<DonationRegistry::Leaf> resolved;
+  ska::flat_hash_map<const lazy::BackendData*, std::size_t> by_buffer;
+  resolved.reserve(donated.size());
+  by_buffer.reserve(donated.size());
+  for (std::size_t i = 0; i < donated.size(); ++i) {
+    if (!THPVariable_Check(items[i])) {
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    abi::Resolution leaf = abi::Resolve(tensor);
+    const char* obstacle = leaf.state == abi::TensorState::kReadOnly ? "" : Obstacle(leaf);
+    if (*obstacle != '\0') {
+      return py::make_tuple(i, obstacle);
+    }
+    by_buffer.emplace(leaf.buffer.get(), i);
+    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
+                        static_cast<std::uint32_t>(i), nullptr});
   }
-  auto site = std::make_shared<CallSite>();
-  site->where = where;
-  site->strict = strict;
-  site->names = Share(std::move(names));
-  DonationRegistry::Get().Mark(resolved, site);
-  for (py::ssize_t i = 0; i < count; ++i) {
-    if (items[i] != Py_None) {
-      abi::InvalidateViews(THPVariable_Unpack(items[i]));
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
+      const auto found = by_buffer.find(abi::Resolve(THPVariable_Unpack(item)).buffer.get());
+      const auto* info = found == by_buffer.end() ? nullptr : abi::InfoOf(*found->first);
+      if (found != by_buffer.end() && found->first != nullptr && (info == nullptr || !info->read_only)) {
+        return py::make_tuple(found->second, i, "also_kept");
+      }
     }
   }
-  return py::none();
+  Call call{SiteOf(where, strict, std::move(names))};
+  Commit(resolved, items, call.site);
+  return py::cast(std::move(call));
+}
+
+// Takes back the marks of the buffers that the outputs hold.
+void KeepReturned(const py::list& outputs) {
+  std::vector<lazy::BackendDataPtr> buffers;
+  for (py::handle item : outputs) {
+    if (THPVariable_Check(item.ptr())) {
+      if (abi::Resolution output = abi::Resolve(THPVariable_Unpack(item.ptr())); output.buffer != nullptr) {
+        buffers.push_back(std::move(output.buffer));
+      }
+    }
+  }
+  if (!buffers.empty()) {
+    DonationRegistry::Get().Cancel(buffers);
+  }
 }
 
 py::dict DonorDict(const Donor& donor) {
@@ -244,6 +308,20 @@ PYBIND11_MODULE(_C, m) {
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
         "should take the buffers over. Returns None, or (index, obstacle) of the first leaf that cannot be marked. "
         "Raises DonatedBufferError for a leaf that was donated before.");
+  py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.");
+  m.def(
+      "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
+      py::arg("names"),
+      "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Returns a Call, or "
+      "(index, obstacle) of the first leaf that cannot be marked, or (index, index in kept, 'also_kept') of a buffer "
+      "that a leaf of kept holds, too. Cached constants are marked; the step refuses them, with a reason.");
+  m.def(
+      "cancel_call", [](const Call& call) { return DonationRegistry::Get().CancelCall(call.site.get()); },
+      py::arg("call"),
+      "Takes back what is still pending of a call's marks; position and shape (such as f32[3]) of each of these "
+      "leaves.");
+  m.def("keep_returned", &KeepReturned, py::arg("outputs"),
+        "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
   m.def(
       "cancel",
       [](const py::sequence& leaves) {
@@ -297,6 +375,9 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "take_notices", [] { return StepDicts(DonationRegistry::Get().TakeNotices()); },
       "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True.");
+  m.def(
+      "has_notices", [] { return DonationRegistry::Get().HasNotices(); },
+      "Whether take_notices has something to give.");
   m.def(
       "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
       "Waits until the outcome of every step is known.");

@@ -139,6 +139,31 @@ std::size_t DonationRegistry::Cancel(const std::vector<lazy::BackendDataPtr>& bu
   return cancelled;
 }
 
+std::vector<std::pair<std::uint32_t, std::string>> DonationRegistry::CancelCall(const CallSite* site) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::pair<std::uint32_t, std::string>> leaves;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    Donor& donor = *it->second;
+    for (const Holder& holder : donor.holders) {
+      if (holder.site.get() == site) {
+        leaves.emplace_back(holder.leaf, donor.Shape());
+      }
+    }
+    const auto rest = std::remove_if(donor.holders.begin(), donor.holders.end(),
+                                     [site](const Holder& holder) { return holder.site.get() == site; });
+    if (rest == donor.holders.begin()) {
+      donor.state = DonorState::kCancelled;
+      it = pending_.erase(it);
+      continue;
+    }
+    donor.holders.erase(rest, donor.holders.end());
+    ++it;
+  }
+  std::sort(leaves.begin(), leaves.end());
+  Refresh();
+  return leaves;
+}
+
 bool DonationRegistry::IsPending(const lazy::BackendData* buffer) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = pending_.find(buffer);

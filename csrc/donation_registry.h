@@ -139,6 +139,10 @@ class DonationRegistry {
   // Takes the mark of each buffer back; returns how many were pending.
   std::size_t Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
 
+  // Takes back what is still pending of one call's marks; returns the positions of these leaves and their shapes. A
+  // buffer that another call has marked, too, stays marked.
+  std::vector<std::pair<std::uint32_t, std::string>> CancelCall(const CallSite* site);
+
   bool IsPending(const lazy::BackendData* buffer) const;
 
   // Whether a step has claimed the buffer and has not been found to leave it alone. Does not wait.

@@ -6,6 +6,7 @@ _C = _host.load()
 
 from torch_xla_donate import _report
 from torch_xla_donate import hlo as hlo
+from torch_xla_donate._compile import compile as compile
 from torch_xla_donate._donate import cancel_donation as cancel_donation
 from torch_xla_donate._donate import donate_buffer as donate_buffer
 from torch_xla_donate._donate import donation_disabled as donation_disabled
@@ -27,6 +28,7 @@ __all__ = [
     "DonationWarning",
     "Donor",
     "cancel_donation",
+    "compile",
     "donate_buffer",
     "donation_disabled",
     "donation_report",

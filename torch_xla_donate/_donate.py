@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from torch_xla_donate import _C, _config, _host, _into, _leaves
-from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._errors import DonationError, warn
 
 
 def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> None:
@@ -25,7 +24,8 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
 
     Args:
         tensors: a materialised XLA tensor of any shape and dtype, a pytree of them (``None`` leaves are skipped),
-            or an ``nn.Module``, also inside a pytree: its parameters and buffers. All are marked, or none.
+            an ``nn.Module`` (its parameters and buffers) or an optimizer (parameters and state), also inside a pytree.
+            All are marked, or none.
             Marking a tensor twice is the same as once.
         into: the tensor that should take the buffer over, or a pytree of them with as many leaves as ``tensors``
             (``None`` for a leaf without a wish). Each must be pending work of the same shape, dtype and sharding.
@@ -43,16 +43,10 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             for everybody (cached constants, the RNG seed).
         DonatedBufferError: a leaf has been donated already.
     """
-    mark(tensors, "tensors", into=into, strict=strict)
-
-
-def mark(tensors: Any, argument: str, *, into: Any = None, strict: bool | None = None) -> None:
-    """`donate_buffer`, for an argument that goes by another name."""
-    _ready()
-    _warn_if_switched_off()
+    where = call_site()
+    prepare(where)
     if strict is None:
         strict = _config.strict_by_default()
-    where = call_site()
     leaves: Sequence[Any]
     names: _leaves.Names
     if isinstance(tensors, torch.Tensor):
@@ -80,7 +74,7 @@ def mark(tensors: Any, argument: str, *, into: Any = None, strict: bool | None =
         refused = _C.mark(leaves, where, strict, names, targets)
     if refused is not None:
         index, obstacle = refused
-        raise _refusal(leaves[index], obstacle, _leaves.label(argument, names.name(index)))
+        raise refusal(leaves[index], obstacle, _leaves.label("tensors", names.name(index)))
     if paired is not None:
         _into.watch(paired, where)
 
@@ -89,7 +83,8 @@ def _describe(tensor: torch.Tensor) -> str:
     return f"{_leaves.array(tensor)} on {tensor.device}"
 
 
-def _refusal(leaf: Any, obstacle: str, name: str) -> Exception:
+def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
+    """The error for a leaf that cannot be marked; obstacle as `_C.mark` gives it."""
     nothing = "Nothing was marked."
     if obstacle == "not_tensor":
         return TypeError(
@@ -142,7 +137,7 @@ def cancel_donation(tensors: Any) -> None:
             continue
         name = _leaves.label("tensors", names.name(index))
         if not isinstance(tensor, torch.Tensor):
-            raise _refusal(leaf, "not_tensor", name)
+            raise refusal(leaf, "not_tensor", name)
         state = _C.state(tensor)
         if state == "donated":
             raise DonationError(
@@ -194,19 +189,19 @@ def call_site() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _ready() -> None:
+def prepare(where: str) -> None:
+    """Before anything is marked at ``where``: hooks and layouts must be right, and a setting that ignores donors is told.
+
+    Raises:
+        DonationError: the hooks have been taken out.
+        ImportError: the layouts are not those relied on.
+    """
     if not _C.installed():
         raise DonationError(
             "the hooks of torch_xla_donate have been taken out of torch_xla, so nothing can be donated. "
             "Put them back with torch_xla_donate._host.install_hooks()."
         )
     _host.verify_layouts()
-
-
-_switch_told: set[str] = set()
-
-
-def _warn_if_switched_off() -> None:
     setting = ""
     if _config.aliasing_switched_off():
         setting = "XLA_ENABLE_PARAM_ALIASING=0"
@@ -215,9 +210,11 @@ def _warn_if_switched_off() -> None:
     _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
     if setting and setting not in _switch_told:
         _switch_told.add(setting)
-        warnings.warn(
+        warn(
             f"{setting} switches donation off in torch_xla for the whole process: marked buffers will be "
             "read and kept. Unset it to donate.",
-            DonationWarning,
-            stacklevel=4,
+            where,
         )
+
+
+_switch_told: set[str] = set()

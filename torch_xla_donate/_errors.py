@@ -1,8 +1,20 @@
 """The exceptions and the warning, and the texts that more than one place needs."""
 
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
 
 class DonationError(RuntimeError):
-    """A donation was refused, or, with ``strict``, could not be used."""
+    """A donation was refused, or, with ``strict``, could not be used.
+
+    Attributes:
+        result: what a function made by `compile` has returned, if the error was found after it had run; so that a
+            strict donation does not lose the results for which other arguments were consumed. Else None.
+    """
+
+    result: Any = None
 
 
 class DonatedBufferError(DonationError):
@@ -11,6 +23,12 @@ class DonatedBufferError(DonationError):
 
 class DonationWarning(UserWarning):
     """A donation that XLA could not use, or a setting that switches donation off."""
+
+
+def warn(message: str, where: str) -> None:
+    """A DonationWarning at the place of a donation, ``file:line``: that is where something can be done about it."""
+    filename, _, line = where.rpartition(":")
+    warnings.warn_explicit(message, DonationWarning, filename, int(line))
 
 
 def describe_use(name: str, array: str, where: str, step: int) -> str:

@@ -68,23 +68,62 @@ def flatten_module(module: torch.nn.Module) -> tuple[list[Any], Listed]:
     return [tensor for _, tensor in named], Listed([name for name, _ in named])
 
 
+def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], Listed]:
+    """Parameters and state. Counters that the optimizer keeps on the host (``step``) have no buffer to donate."""
+    leaves: list[Any] = []
+    names: list[str] = []
+    number = 0  # as in optimizer.state_dict()
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            leaves.append(parameter)
+            names.append(f"param_groups[{index}]['params'][{position}]")
+            for key, state in optimizer.state.get(parameter, {}).items():
+                if isinstance(state, torch.Tensor) and state.device.type == "xla":
+                    leaves.append(state)
+                    names.append(f"state[{number}][{key!r}]")
+            number += 1
+    return leaves, Listed(names)
+
+
+def _open(leaf: Any) -> tuple[list[Any], Listed] | None:
+    """What a leaf that torch knows as a collection of tensors holds; None for any other leaf."""
+    if isinstance(leaf, torch.nn.Module):
+        return flatten_module(leaf)
+    if isinstance(leaf, torch.optim.Optimizer):
+        return flatten_optimizer(leaf)
+    return None
+
+
+_COLLECTIONS = (torch.nn.Module, torch.optim.Optimizer)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves that `flatten` gives, without their names: a fraction of its time for a nested pytree."""
+    leaves = pytree.tree_leaves(tree)
+    if any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
+        return flatten(tree)[0]
+    return leaves
+
+
 def flatten(tree: Any) -> tuple[list[Any], Names]:
-    """All leaves of a tensor, a pytree or a module (also of modules inside a pytree), and their names.
+    """All leaves of a tensor, a pytree, a module or an optimizer (also inside a pytree), and their names.
 
     ``None`` is kept as a leaf, so that positions stay those of the pytree; whoever uses the leaves skips it.
     """
-    if isinstance(tree, torch.nn.Module):
-        return flatten_module(tree)
+    opened = _open(tree)
+    if opened is not None:
+        return opened
     leaves, spec = pytree.tree_flatten(tree)
     paths = Paths(spec)
-    if not any(isinstance(leaf, torch.nn.Module) for leaf in leaves):
+    if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
         return leaves, Single() if spec.is_leaf() else paths
     expanded: list[Any] = []
     names: list[str] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.nn.Module):
-            inner, inner_names = flatten_module(leaf)
-            names += [f"{paths.name(index)}.{inner_names.name(i)}" for i in range(len(inner))]
+        inside = _open(leaf)
+        if inside is not None:
+            inner, inner_names = inside
+            names += [label(paths.name(index), inner_names.name(i), ".") for i in range(len(inner))]
             expanded += inner
         else:
             names.append(paths.name(index))
@@ -102,8 +141,11 @@ def array(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(str(size) for size in tensor.shape)}]"
 
 
-def label(argument: str, name: str) -> str:
-    """How a message names a leaf: the argument, and the leaf's path in it."""
-    if not name:
-        return argument
-    return f"{argument}{name}" if name.startswith(("[", ".")) else f"{argument} ({name})"
+def label(argument: str, name: str, joint: str | None = None) -> str:
+    """How a message names a leaf: the argument, and the leaf's path in it.
+
+    joint: what stands before a path that does not begin with a bracket or a dot. Default: the path is put into brackets.
+    """
+    if not name or name.startswith(("[", ".")):
+        return f"{argument}{name}"
+    return f"{argument} ({name})" if joint is None else f"{argument}{joint}{name}"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import sys
-import warnings
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch_xla_donate import _C, _hlo, _into
-from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._errors import DonationError, DonationWarning, warn
 
 Outcome = Literal["donated", "unusable", "pending"]
 
@@ -181,14 +182,40 @@ def _output(text: str) -> tuple[int, str]:
     return _hlo.parse_shape(shape).bytes, sharding
 
 
+class _Postponed(threading.local):
+    depth = 0
+
+
+_postponed = _Postponed()
+
+
+@contextlib.contextmanager
+def later() -> Iterator[None]:
+    """Steps of this thread tell nothing inside: where an exception at the end of a sync would be in the way."""
+    _postponed.depth += 1
+    try:
+        yield
+    finally:
+        _postponed.depth -= 1
+
+
 _warned_sites: set[str] = set()
+
+
+def warn_once(message: str, where: str) -> None:
+    """Warns, unless something has been told of this place in the code before."""
+    if where not in _warned_sites:
+        _warned_sites.add(where)
+        warn(message, where)
 
 
 def tell() -> None:
     """Warns of unusable donations, once for each place in the code; raises where a donation was strict.
 
-    The hooks call this at the end of a step, if there is something to tell.
+    The hooks call this at the end of a step, if there is something to tell. Inside of `later` it waits.
     """
+    if _postponed.depth:
+        return
     failures: list[str] = []
     raised: BaseException | None = None
     for step in _C.take_notices():
@@ -200,12 +227,9 @@ def tell() -> None:
             message = _unusable_text(where, unusable, step)
             if any(raw["strict"] for raw in unusable):
                 failures.append(message)
-            elif where not in _warned_sites:
-                _warned_sites.add(where)
-                filename, _, line = where.rpartition(":")
+            else:
                 try:
-                    # The place of the donation, not of the sync: that is where something can be done about it.
-                    warnings.warn_explicit(message, DonationWarning, filename, int(line))
+                    warn_once(message, where)
                 except BaseException as error:  # a filter that makes errors of warnings; the others must be told, too
                     raised = raised or error
     if failures:

@@ -1,0 +1,257 @@
+"""compile(f, donate_argnums=...): a function runs as one step and gives up the buffers of the arguments named."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from torch_xla_donate import _C, _arguments, _config, _donate, _leaves, _report
+from torch_xla_donate._arguments import ArgNames, ArgNums, Arguments, CallNames, Plan
+from torch_xla_donate._errors import DonationError, DonationWarning
+
+Backend = Literal["lazy", "openxla"]
+
+
+class _Scope(threading.local):
+    inside = False  # of a compiled function's call
+
+
+_scope = _Scope()
+
+
+class Donated:
+    """The donated leaves of one call, and their names."""
+
+    def __init__(self, compiled: Compiled, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._plan, self._compiled = plan, compiled
+        values = [_arguments.value(slot, args, kwargs) for slot in plan.donated]
+        parts = [_leaves.leaves_of(value) for value in values]
+        self.leaves = [_leaves.without_wrapper(leaf) for part in parts for leaf in part]
+        self.names = compiled.names(plan, values, [len(part) for part in parts])
+
+    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> _C.Call:
+        """Marks them, all or none.
+
+        Raises:
+            ValueError: a leaf is no XLA tensor, or is passed as an argument that is not donated, too.
+            DonationError: a leaf is pending.
+            DonatedBufferError: a leaf has been donated already.
+        """
+        kept: list[Any] = []
+        for slot in self._plan.kept:
+            kept += _leaves.leaves_of(_arguments.value(slot, args, kwargs))
+        marked = _C.mark_arguments(self.leaves, kept, where, self._compiled.is_strict(), self.names)
+        if isinstance(marked, _C.Call):
+            return marked
+        if len(marked) == 3:
+            self._passed_twice(marked[0], marked[1], args, kwargs)
+        raise _donate.refusal(self.leaves[marked[0]], marked[1], self.names.name(marked[0]))
+
+    def cancel(self, call: _C.Call) -> list[str]:
+        """Takes back what is still pending; names these leaves, ``f32[3] state['b'] (argument 0 of update)``."""
+        return [f"{shape} {self.names.name(index)}" for index, shape in _C.cancel_call(call)]
+
+    def _passed_twice(self, donated: int, kept: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+        parts = []
+        for slot in self._plan.kept:
+            leaves, names = _leaves.flatten(_arguments.value(slot, args, kwargs))
+            parts.append((slot, len(leaves), names))
+        raise ValueError(
+            f"{self.names.name(donated)} is donated, and {CallNames(parts).name(kept)}, which is not, has the same "
+            "buffer. Donate both, or pass a .clone() as one of them. Nothing was donated."
+        )
+
+
+class Compiled:
+    """A function that runs as one step. `compile` makes it; the subclasses know how the step is run."""
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None) -> None:
+        functools.update_wrapper(self, f, updated=())
+        self._f = f
+        self._arguments = arguments
+        self._strict = strict
+        self._names: dict[Any, CallNames] = {}
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._arguments.function}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside of another step this is a part of that: it has no step of its own at which it could donate.
+        if _scope.inside or torch.compiler.is_compiling():
+            return self._f(*args, **kwargs)
+        where = _donate.call_site()
+        _donate.prepare(where)
+        plan = self._arguments.plan(args, kwargs)
+        for slot in plan.static:
+            _check_static(slot, _arguments.value(slot, args, kwargs))
+        _scope.inside = True
+        try:
+            # What the step has to tell waits until torch_xla has put its own state in order.
+            with _report.later():
+                result, unread = self._run(plan, args, kwargs, where)
+        finally:
+            _scope.inside = False
+        try:
+            if unread:
+                self._tell_unread(unread, where)
+            if _C.has_notices():
+                _report.tell()
+        except (DonationError, DonationWarning) as error:
+            if isinstance(error, DonationError):
+                error.result = result
+            raise
+        return result
+
+    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, list[str]]:
+        """Runs the step. Returns f's result, and the donated leaves that the step has not read."""
+        raise NotImplementedError
+
+    def is_strict(self) -> bool:
+        """Whether an unusable donation of this function is an error."""
+        return _config.strict_by_default() if self._strict is None else self._strict
+
+    def names(self, plan: Plan, values: Sequence[Any], counts: Sequence[int]) -> CallNames:
+        """The names of a call's donated leaves.
+
+        Paths cost more than leaves, so they are worked out once for each outer shape of the arguments.
+        """
+        key = (id(plan), *((count, type(value), _keys(value)) for value, count in zip(values, counts)))
+        found = self._names.get(key)
+        if found is None:
+            parts = [
+                (slot, count, _leaves.flatten(value)[1]) for slot, count, value in zip(plan.donated, counts, values)
+            ]
+            found = self._names[key] = CallNames(parts)
+        return found
+
+    def _tell_unread(self, unread: Sequence[str], where: str) -> None:
+        shown = ", ".join(unread[:5]) + (f", and {len(unread) - 5} more" if len(unread) > 5 else "")
+        message = (
+            f"Some donated buffers were not usable: {shown} (donated at {where}): not read by the step.\n"
+            "  They stay readable. See docs/unusable.md."
+        )
+        if self.is_strict():
+            raise DonationError(message)
+        _report.warn_once(message, where)
+
+
+def _keys(value: Any) -> Any:
+    return tuple(value) if type(value) is dict else None
+
+
+def _check_static(slot: _arguments.Slot, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"{slot.name} ({slot.place}) is static, and {type(value).__name__} cannot be hashed. Static arguments are "
+            "told apart by their hash; pass something that has one."
+        ) from None
+
+
+class LazyCompiled(Compiled):
+    """Runs the function as `torch_xla.compile` does: traced at every call."""
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
+        super().__init__(f, arguments, strict)
+        import torch_xla
+
+        options.setdefault("name", arguments.function)
+        self._step = torch_xla.compile(self._trace, **options)
+
+    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, list[str]]:
+        calls: list[tuple[_C.Call, Donated]] = []
+        result = self._step(plan, args, kwargs, where, calls)
+        if not calls:
+            return result, []
+        call, donated = calls[0]
+        return result, donated.cancel(call)
+
+    def _trace(
+        self,
+        plan: Plan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        where: str,
+        calls: list[tuple[_C.Call, Donated]],
+    ) -> Any:
+        # Here torch_xla has run what was pending, so a mark can only be meant for the step of this function.
+        if not plan.donated:
+            return self._f(*args, **kwargs)
+        donated = Donated(self, plan, args, kwargs)
+        call = donated.mark(args, kwargs, where)
+        try:
+            result = self._f(*args, **kwargs)
+        except BaseException:
+            _C.cancel_call(call)
+            raise
+        _C.keep_returned(_leaves.leaves_of(result))
+        calls.append((call, donated))
+        return result
+
+
+def compile(
+    f: Callable[..., Any] | None = None,
+    *,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    backend: Backend = "lazy",
+    pure: bool = False,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Makes ``f`` run as one step, which may take over the buffers of the arguments named.
+
+    Each tensor of a donated argument (of a pytree, an ``nn.Module``, an optimizer) is given up by the call: its memory
+    goes to an output of the same bytes, and using it afterwards raises `DonatedBufferError`. Use as a decorator, with
+    or without arguments, or as a call. Inside of another compiled function it is a part of that one's step and donates
+    nothing of its own. An argument that ``f`` returns unchanged stays as it is.
+
+    Args:
+        f: the function, method or module.
+        donate_argnums: positions of the arguments to donate, an int or several; negative ones count from the end. An
+            argument that is named here is donated, too, where a call gives it by keyword.
+        donate_argnames: the same by name; both together mean their union.
+        static_argnums: positions of arguments that are never donated and must be hashable; with ``pure`` each value
+            has a graph of its own.
+        static_argnames: the same by name.
+        backend: ``lazy`` traces at every call, as `torch_xla.compile` does; ``openxla`` is
+            ``torch.compile(backend="openxla")``.
+        pure: with ``lazy``: ``f`` is declared to be pure, is traced once for each signature and replayed.
+        strict: whether a donation that could not be used raises `DonationError`; its ``result`` is what ``f``
+            returned. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
+        **kwargs: for `torch_xla.compile` (``full_graph``, ``name``, ``max_different_graphs``), or for `torch.compile`.
+
+    Returns:
+        An object to be called like ``f``. Without ``f``, a decorator.
+
+    Raises:
+        TypeError: numbers or names of another type.
+        ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
+            without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
+            argument that is not donated, too.
+    """
+    options: dict[str, Any] = dict(
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+    )
+    if f is None:
+        return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
+    if not callable(f):
+        raise TypeError(f"f is of type {type(f).__name__}, which cannot be called.")
+    arguments = Arguments(f, **options)
+    if backend == "lazy":
+        return LazyCompiled(f, arguments, strict, **kwargs)
+    raise ValueError(f'backend is {backend!r}; it must be "lazy" or "openxla".')
