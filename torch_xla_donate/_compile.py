@@ -241,12 +241,12 @@ def compile(
             without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
             argument that is not donated, too.
     """
-    options: dict[str, Any] = dict(
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-    )
+    options: dict[str, Any] = {
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
     if f is None:
         return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
     if not callable(f):

@@ -190,7 +190,7 @@ def call_site() -> str:
 
 
 def prepare(where: str) -> None:
-    """Before anything is marked at ``where``: hooks and layouts must be right, and a setting that ignores donors is told.
+    """Before a mark at ``where``: hooks and layouts must be right, and a setting that ignores donors is told.
 
     Raises:
         DonationError: the hooks have been taken out.

@@ -144,7 +144,7 @@ def array(tensor: torch.Tensor) -> str:
 def label(argument: str, name: str, joint: str | None = None) -> str:
     """How a message names a leaf: the argument, and the leaf's path in it.
 
-    joint: what stands before a path that does not begin with a bracket or a dot. Default: the path is put into brackets.
+    joint: what stands before a path that begins with neither bracket nor dot; by default it is put into brackets.
     """
     if not name or name.startswith(("[", ".")):
         return f"{argument}{name}"
