@@ -141,7 +141,7 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
 }
 
 py::object MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict,
-                         py::object names) {
+                         bool held, py::object names) {
   Graveyard::Get().Empty();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
@@ -172,6 +172,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
     }
   }
   Call call{SiteOf(where, strict, std::move(names))};
+  call.site->held = held;
   Commit(resolved, items, call.site);
   return py::cast(std::move(call));
 }
@@ -311,15 +312,60 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.");
   m.def(
       "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
-      py::arg("names"),
-      "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Returns a Call, or "
-      "(index, obstacle) of the first leaf that cannot be marked, or (index, index in kept, 'also_kept') of a buffer "
-      "that a leaf of kept holds, too. Cached constants are marked; the step refuses them, with a reason.");
+      py::arg("held"), py::arg("names"),
+      "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Held marks are for "
+      "arm_run alone, steps pass them over. Returns a Call, or (index, obstacle) of the first leaf that cannot be "
+      "marked, or (index, index in kept, 'also_kept') of a buffer that a leaf of kept holds, too. Cached constants are "
+      "marked; the step refuses them, with a reason.");
   m.def(
-      "cancel_call", [](const Call& call) { return DonationRegistry::Get().CancelCall(call.site.get()); },
+      "cancel_call", [](const Call& call) { DonationRegistry::Get().CancelCall(call.site.get()); }, py::arg("call"),
+      "Takes back what is still pending of a call's marks.");
+  m.def(
+      "end_call",
+      [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason) {
+        DonationRegistry::Get().EndCall(call.site.get(), reasons, reason);
+      },
+      py::arg("call"), py::arg("reasons"), py::arg("reason"),
+      "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
+  m.def(
+      "perhaps_shared", [](const Call& call) { return DonationRegistry::Get().PerhapsShared(call.site.get()); },
       py::arg("call"),
-      "Takes back what is still pending of a call's marks; position and shape (such as f32[3]) of each of these "
-      "leaves.");
+      "Positions of a call's leaves whose buffers may have another holder or a pending reader. Complete, not exact.");
+  m.def(
+      "shared_with_listed",
+      [](const Call& call) { return DonationRegistry::Get().SharedWith(ListedTensors(), call.site.get()); },
+      py::arg("call"),
+      "Positions of a call's leaves whose buffers an unmarked live tensor holds. Right after a list of live tensors.");
+  m.def(
+      "marked_by",
+      [](const Call& call, const py::sequence& arguments) {
+        std::vector<std::pair<std::size_t, std::uint32_t>> result;
+        std::size_t position = 0;
+        for (py::handle argument : arguments) {
+          if (THPVariable_Check(argument.ptr())) {
+            const abi::Resolution resolved = abi::Resolve(THPVariable_Unpack(argument.ptr()));
+            if (const auto leaf = DonationRegistry::Get().LeafOf(resolved.buffer.get(), call.site.get())) {
+              result.emplace_back(position, *leaf);
+            }
+          }
+          ++position;
+        }
+        return result;
+      },
+      py::arg("call"), py::arg("arguments"),
+      "Which arguments hold buffers that the call has marked: (position, position among the call's leaves).");
+  m.def(
+      "arm_run",
+      [](const Call& call, const py::sequence& donors, const std::string& graph) {
+        std::vector<lazy::BackendDataPtr> buffers;
+        for (py::handle donor : donors) {
+          buffers.push_back(abi::Resolve(TensorOf(donor)).buffer);
+        }
+        ArmRun(call.site, std::move(buffers), graph);
+      },
+      py::arg("call"), py::arg("donors"), py::arg("graph"),
+      "The next run of a compiled graph on this thread consumes these tensors, which the call has marked.");
+  m.def("disarm_run", &DisarmRun, "Ends arm_run, whether the graph has run or not.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
         "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
   m.def(

@@ -59,6 +59,10 @@ std::shared_ptr<abi::TensorData> Donor::Target() const {
   return nullptr;
 }
 
+bool Donor::Held() const {
+  return std::all_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->held; });
+}
+
 bool Donor::Strict() const {
   return std::any_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->strict; });
 }
@@ -139,29 +143,118 @@ std::size_t DonationRegistry::Cancel(const std::vector<lazy::BackendDataPtr>& bu
   return cancelled;
 }
 
-std::vector<std::pair<std::uint32_t, std::string>> DonationRegistry::CancelCall(const CallSite* site) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<std::pair<std::uint32_t, std::string>> leaves;
+// The donors of which the call has been the only holder; the others lose the call's marks. Needs the lock.
+std::vector<DonorPtr> DonationRegistry::TakeCall(const CallSite* site) {
+  std::vector<DonorPtr> taken;
   for (auto it = pending_.begin(); it != pending_.end();) {
-    Donor& donor = *it->second;
-    for (const Holder& holder : donor.holders) {
-      if (holder.site.get() == site) {
-        leaves.emplace_back(holder.leaf, donor.Shape());
-      }
-    }
-    const auto rest = std::remove_if(donor.holders.begin(), donor.holders.end(),
-                                     [site](const Holder& holder) { return holder.site.get() == site; });
-    if (rest == donor.holders.begin()) {
-      donor.state = DonorState::kCancelled;
+    auto& holders = it->second->holders;
+    const auto is_other = [site](const Holder& holder) { return holder.site.get() != site; };
+    if (std::none_of(holders.begin(), holders.end(), is_other)) {
+      taken.push_back(it->second);
       it = pending_.erase(it);
       continue;
     }
-    donor.holders.erase(rest, donor.holders.end());
+    holders.erase(std::stable_partition(holders.begin(), holders.end(), is_other), holders.end());
     ++it;
   }
-  std::sort(leaves.begin(), leaves.end());
+  return taken;
+}
+
+void DonationRegistry::CancelCall(const CallSite* site) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const DonorPtr& donor : TakeCall(site)) {
+    donor->state = DonorState::kCancelled;
+  }
   Refresh();
+}
+
+void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, std::string>& reasons,
+                               const std::string& reason) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (pending_.empty()) {
+    return;
+  }
+  std::vector<DonorPtr> taken = TakeCall(site);
+  const auto leaf = [](const DonorPtr& donor) { return donor->holders.front().leaf; };
+  std::sort(taken.begin(), taken.end(), [&](const auto& left, const auto& right) { return leaf(left) < leaf(right); });
+  std::vector<Refusal> refused;
+  for (DonorPtr& donor : taken) {
+    const auto own = reasons.find(leaf(donor));
+    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, /*tell=*/true});
+  }
+  if (refused.empty()) {
+    Refresh();
+  } else {
+    ClaimLocked({}, std::move(refused));
+  }
+}
+
+std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::uint32_t> leaves;
+  for (const auto& entry : pending_) {
+    const lazy::BackendDataPtr buffer = entry.second->buffer.lock();
+    if (buffer == nullptr) {
+      continue;
+    }
+    long known = 1;  // `buffer`
+    bool ours = false, read = false;
+    for (std::size_t i = 0; i < entry.second->holders.size(); ++i) {
+      const Holder& holder = entry.second->holders[i];
+      ours = ours || holder.site.get() == site;
+      const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
+      const bool counted = std::any_of(entry.second->holders.begin(), entry.second->holders.begin() + i,
+                                       [&](const Holder& before) { return before.tensor.lock() == tensor; });
+      if (tensor == nullptr || counted) {
+        continue;
+      }
+      known += tensor->handle == buffer ? 1 : 0;
+      if (tensor->ir_value) {
+        // The node of this buffer: kept by the tensor, and by each pending computation that reads it.
+        known += 1;
+        read = read || tensor->ir_value.node.use_count() > 1;
+      }
+    }
+    if (ours && (read || buffer.use_count() > known)) {
+      leaves.push_back(entry.second->holders.front().leaf);
+    }
+  }
   return leaves;
+}
+
+std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                                                        const CallSite* site) const {
+  std::vector<lazy::BackendDataPtr> buffers;
+  for (const auto& data : live) {
+    buffers.push_back(data == nullptr ? nullptr : abi::BufferOf(*data));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::uint32_t> leaves;
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const auto found = buffers[i] == nullptr ? pending_.end() : pending_.find(buffers[i].get());
+    if (found == pending_.end() || found->second->HeldBy(live[i].get())) {
+      continue;
+    }
+    for (const Holder& holder : found->second->holders) {
+      if (holder.site.get() == site) {
+        leaves.push_back(holder.leaf);
+      }
+    }
+  }
+  return leaves;
+}
+
+std::optional<std::uint32_t> DonationRegistry::LeafOf(const lazy::BackendData* buffer, const CallSite* site) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = pending_.find(buffer);
+  if (found != pending_.end() && !found->second->buffer.expired()) {
+    for (const Holder& holder : found->second->holders) {
+      if (holder.site.get() == site) {
+        return holder.leaf;
+      }
+    }
+  }
+  return std::nullopt;
 }
 
 bool DonationRegistry::IsPending(const lazy::BackendData* buffer) const {
@@ -225,12 +318,17 @@ void DonationRegistry::Sweep() {
 }
 
 std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
-    const std::vector<lazy::BackendDataPtr>& parameters) const {
+    const std::vector<lazy::BackendDataPtr>& parameters, const CallSite* call) const {
   std::vector<std::pair<std::size_t, DonorPtr>> result;
   std::lock_guard<std::mutex> lock(mutex_);
+  const auto is_meant = [call](const Donor& donor) {
+    return call == nullptr ? !donor.Held()
+                           : std::any_of(donor.holders.begin(), donor.holders.end(),
+                                         [call](const Holder& holder) { return holder.site.get() == call; });
+  };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto found = pending_.find(parameters[i].get());
-    if (found != pending_.end() && !found->second->buffer.expired()) {
+    if (found != pending_.end() && !found->second->buffer.expired() && is_meant(*found->second)) {
       result.emplace_back(i, found->second);
     }
   }
@@ -238,8 +336,12 @@ std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
 }
 
 StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
-  auto step = std::make_shared<Step>();
   std::lock_guard<std::mutex> lock(mutex_);
+  return ClaimLocked(std::move(asked), std::move(refused));
+}
+
+StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
+  auto step = std::make_shared<Step>();
   step->number = next_step_++;
   for (const DonorPtr& donor : asked) {
     const lazy::BackendData* buffer = donor->buffer.lock().get();

@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -30,10 +31,11 @@ namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
 
-// One call of donate_buffer().
+// One call of donate_buffer(), or of a compiled function.
 struct CallSite {
   std::string where;            // "train.py:12"
   bool strict = false;          // an unusable donation is an error, not a warning
+  bool held = false;            // meant for one run of a compiled graph: steps leave the marks alone
   std::shared_ptr<void> names;  // gives a leaf its name; opaque here (a Python object, see bindings.cpp)
 };
 
@@ -73,6 +75,8 @@ struct Donor {
   std::shared_ptr<abi::TensorData> Target() const;
   // Whether any holder was marked with strict=True.
   bool Strict() const;
+  // Whether all its marks are meant for a run of a compiled graph.
+  bool Held() const;
 };
 using DonorPtr = std::shared_ptr<Donor>;
 
@@ -139,9 +143,19 @@ class DonationRegistry {
   // Takes the mark of each buffer back; returns how many were pending.
   std::size_t Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
 
-  // Takes back what is still pending of one call's marks; returns the positions of these leaves and their shapes. A
-  // buffer that another call has marked, too, stays marked.
-  std::vector<std::pair<std::uint32_t, std::string>> CancelCall(const CallSite* site);
+  // Takes back what is still pending of one call's marks. A buffer that another call has marked, too, stays marked.
+  void CancelCall(const CallSite* site);
+  // The same, but what is taken back has been unusable: for the reason of its leaf, or else for the general one.
+  void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, std::string>& reasons,
+               const std::string& reason);
+  // The leaves of a call that are still pending and whose buffers somebody else may hold, as far as reference counts
+  // tell: too many is possible, too few is not.
+  std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
+  // Those whose buffers one of these tensors holds without having been marked.
+  std::vector<std::uint32_t> SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                                        const CallSite* site) const;
+  // The leaf of this call that marked the buffer, if that is still pending.
+  std::optional<std::uint32_t> LeafOf(const lazy::BackendData* buffer, const CallSite* site) const;
 
   bool IsPending(const lazy::BackendData* buffer) const;
 
@@ -160,8 +174,10 @@ class DonationRegistry {
   // Forgets what can no longer be touched. Once per step; linear in what is remembered.
   void Sweep();
 
-  // The pending donors among the parameters of a graph, with their positions. Nothing changes yet.
-  std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters) const;
+  // The pending donors among the parameters of a graph, with their positions: those meant for steps, or those of one
+  // call. Nothing changes yet.
+  std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters,
+                                                             const CallSite* call = nullptr) const;
 
   struct Refusal {
     DonorPtr donor;
@@ -206,6 +222,8 @@ class DonationRegistry {
   void AddStep(const StepPtr& step);
   void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
               std::shared_ptr<const GraphOutcome> outcome, const std::string* failure);
+  StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused);
+  std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
   const Consumed* Lookup(const lazy::BackendData* buffer) const;
 

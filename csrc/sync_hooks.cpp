@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
@@ -78,7 +79,15 @@ struct StepInProgress {
   ~StepInProgress() { GiveInfosBack(); }
 };
 
+// What the next run of a compiled graph will consume.
+struct ArmedRun {
+  std::shared_ptr<const CallSite> call;
+  std::vector<lazy::BackendDataPtr> donors;
+  std::string graph;
+};
+
 struct ThreadState {
+  std::optional<ArmedRun> armed;
   // Inside of ForAllDeviceContexts: the live tensors are being listed.
   bool listing = false;
   // Whether a list is kept. Decided when it begins: a mark that another thread makes meanwhile waits for the next step.
@@ -266,11 +275,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
     std::lock_guard<std::mutex> lock(TheSwitch().mutex);
     refusal = TheSwitch().reason;
   }
-  std::vector<std::shared_ptr<abi::TensorData>> live;
-  live.reserve(state.live.size());
-  for (const auto& weak : state.live) {
-    live.push_back(weak.lock());
-  }
+  const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
   const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
   if (refusal.empty() && outputs.empty()) {
     switched_off = false;
@@ -379,6 +384,29 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
   }
 }
 
+// A compiled graph is about to run on this thread, outside of a step. Its donors are settled as a step's are.
+void ClaimRun(ThreadState& state, Executor::Async* run) {
+  const ArmedRun armed = std::move(*state.armed);
+  state.armed.reset();
+  DonationRegistry& registry = DonationRegistry::Get();
+  std::vector<DonorPtr> donors;
+  for (const auto& [position, donor] : registry.PendingAmong(armed.donors, armed.call.get())) {
+    donors.push_back(donor);
+  }
+  if (donors.empty()) {
+    return;
+  }
+  auto progress = std::make_shared<StepInProgress>();
+  progress->compiled = true;
+  progress->runner = &run->mwait;
+  progress->step = registry.Claim(donors, {});
+  for (std::size_t i = 0; i < donors.size(); ++i) {
+    ForgetCachedValues(*donors[i], donors[i]->buffer.lock().get());
+  }
+  state.current = progress;
+  registry.Commit(progress->step, armed.graph, run->tensors_data);
+}
+
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
@@ -386,6 +414,10 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
   ThreadState& state = State();
+  if (state.current == nullptr && state.armed.has_value()) {
+    ClaimRun(state, self);
+    return;
+  }
   if (state.current == nullptr || !state.current->compiled || state.current->runner != nullptr) {
     return;
   }
@@ -548,6 +580,26 @@ void SetHookCallbacks(HookCallbacks callbacks) { Callbacks() = std::move(callbac
 void SetSwitchedOff(std::string reason) {
   std::lock_guard<std::mutex> lock(TheSwitch().mutex);
   TheSwitch().reason = std::move(reason);
+}
+
+void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph) {
+  ThreadState& state = State();
+  AbandonLeftover(state);
+  state.armed = ArmedRun{std::move(call), std::move(donors), std::move(graph)};
+}
+
+void DisarmRun() {
+  ThreadState& state = State();
+  state.armed.reset();
+  AbandonLeftover(state);
+}
+
+std::vector<std::shared_ptr<abi::TensorData>> ListedTensors() {
+  std::vector<std::shared_ptr<abi::TensorData>> result;
+  for (const auto& weak : State().live) {
+    result.push_back(weak.lock());
+  }
+  return result;
 }
 
 void PushDonationDisabled() { ++State().disabled; }

@@ -64,6 +64,14 @@ struct DonatedBufferAccess : torch::PyTorchError {
 // Throws DonatedBufferAccess if a step has consumed the buffer. Waits for the step where its outcome is not known yet.
 void ThrowIfConsumed(const lazy::BackendData* buffer);
 
+// The next run of a compiled graph on this thread (torch.compile's, or a replay) consumes the buffers given, which are
+// marked by the call; the graph has been compiled with exactly them as donors. Ends with DisarmRun().
+void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph);
+void DisarmRun();
+
+// The data of this thread's last list of live tensors, as long as nothing has happened since.
+std::vector<std::shared_ptr<abi::TensorData>> ListedTensors();
+
 // While a thread's depth is above zero, its steps donate nothing of ours.
 void PushDonationDisabled();
 void PopDonationDisabled();

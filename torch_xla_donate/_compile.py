@@ -16,6 +16,8 @@ from torch_xla_donate._errors import DonationError, DonationWarning
 
 Backend = Literal["lazy", "openxla"]
 
+NOT_READ = "not read by the step"
+
 
 class _Scope(threading.local):
     inside = False  # of a compiled function's call
@@ -34,8 +36,8 @@ class Donated:
         self.leaves = [_leaves.without_wrapper(leaf) for part in parts for leaf in part]
         self.names = compiled.names(plan, values, [len(part) for part in parts])
 
-    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> _C.Call:
-        """Marks them, all or none.
+    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, held: bool) -> _C.Call:
+        """Marks them, all or none. Held marks are for a run of a compiled graph; steps leave them alone.
 
         Raises:
             ValueError: a leaf is no XLA tensor, or is passed as an argument that is not donated, too.
@@ -45,16 +47,12 @@ class Donated:
         kept: list[Any] = []
         for slot in self._plan.kept:
             kept += _leaves.leaves_of(_arguments.value(slot, args, kwargs))
-        marked = _C.mark_arguments(self.leaves, kept, where, self._compiled.is_strict(), self.names)
+        marked = _C.mark_arguments(self.leaves, kept, where, self._compiled.is_strict(), held, self.names)
         if isinstance(marked, _C.Call):
             return marked
         if len(marked) == 3:
             self._passed_twice(marked[0], marked[1], args, kwargs)
         raise _donate.refusal(self.leaves[marked[0]], marked[1], self.names.name(marked[0]))
-
-    def cancel(self, call: _C.Call) -> list[str]:
-        """Takes back what is still pending; names these leaves, ``f32[3] state['b'] (argument 0 of update)``."""
-        return [f"{shape} {self.names.name(index)}" for index, shape in _C.cancel_call(call)]
 
     def _passed_twice(self, donated: int, kept: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
         parts = []
@@ -96,12 +94,10 @@ class Compiled:
         try:
             # What the step has to tell waits until torch_xla has put its own state in order.
             with _report.later():
-                result, unread = self._run(plan, args, kwargs, where)
+                result = self._run(plan, args, kwargs, where)
         finally:
             _scope.inside = False
         try:
-            if unread:
-                self._tell_unread(unread, where)
             if _C.has_notices():
                 _report.tell()
         except (DonationError, DonationWarning) as error:
@@ -110,8 +106,8 @@ class Compiled:
             raise
         return result
 
-    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, list[str]]:
-        """Runs the step. Returns f's result, and the donated leaves that the step has not read."""
+    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+        """Runs the step, and ends the marks that it has made. Returns f's result."""
         raise NotImplementedError
 
     def is_strict(self) -> bool:
@@ -131,16 +127,6 @@ class Compiled:
             ]
             found = self._names[key] = CallNames(parts)
         return found
-
-    def _tell_unread(self, unread: Sequence[str], where: str) -> None:
-        shown = ", ".join(unread[:5]) + (f", and {len(unread) - 5} more" if len(unread) > 5 else "")
-        message = (
-            f"Some donated buffers were not usable: {shown} (donated at {where}): not read by the step.\n"
-            "  They stay readable. See docs/unusable.md."
-        )
-        if self.is_strict():
-            raise DonationError(message)
-        _report.warn_once(message, where)
 
 
 def _keys(value: Any) -> Any:
@@ -167,34 +153,27 @@ class LazyCompiled(Compiled):
         options.setdefault("name", arguments.function)
         self._step = torch_xla.compile(self._trace, **options)
 
-    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> tuple[Any, list[str]]:
-        calls: list[tuple[_C.Call, Donated]] = []
+    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+        calls: list[_C.Call] = []
         result = self._step(plan, args, kwargs, where, calls)
-        if not calls:
-            return result, []
-        call, donated = calls[0]
-        return result, donated.cancel(call)
+        for call in calls:
+            _C.end_call(call, {}, NOT_READ)
+        return result
 
     def _trace(
-        self,
-        plan: Plan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        where: str,
-        calls: list[tuple[_C.Call, Donated]],
+        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, calls: list[_C.Call]
     ) -> Any:
         # Here torch_xla has run what was pending, so a mark can only be meant for the step of this function.
         if not plan.donated:
             return self._f(*args, **kwargs)
-        donated = Donated(self, plan, args, kwargs)
-        call = donated.mark(args, kwargs, where)
+        call = Donated(self, plan, args, kwargs).mark(args, kwargs, where, held=False)
         try:
             result = self._f(*args, **kwargs)
         except BaseException:
             _C.cancel_call(call)
             raise
         _C.keep_returned(_leaves.leaves_of(result))
-        calls.append((call, donated))
+        calls.append(call)
         return result
 
 
