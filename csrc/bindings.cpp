@@ -322,10 +322,9 @@ PYBIND11_MODULE(_C, m) {
       "Takes back what is still pending of a call's marks.");
   m.def(
       "end_call",
-      [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason) {
-        DonationRegistry::Get().EndCall(call.site.get(), reasons, reason);
-      },
-      py::arg("call"), py::arg("reasons"), py::arg("reason"),
+      [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
+         bool tell) { DonationRegistry::Get().EndCall(call.site.get(), reasons, reason, tell); },
+      py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("tell"),
       "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
   m.def(
       "perhaps_shared", [](const Call& call) { return DonationRegistry::Get().PerhapsShared(call.site.get()); },
@@ -441,6 +440,7 @@ PYBIND11_MODULE(_C, m) {
       "How many entries the registry holds.");
   m.def("push_disabled", &PushDonationDisabled, "This thread's steps donate nothing until the matching pop_disabled.");
   m.def("pop_disabled", &PopDonationDisabled, "Ends the innermost push_disabled of this thread.");
+  m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
   m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
         "Names the setting that makes torch_xla ignore every donor; an empty text is none.");

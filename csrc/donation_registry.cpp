@@ -169,7 +169,7 @@ void DonationRegistry::CancelCall(const CallSite* site) {
 }
 
 void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, std::string>& reasons,
-                               const std::string& reason) {
+                               const std::string& reason, bool tell) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (pending_.empty()) {
     return;
@@ -180,7 +180,7 @@ void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<st
   std::vector<Refusal> refused;
   for (DonorPtr& donor : taken) {
     const auto own = reasons.find(leaf(donor));
-    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, /*tell=*/true});
+    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, tell});
   }
   if (refused.empty()) {
     Refresh();

@@ -147,7 +147,7 @@ class DonationRegistry {
   void CancelCall(const CallSite* site);
   // The same, but what is taken back has been unusable: for the reason of its leaf, or else for the general one.
   void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, std::string>& reasons,
-               const std::string& reason);
+               const std::string& reason, bool tell);
   // The leaves of a call that are still pending and whose buffers somebody else may hold, as far as reference counts
   // tell: too many is possible, too few is not.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;

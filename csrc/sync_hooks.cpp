@@ -272,8 +272,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   if (state.disabled > 0) {
     refusal = "donation is disabled (donation_disabled())";
   } else {
-    std::lock_guard<std::mutex> lock(TheSwitch().mutex);
-    refusal = TheSwitch().reason;
+    refusal = SwitchedOffReason();
   }
   const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
   const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
@@ -580,6 +579,11 @@ void SetHookCallbacks(HookCallbacks callbacks) { Callbacks() = std::move(callbac
 void SetSwitchedOff(std::string reason) {
   std::lock_guard<std::mutex> lock(TheSwitch().mutex);
   TheSwitch().reason = std::move(reason);
+}
+
+std::string SwitchedOffReason() {
+  std::lock_guard<std::mutex> lock(TheSwitch().mutex);
+  return TheSwitch().reason;
 }
 
 void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph) {

@@ -79,5 +79,6 @@ bool DonationDisabled();
 
 // A setting that makes torch_xla ignore every donor; empty if there is none. Process-wide.
 void SetSwitchedOff(std::string reason);
+std::string SwitchedOffReason();
 
 }  // namespace torch_xla_donate

@@ -157,7 +157,7 @@ class LazyCompiled(Compiled):
         calls: list[_C.Call] = []
         result = self._step(plan, args, kwargs, where, calls)
         for call in calls:
-            _C.end_call(call, {}, NOT_READ)
+            _C.end_call(call, {}, NOT_READ, tell=True)
         return result
 
     def _trace(
@@ -233,4 +233,8 @@ def compile(
     arguments = Arguments(f, **options)
     if backend == "lazy":
         return LazyCompiled(f, arguments, strict, **kwargs)
+    if backend == "openxla":
+        from torch_xla_donate._openxla import OpenxlaCompiled  # torch.compile takes a while to import
+
+        return OpenxlaCompiled(f, arguments, strict, **kwargs)
     raise ValueError(f'backend is {backend!r}; it must be "lazy" or "openxla".')

@@ -7,11 +7,14 @@ names, slots and the functions behind them. The layouts are verified on a probe 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import re
 import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +190,106 @@ def sharding_spec(tensor: torch.Tensor) -> str:
 def auto_sharding() -> bool:
     """Whether XLA chooses shardings by itself, in which case torch_xla ignores every donor."""
     return bool(xlac()._xla_get_auto_sharding())
+
+
+def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
+    numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
+    if not runtime().is_spmd():
+        return (numbers,)
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    return (numbers, tuple(xlac()._get_xla_sharding_specs(tensors)))
+
+
+def extract_graph(
+    model: torch.fx.GraphModule, arguments: Sequence[Any], donors: Sequence[torch.Tensor]
+) -> tuple[Callable[..., Any], int]:
+    """Lets torch_xla's dynamo bridge compile a graph, with these arguments as its donors.
+
+    Returns what runs the graph, and in how many parts it runs. With more than one the donors belong to the first.
+    """
+    import torch_xla
+    from torch_xla._dynamo import dynamo_bridge
+
+    original = dynamo_bridge.extract_graph_helper
+    parts = 0
+
+    def extract_part(*args: Any) -> Any:
+        nonlocal parts
+        parts += 1
+        if not donors or parts > 1:
+            return original(*args)
+        torch_xla.sync(reset_scope=False)  # nothing may be pending that would run while the flags are set
+        with donor_flags(donors):
+            return original(*args)
+
+    dynamo_bridge.extract_graph_helper = extract_part
+    try:
+        return dynamo_bridge.extract_compiled_graph(model, tuple(arguments)), parts
+    finally:
+        dynamo_bridge.extract_graph_helper = original
+
+
+@contextlib.contextmanager
+def donor_flags(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Sets torch_xla's private donation flag on the tensors' buffers: for compiling a graph, never for running one.
+
+    The flags are set on other tensors of the same buffers, so that they can be taken back whatever becomes of these.
+    """
+    _, shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))
+    try:
+        for shadow in shadows:
+            xlac()._set_buffer_donation(shadow, True)
+        yield
+    finally:
+        for shadow in shadows:
+            xlac()._set_buffer_donation(shadow, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedFrame:
+    """What torch.compile is compiling: the frame's code, and the graph's inputs that it returns as they are."""
+
+    code: types.CodeType
+    returned: frozenset[str]
+
+
+def captured_frame() -> CapturedFrame | None:
+    """Inside of a torch.compile backend: the frame that is being captured; None if it cannot be told.
+
+    What a frame returns unchanged is no output of its graph: bytecode around the graph returns it.
+    """
+    from torch._dynamo.variables.base import VariableTracker
+
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        owner = frame.f_locals.get("self")
+        if type(owner).__name__ == "OutputGraph":
+            returned: set[str] = set()
+
+            def note(variable: Any, returned: set[str] = returned) -> None:
+                node = getattr(getattr(variable, "proxy", None), "node", None)
+                if node is not None and node.op == "placeholder":
+                    returned.add(node.name)
+
+            try:
+                VariableTracker.visit(note, owner.root_tx.stack)
+                return CapturedFrame(owner.root_tx.f_code, frozenset(returned))
+            except AttributeError:
+                return None
+        frame = frame.f_back
+    return None
+
+
+def captured_module_code(module: torch.nn.Module) -> types.CodeType:
+    """The code of the frame that torch.compile captures for a module."""
+    from torch._dynamo.external_utils import wrap_inline
+
+    return wrap_inline(module).__code__
+
+
+def runtime() -> Any:
+    """torch_xla.runtime."""
+    import torch_xla.runtime
+
+    return torch_xla.runtime

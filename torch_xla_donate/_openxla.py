@@ -1,0 +1,155 @@
+"""compile(f, backend="openxla"): torch.compile's graphs consume exactly the arguments that a call has offered."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._guards import TracingContext
+
+from torch_xla_donate import _host, _leaves, _runs
+from torch_xla_donate._arguments import Arguments, Plan
+from torch_xla_donate._compile import Compiled, Donated
+
+
+class _Current(threading.local):
+    offer: _runs.Offer | None = None
+
+
+_current = _Current()
+
+
+class Graph:
+    """A graph that torch.compile has captured. Each set of donated positions is compiled by itself, when it is met.
+
+    Args:
+        model: the graph, functional, with inputs and outputs flat.
+        kept: the inputs that the graph hands on as they are: what autograd has saved, and what the function returns.
+        refusal: why nothing can be donated to this graph; empty if it can.
+    """
+
+    def __init__(self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: str) -> None:
+        self._model = model
+        self._kept = kept
+        self._refusal = refusal
+        self._variants: dict[Any, tuple[str, Callable[..., Any]]] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        offer = _current.offer
+        positions: tuple[int, ...] = ()
+        if offer is not None:
+            if self._refusal:
+                offer.refuse(args, self._refusal)
+            else:
+                offer.refuse([args[i] for i in self._kept], "the result, or the backward pass, still needs it")
+                positions = offer.positions(args)
+        key = (positions, *_host.graph_key(args))
+        found = self._variants.get(key)
+        if found is None:
+            found = self._variants[key] = (_runs.graph_name(), self._extract(args, positions))
+        name, run = found
+        if offer is None or not positions:
+            return run(*args)
+        with offer.consumed([args[i] for i in positions], name):
+            return run(*args)
+
+    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:
+        # Extraction rewrites the graph it is given, and there may be another variant later.
+        model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
+        run, parts = _host.extract_graph(model, args, [args[i] for i in positions])
+        if positions and parts != 1:
+            # Operations without an XLA lowering split the graph, and a later part may need what an earlier one consumed.
+            self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
+            model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
+            run, _ = _host.extract_graph(model, args, [])
+        return run
+
+
+class OpenxlaCompiled(Compiled):
+    """Runs the function through `torch.compile(backend="openxla")`."""
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
+        super().__init__(f, arguments, strict)
+        self._codes = _codes_of(f)
+        self._compiled = torch.compile(f, backend=self._capture, **options)
+
+    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+        if not plan.donated:
+            return self._compiled(*args, **kwargs)
+        offer = _runs.Offer(Donated(self, plan, args, kwargs), args, kwargs, where)
+        outer, _current.offer = _current.offer, offer
+        try:
+            result = self._compiled(*args, **kwargs)
+        except BaseException:
+            offer.cancel()
+            raise
+        finally:
+            _current.offer = outer
+        offer.keep_returned(_leaves.leaves_of(result))
+        offer.end()
+        return result
+
+    def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend that torch.compile calls for each graph: openxla's, but for the forward graph's runs."""
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.torchxla import openxla_eval_boxed
+
+        refusal, returned = self._examine(model)
+
+        def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
+            kept = _handed_on(graph)
+            if kept is None:
+                return make_boxed_func(Graph(graph, frozenset(), _MERGED))  # type: ignore[no-any-return]
+            return make_boxed_func(Graph(graph, kept | returned, refusal))  # type: ignore[no-any-return]
+
+        backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
+        return backend(model, inputs)  # type: ignore[no-any-return]
+
+    def _examine(self, model: torch.fx.GraphModule) -> tuple[str, frozenset[int]]:
+        """Why nothing may be donated to this graph, if so; and the positions of the inputs that f returns unchanged."""
+        frame = _host.captured_frame()
+        reason = getattr(model, "compile_subgraph_reason", None)
+        if reason is None or reason.graph_break:
+            return "torch.compile has broken the function's graph, and what follows the break may read it", frozenset()
+        if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
+            return "torch.compile has not compiled the function as a whole, and what follows may read it", frozenset()
+        inputs = [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        return "", frozenset(position for position, name in enumerate(inputs) if name in frame.returned)
+
+
+_MERGED = "torch.compile has merged arguments that share memory"
+
+
+def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
+    if isinstance(f, torch.nn.Module):
+        return [_host.captured_module_code(f)]
+    code = getattr(getattr(f, "__func__", f), "__code__", None)
+    return [code] if code is not None else _codes_of(type(f).__call__)
+
+
+def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
+    """Whether code is that of the function, or of its rest after a graph break."""
+    resumed = code.co_name.startswith(f"torch_dynamo_resume_in_{whole.co_name}_at_")
+    return code is whole or (resumed and code.co_filename == whole.co_filename)
+
+
+def _handed_on(graph: torch.fx.GraphModule) -> frozenset[int] | None:
+    """Positions of the inputs that outlive the graph; None if its inputs are not those of the function."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    kept = {inputs.index(node) for node in outputs if node in inputs}
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None or len(metadata.input_info) != len(inputs):
+        return None
+    for output in metadata.output_info:
+        if output.output_type in (OutputType.alias_of_input, OutputType.is_input):
+            kept.add(output.base_idx)
+    return frozenset(kept)

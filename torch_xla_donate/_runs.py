@@ -1,0 +1,94 @@
+"""Runs of compiled graphs outside of a step: the marks of one call, and which of them a run may consume."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch_xla
+
+from torch_xla_donate import _C, _host
+from torch_xla_donate._compile import NOT_READ, Donated
+from torch_xla_donate._errors import DonationError
+
+_numbers = itertools.count(1)
+
+
+def graph_name() -> str:
+    """A name for a graph that was compiled outside of a step: the report knows it by that."""
+    return f"run-{next(_numbers)}"
+
+
+class Offer:
+    """The donated leaves of one call, to be consumed by the runs of compiled graphs in it.
+
+    A step knows all live tensors and what is pending; a run of a compiled graph knows its arguments alone. So before
+    anything is offered it is made sure that nobody else needs these buffers.
+    """
+
+    def __init__(self, donated: Donated, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+        self._refused: dict[int, str] = {}
+        try:
+            self._call = donated.mark(args, kwargs, where, held=True)
+        except DonationError:
+            torch_xla.sync()  # an argument that was pending is none any more, as with the lazy backend
+            self._call = donated.mark(args, kwargs, where, held=True)
+        try:
+            self._refuse_shared()
+        except BaseException:
+            self.cancel()
+            raise
+        # Why this call donates nothing at all; empty if it does.
+        self._off = "donation is disabled (donation_disabled())" if _C.disabled() else _C.switched_off()
+
+    def _refuse_shared(self) -> None:
+        if not _C.perhaps_shared(self._call):
+            return
+        device = str(torch_xla.device())
+        if any(_host.xlac()._check_device_tensor_need_materialization(device)):
+            torch_xla.sync()  # what is pending may read them
+            _host.xlac()._check_device_tensor_need_materialization(device)
+        for leaf in _C.shared_with_listed(self._call):
+            self._refused[leaf] = (
+                "another live tensor, which was not donated, holds the same buffer (as after a whole copy, "
+                "b.copy_(t)); donate both, or clone one of them"
+            )
+
+    def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """Which arguments of a graph may be consumed by its run."""
+        if self._off:
+            return ()
+        return tuple(
+            position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused
+        )
+
+    def refuse(self, arguments: Sequence[Any], reason: str) -> None:
+        """These arguments stay, for this reason, whatever else the call runs."""
+        for _, leaf in _C.marked_by(self._call, arguments):
+            self._refused.setdefault(leaf, reason)
+
+    @contextlib.contextmanager
+    def consumed(self, donors: Sequence[torch.Tensor], graph: str) -> Iterator[None]:
+        """The run of a graph in this context consumes the donors."""
+        if not donors:
+            yield
+            return
+        _C.arm_run(self._call, donors, graph)
+        try:
+            yield
+        finally:
+            _C.disarm_run()
+
+    def keep_returned(self, leaves: Sequence[Any]) -> None:
+        """What a function returns as it came stays as it is."""
+        _C.keep_returned(list(leaves))
+
+    def cancel(self) -> None:
+        _C.cancel_call(self._call)
+
+    def end(self) -> None:
+        """The call is over: what no run has consumed was unusable."""
+        _C.end_call(self._call, {} if self._off else self._refused, self._off or NOT_READ, tell=not self._off)
