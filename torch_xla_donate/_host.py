@@ -416,7 +416,7 @@ def describe_graph(graph_hash: bytes) -> tuple[str, str]:
         return described
     finally:
         _C.take_inspected()
-    raise RuntimeError("a compiled graph has run instead of being described")
+    raise AssertionError("unreachable: the hook stops the run")
 
 
 def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> str:
