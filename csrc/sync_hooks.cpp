@@ -7,10 +7,13 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
+#include "array_text.h"
 #include "got_patch.h"
 #include "parameter_order.h"
 
@@ -78,6 +81,25 @@ struct StepInProgress {
   ~StepInProgress() { GiveInfosBack(); }
 };
 
+// What a step with disabled donation would have donated, until its outputs are known.
+struct WouldBe {
+  struct Parameter {
+    std::optional<std::int64_t> bytes;  // per device
+    DonorPtr donor;                     // null for one that torch_xla donates by itself
+  };
+  const Executor::SyncTensorCollection* collection = nullptr;
+  std::uint64_t step = 0;
+  std::vector<Parameter> parameters;  // in the graph's order
+};
+
+// What the program keeps of a spared buffer after an op has used it: the node by which the next op would pass unseen.
+struct Reused {
+  std::weak_ptr<abi::TensorData> tensor;
+  const lazy::BackendData* buffer;
+};
+
+std::atomic<bool> debug_process{false};
+
 struct ThreadState {
   // Inside of ForAllDeviceContexts: the live tensors are being listed.
   bool listing = false;
@@ -92,7 +114,15 @@ struct ThreadState {
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
-  int disabled = 0;
+  int disabled = 0, reporting = 0, checking = 0;
+  std::optional<WouldBe> would_be;
+  const lazy::MultiWait* would_be_runner = nullptr;
+  std::uint64_t last_spared = 0;  // the last step, if it has spared donors
+  std::vector<Reused> reused;
+  bool telling = false;  // inside of the reuse callback, which may use tensors itself
+
+  bool Reporting() const { return reporting > 0 || debug_process.load(std::memory_order_relaxed); }
+  bool Checking() const { return checking > 0 || debug_process.load(std::memory_order_relaxed); }
 
   // Whoever has made a list (a step, dynamo, a debug report) goes through it from its beginning to its end, each tensor
   // once, and must not be disturbed. A step then asks each of its outputs, which hold nothing, once more. Anybody else
@@ -141,6 +171,39 @@ void AbandonLeftover(ThreadState& state) {
     state.current = nullptr;
     leftover->Abandon("the step was given up before it ran");
   }
+}
+
+// ---- Donors of a step that donates nothing ----
+
+// XLA sorts donors and outputs by their bytes per device and pairs them in their order.
+std::vector<DonorPtr> Predict(const WouldBe& would_be, const std::vector<lazy::BackendDataPtr>& outputs) {
+  std::map<std::int64_t, std::size_t> free;
+  for (const lazy::BackendDataPtr& output : outputs) {
+    if (output != nullptr) {
+      ++free[BytesPerDevice(abi::DescribeBuffer(*output)).value_or(-1)];
+    }
+  }
+  std::vector<DonorPtr> donors;
+  for (const WouldBe::Parameter& parameter : would_be.parameters) {
+    if (parameter.bytes && free[*parameter.bytes] > 0) {
+      --free[*parameter.bytes];
+      if (parameter.donor != nullptr) {
+        donors.push_back(parameter.donor);
+      }
+    }
+  }
+  return donors;
+}
+
+// An op that comes next shall make a node of its own, and so pass CreateTensorNode.
+void ForgetReused(ThreadState& state) {
+  for (const Reused& reused : state.reused) {
+    const std::shared_ptr<abi::TensorData> tensor = reused.tensor.lock();
+    if (tensor != nullptr && tensor->handle.get() == reused.buffer) {
+      tensor->ir_value = lazy::Value();
+    }
+  }
+  state.reused.clear();
 }
 
 // ---- Choosing the donors of a step ----
@@ -251,6 +314,39 @@ std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, 
   return order;
 }
 
+void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
+                 const Executor::SyncTensorCollection* collection, const std::vector<Candidate>& spared,
+                 const std::unordered_set<std::int64_t>& alias_ids, std::uint64_t step) {
+  std::unordered_map<const lazy::BackendData*, DonorPtr> donor_of;
+  for (const Candidate& candidate : spared) {
+    donor_of.emplace(candidate.buffer.get(), candidate.donor);
+  }
+  WouldBe would_be{collection, step, {}};
+  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
+    const auto found = donor_of.find(parameter.get());
+    const abi::DeviceDataInfo* info = abi::InfoOf(*parameter);
+    const bool own = info != nullptr && !info->read_only && alias_ids.count(info->tensor_id) != 0;
+    if (own || found != donor_of.end()) {
+      would_be.parameters.push_back(
+          {BytesPerDevice(abi::DescribeBuffer(*parameter)), found != donor_of.end() ? found->second : nullptr});
+    }
+  }
+  state.would_be = std::move(would_be);
+}
+
+// The step will run, and its outputs are known.
+void SpareDonors(ThreadState& state, Executor::Async& run) {
+  const std::vector<DonorPtr> donors = Predict(*state.would_be, run.tensors_data);
+  DonationRegistry::Get().Spare(donors, state.would_be->step);
+  for (const DonorPtr& donor : donors) {
+    if (const lazy::BackendDataPtr buffer = donor->buffer.lock()) {
+      ForgetCachedValues(*donor, buffer.get());
+    }
+  }
+  state.last_spared = state.would_be->step;
+  state.would_be_runner = &run.mwait;
+}
+
 void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t roots,
                  Executor::SyncTensorCollection* collection) {
   DonationRegistry& registry = DonationRegistry::Get();
@@ -260,11 +356,21 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   }
   std::string refusal;  // of all of them
   bool switched_off = true;
-  if (state.disabled > 0) {
-    refusal = "donation is disabled (donation_disabled())";
-  } else {
+  {
     std::lock_guard<std::mutex> lock(TheSwitch().mutex);
     refusal = TheSwitch().reason;
+  }
+  // Donors that nothing but the user's wish keeps from being donated are spared, and their use is told.
+  bool spare = false;
+  if (DonationDisabled()) {
+    spare = refusal.empty() && state.Reporting();
+    if (state.checking > 0) {
+      refusal = "donation is disabled (debug_nans())";
+    } else if (state.disabled > 0) {
+      refusal = "donation is disabled (donation_disabled())";
+    } else {
+      refusal = "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)";
+    }
   }
   std::vector<std::shared_ptr<abi::TensorData>> live;
   live.reserve(state.live.size());
@@ -272,6 +378,9 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
     live.push_back(weak.lock());
   }
   const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
+  if (outputs.empty()) {
+    spare = false;
+  }
   if (refusal.empty() && outputs.empty()) {
     switched_off = false;
     refusal = "the outputs of the step could not be matched with live tensors";
@@ -279,9 +388,9 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   std::vector<Candidate> candidates;
   candidates.reserve(marked.size());
   for (const auto& [index, donor] : marked) {
-    candidates.push_back({graph.parameters_data[index], donor, refusal});
+    candidates.push_back({graph.parameters_data[index], donor, spare ? std::string() : refusal});
   }
-  if (refusal.empty()) {
+  if (refusal.empty() || spare) {
     RefuseSharedBuffers(live, candidates);
   }
 
@@ -295,10 +404,17 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   auto progress = std::make_shared<StepInProgress>();
   std::vector<DonorPtr> asked;
   std::vector<DonationRegistry::Refusal> refused;
+  std::vector<Candidate> spared;
   for (Candidate& candidate : candidates) {
     const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
       candidate.refusal = "torch_xla shares this buffer between tensors (a cached constant)";
+    }
+    if (spare) {
+      if (candidate.refusal.empty()) {
+        spared.push_back(candidate);
+      }
+      candidate.refusal = refusal;
     }
     if (!candidate.refusal.empty()) {
       refused.push_back({candidate.donor, candidate.refusal, refusal.empty() || !switched_off});
@@ -313,6 +429,9 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
     }
   }
   progress->step = registry.Claim(std::move(asked), std::move(refused));
+  if (!spared.empty()) {
+    NoteWouldBe(state, graph, collection, spared, alias_ids, progress->step->number);
+  }
   if (progress->step->donors.empty()) {
     return;
   }
@@ -338,6 +457,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
   ThreadState& state = State();
+  state.would_be.reset();
   state.in_post_order = true;
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
@@ -379,6 +499,21 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
   }
 }
 
+void NoteForDebugging(ThreadState& state, Executor::Async& run, const Executor::SyncTensorCollection& collection) {
+  try {
+    if (state.would_be && state.would_be->collection == &collection) {
+      SpareDonors(state, run);
+    }
+    // Not the reads (print, .item(), .cpu()).
+    if (state.Checking() && collection.config.force_ltc_data && collection.config.sync_ltc_data) {
+      OutputCheck::OfThisThread().Note(run);
+    }
+  } catch (const std::exception&) {
+    // Out of memory, at worst: the run must go on, unchecked.
+  }
+  state.would_be.reset();
+}
+
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
@@ -386,6 +521,9 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
   ThreadState& state = State();
+  if (state.would_be || state.Checking()) {
+    NoteForDebugging(state, *self, *collection);
+  }
   if (state.current == nullptr || !state.current->compiled || state.current->runner != nullptr) {
     return;
   }
@@ -395,6 +533,17 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
 
 std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run) {
   ThreadState& state = State();
+  run = OutputCheck::OfThisThread().Watch(self, std::move(run));
+  if (state.would_be_runner != nullptr && std::exchange(state.would_be_runner, nullptr) == self) {
+    run = [run = std::move(run), step = state.last_spared] {
+      try {
+        run();
+      } catch (...) {
+        DonationRegistry::Get().Forgive(step);  // a step that fails consumes nothing
+        throw;
+      }
+    };
+  }
   if (state.current != nullptr && state.current->runner == self) {
     const std::shared_ptr<StepInProgress> current = std::move(state.current);
     state.current = nullptr;
@@ -430,6 +579,7 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
   }
   if (handle != nullptr) {
     ThrowIfConsumed(handle.get());
+    ReportReuse(handle.get());
   }
   return handle;
 }
@@ -437,6 +587,9 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
 lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDataPtr& data, bool read_only) {
   if (DonationRegistry::Get().Armed()) {
     ThrowIfConsumed(data.get());
+    if (ReportReuse(data.get())) {
+      State().reused.push_back({self->data(), data.get()});
+    }
   }
   return create_tensor_node.As<abi::CreateTensorNodeFn>()(self, data, read_only);
 }
@@ -445,6 +598,8 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   DonationRegistry& registry = DonationRegistry::Get();
   ThreadState& state = State();
   AbandonLeftover(state);
+  ForgetReused(state);
+  state.last_spared = 0;
   state.DropList();
   if (registry.Armed()) {
     registry.Sweep();
@@ -459,7 +614,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
   if (DonationRegistry::Get().Armed()) {
     ThreadState& state = State();
     if (!state.listing) {
-      state.DropList();  // the program goes on; whoever made the list has finished
+      ForgetReused(state);  // the op that used them has its result
+      state.DropList();     // the program goes on; whoever made the list has finished
     } else if (state.noting) {
       state.live.push_back(data);
       state.order.push_back(data.get());
@@ -471,7 +627,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
-  if (DonationRegistry::Get().HasNotices() && Callbacks().step_ended) {
+  const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
+  if (to_tell && Callbacks().step_ended) {
     Callbacks().step_ended();
   }
 }
@@ -550,9 +707,50 @@ void SetSwitchedOff(std::string reason) {
   TheSwitch().reason = std::move(reason);
 }
 
-void PushDonationDisabled() { ++State().disabled; }
-void PopDonationDisabled() { --State().disabled; }
-bool DonationDisabled() { return State().disabled > 0; }
+void PushDonationDisabled(Disabling wishes) {
+  ThreadState& state = State();
+  ++state.disabled;
+  state.reporting += wishes.report_reuse ? 1 : 0;
+  state.checking += wishes.check_outputs ? 1 : 0;
+}
+
+void PopDonationDisabled(Disabling wishes) {
+  ThreadState& state = State();
+  --state.disabled;
+  state.reporting -= wishes.report_reuse ? 1 : 0;
+  state.checking -= wishes.check_outputs ? 1 : 0;
+  if (!state.Checking()) {
+    OutputCheck::OfThisThread().Drop();
+  }
+}
+
+bool DonationDisabled() { return State().disabled > 0 || State().Checking(); }
+
+void SetDebugProcess(bool on) { debug_process.store(on, std::memory_order_relaxed); }
+
+std::vector<BadOutput> TakeBadOutputs(bool infs) {
+  std::vector<BadOutput> bad = OutputCheck::OfThisThread().Check(infs);
+  if (!bad.empty()) {
+    DonationRegistry::Get().Forgive(State().last_spared);
+  }
+  return bad;
+}
+
+bool ReportReuse(const lazy::BackendData* buffer) {
+  const DonationRegistry& registry = DonationRegistry::Get();
+  ThreadState& state = State();
+  if (!registry.HasSpared() || state.telling || !Callbacks().report_reuse) {
+    return false;
+  }
+  const auto [donor, step] = registry.FindSpared(buffer);
+  if (donor == nullptr) {
+    return false;
+  }
+  state.telling = true;
+  const auto leave = c10::make_scope_exit([&state] { state.telling = false; });
+  Callbacks().report_reuse(*donor, step);
+  return true;
+}
 
 void ThrowIfConsumed(const lazy::BackendData* buffer) {
   DonationRegistry& registry = DonationRegistry::Get();
