@@ -13,9 +13,9 @@
 #include <unordered_set>
 #include <utility>
 
-#include "array_text.h"
 #include "got_patch.h"
 #include "parameter_order.h"
+#include "would_be.h"
 
 namespace torch_xla_donate {
 
@@ -79,17 +79,6 @@ struct StepInProgress {
   }
 
   ~StepInProgress() { GiveInfosBack(); }
-};
-
-// What a step with disabled donation would have donated, until its outputs are known.
-struct WouldBe {
-  struct Parameter {
-    std::optional<std::int64_t> bytes;  // per device
-    DonorPtr donor;                     // null for one that torch_xla donates by itself
-  };
-  const Executor::SyncTensorCollection* collection = nullptr;
-  std::uint64_t step = 0;
-  std::vector<Parameter> parameters;  // in the graph's order
 };
 
 // What the program keeps of a spared buffer after an op has used it: the node by which the next op would pass unseen.
@@ -171,28 +160,6 @@ void AbandonLeftover(ThreadState& state) {
     state.current = nullptr;
     leftover->Abandon("the step was given up before it ran");
   }
-}
-
-// ---- Donors of a step that donates nothing ----
-
-// XLA sorts donors and outputs by their bytes per device and pairs them in their order.
-std::vector<DonorPtr> Predict(const WouldBe& would_be, const std::vector<lazy::BackendDataPtr>& outputs) {
-  std::map<std::int64_t, std::size_t> free;
-  for (const lazy::BackendDataPtr& output : outputs) {
-    if (output != nullptr) {
-      ++free[BytesPerDevice(abi::DescribeBuffer(*output)).value_or(-1)];
-    }
-  }
-  std::vector<DonorPtr> donors;
-  for (const WouldBe::Parameter& parameter : would_be.parameters) {
-    if (parameter.bytes && free[*parameter.bytes] > 0) {
-      --free[*parameter.bytes];
-      if (parameter.donor != nullptr) {
-        donors.push_back(parameter.donor);
-      }
-    }
-  }
-  return donors;
 }
 
 // An op that comes next shall make a node of its own, and so pass CreateTensorNode.
@@ -321,14 +288,13 @@ void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
   for (const Candidate& candidate : spared) {
     donor_of.emplace(candidate.buffer.get(), candidate.donor);
   }
-  WouldBe would_be{collection, step, {}};
+  WouldBe would_be(collection, step);
   for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
     const auto found = donor_of.find(parameter.get());
     const abi::DeviceDataInfo* info = abi::InfoOf(*parameter);
     const bool own = info != nullptr && !info->read_only && alias_ids.count(info->tensor_id) != 0;
     if (own || found != donor_of.end()) {
-      would_be.parameters.push_back(
-          {BytesPerDevice(abi::DescribeBuffer(*parameter)), found != donor_of.end() ? found->second : nullptr});
+      would_be.Add(*parameter, found != donor_of.end() ? found->second : nullptr);
     }
   }
   state.would_be = std::move(would_be);
@@ -336,7 +302,7 @@ void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
 
 // The step will run, and its outputs are known.
 void SpareDonors(ThreadState& state, Executor::Async& run) {
-  const std::vector<DonorPtr> donors = Predict(*state.would_be, run.tensors_data);
+  const std::vector<DonorPtr> donors = state.would_be->Used(run.tensors_data);
   DonationRegistry::Get().Spare(donors, state.would_be->step);
   for (const DonorPtr& donor : donors) {
     if (const lazy::BackendDataPtr buffer = donor->buffer.lock()) {

@@ -6,9 +6,9 @@
 //   CurrentDataHandle        asked of every live tensor; outside a step, whoever reads a tensor comes through here
 //   RunPostOrder             the graph and its parameters are known: donors are chosen and put into the donor set
 //   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are given back
-//   Async::Async             the commit point: this graph will run with these parameters
+//   Async::Async             the commit point: this graph will run with these parameters; debug_nans notes its outputs
 //   MultiWait::Completer     gives the function that runs the graph: what became of the donors is read at its end
-//   MarkStep                 the step is over: unusable donations are told
+//   MarkStep                 the step is over: unusable donations are told, noted outputs checked
 // and CreateTensorNode is how an op first uses a materialised tensor.
 //
 // Ownership: the patches belong to this file; Uninstall() or the end of the process undoes them.

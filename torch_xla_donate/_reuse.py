@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 
 from torch_xla_donate._errors import DonationWarning, describe_reuse
@@ -12,11 +15,30 @@ _NOT_THE_USERS = {"torch", "torch_xla", "torch_xla_donate"}
 _told: set[tuple[str, str, int]] = set()
 
 
+class _Local(threading.local):
+    quiet = False
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def unreported() -> Iterator[None]:
+    """What this package itself looks at on the user's behalf is not a use."""
+    before, _local.quiet = _local.quiet, True
+    try:
+        yield
+    finally:
+        _local.quiet = before
+
+
 def report(name: str, array: str, where: str, step: int) -> None:
     """Warns of the use that is under way, once for each line that donates and each line that uses.
 
     The hooks call this from within the operation. What a filter makes of the warning is raised there.
     """
+    if _local.quiet:
+        return
     frame = _user_frame()
     if frame is None:
         filename, _, line = where.rpartition(":")
