@@ -19,6 +19,7 @@ from torch_xla_donate import (
     DonatedBufferError,
     DonationError,
     DonationWarning,
+    _into,
     _report,
     _reuse,
     debug_nans,
@@ -677,15 +678,15 @@ def test_what_shows_the_warning_may_use_the_tensor(make, monkeypatch):
     assert shown == [[0, 1, 2, 3]]
 
 
-def test_the_report_on_into_is_not_a_use(make, reuses):
-    old = make(4)
-    with donation_disabled(report_reuse=True):
-        new = old * 2
-        donate_buffer(old, into=new)
-        torch_xla.sync(wait=True)
-        spare(new)
-    assert [donor.into_kept for donor in donation_report(steps=2).donors] == [False, None]
+def test_a_late_look_at_the_target_of_into_is_not_a_use(make, reuses):
+    old, new = make(4), make(4)
+    pair = _into.Pair(old, new, may_wait=True)
+    spare(new)
+    assert pair.resolve(wait=True)
+    assert pair.kept is False
     assert reuses() == []
+    new.cpu()
+    assert len(reuses()) == 1
 
 
 def test_names_of_leaves_are_told(make, reuses):
