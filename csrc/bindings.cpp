@@ -221,8 +221,13 @@ bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
     const py::ssize_t count = PySequence_Fast_GET_SIZE(tree);
     tokens.append(py::handle(type));
     tokens.append(count);
+    PyObject** items = PySequence_Fast_ITEMS(tree);
     for (py::ssize_t i = 0; i < count; ++i) {
-      if (!FlattenInto(PySequence_Fast_ITEMS(tree)[i], leaves, tokens)) {
+      // Far enough ahead for a long list of tensors, none of which is in the cache after a step.
+      if (i + 16 < count) {
+        __builtin_prefetch(items[i + 16]);
+      }
+      if (!FlattenInto(items[i], leaves, tokens)) {
         return false;
       }
     }
@@ -236,11 +241,45 @@ bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
   return false;
 }
 
+// The inverse: takes tokens from `token` on, and leaves from `leaf` on.
+py::object Unflatten(const py::list& leaves, const py::tuple& tokens, py::ssize_t& leaf, py::ssize_t& token) {
+  const py::handle type = tokens[static_cast<std::size_t>(token++)];
+  if (type.is_none()) {
+    return leaves[static_cast<std::size_t>(leaf++)];
+  }
+  if (type.ptr() == reinterpret_cast<PyObject*>(&PyDict_Type)) {
+    py::dict result;
+    for (py::handle key : py::tuple(tokens[static_cast<std::size_t>(token++)])) {
+      result[key] = Unflatten(leaves, tokens, leaf, token);
+    }
+    return result;
+  }
+  const py::ssize_t count = tokens[static_cast<std::size_t>(token++)].cast<py::ssize_t>();
+  py::list result(static_cast<std::size_t>(count));
+  for (py::ssize_t i = 0; i < count; ++i) {
+    PyList_SET_ITEM(result.ptr(), i, Unflatten(leaves, tokens, leaf, token).release().ptr());
+  }
+  if (type.ptr() == reinterpret_cast<PyObject*>(&PyTuple_Type)) {
+    return py::tuple(result);
+  }
+  return result;
+}
+
 // What a graph is compiled for, of its tensor inputs: sizes, dtype, device, whether a gradient is wanted, and which of
 // them share a buffer. None for the rest.
 py::tuple Signature(const py::list& leaves) {
   std::string key;
+  key.reserve(leaves.size() * 5 * sizeof(std::int64_t));
   bool pending = false;
+  std::vector<const at::Tensor*> tensors;
+  tensors.reserve(leaves.size());
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    if (PyObject* item = PyList_GET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
+      tensors.push_back(&THPVariable_Unpack(item));
+      __builtin_prefetch(tensors.back()->unsafeGetTensorImpl());
+    }
+  }
+  abi::Prefetch(tensors);
   ska::flat_hash_map<const lazy::BackendData*, std::size_t> first;
   first.reserve(leaves.size());
   py::list others;
@@ -444,7 +483,19 @@ PYBIND11_MODULE(_C, m) {
       py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("tell"),
       "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
   m.def(
-      "perhaps_shared", [](const Call& call) { return DonationRegistry::Get().PerhapsShared(call.site.get()); },
+      "perhaps_shared",
+      [](const Call& call) {
+        const DonationRegistry& registry = DonationRegistry::Get();
+        std::vector<std::uint32_t> leaves = registry.PerhapsShared(call.site.get());
+        if (!leaves.empty()) {
+          // A run that is being started holds its outputs, which are the donors of the next call in a loop. That call's
+          // own run would wait for it here, too.
+          py::gil_scoped_release released;
+          registry.WaitForHandOver(call.site.get());
+          leaves = registry.PerhapsShared(call.site.get());
+        }
+        return leaves;
+      },
       py::arg("call"),
       "Positions of a call's leaves whose buffers may have another holder or a pending reader. Complete, not exact.");
   m.def(
@@ -474,6 +525,7 @@ PYBIND11_MODULE(_C, m) {
       "arm_run",
       [](const Call& call, const py::sequence& donors, const std::string& graph) {
         std::vector<lazy::BackendDataPtr> buffers;
+        buffers.reserve(donors.size());
         for (py::handle donor : donors) {
           buffers.push_back(abi::Resolve(TensorOf(donor)).buffer);
         }
@@ -504,6 +556,13 @@ PYBIND11_MODULE(_C, m) {
       "Leaves and structure (hashable) of dicts, lists and tuples, in the order of torch's pytrees; None for a tree "
       "with "
       "anything else in it.");
+  m.def(
+      "unflatten",
+      [](const py::list& leaves, const py::tuple& tokens) {
+        py::ssize_t leaf = 0, token = 0;
+        return Unflatten(leaves, tokens, leaf, token);
+      },
+      py::arg("leaves"), py::arg("tokens"), "The tree of a structure that flatten gave, with other leaves.");
   m.def("signature", &Signature, py::arg("leaves"),
         "(bytes that differ if a graph traced for these tensors does, whether one is pending, what is no tensor).");
   m.def(

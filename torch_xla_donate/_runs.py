@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,10 @@ class Offer:
                 "another live tensor, which was not donated, holds the same buffer (as after a whole copy, "
                 "b.copy_(t)); donate both, or clone one of them"
             )
+
+    def choice(self) -> Hashable:
+        """What `positions` depends on beyond the kind of the arguments and which of them share a buffer."""
+        return None if self._off else frozenset(self._refused)
 
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Which arguments of a graph may be consumed by its run."""
