@@ -88,6 +88,7 @@ const char* Obstacle(const abi::Resolution& resolved) {
 // A call's marks, for taking them back.
 struct Call {
   std::shared_ptr<CallSite> site;
+  std::vector<std::uint32_t> constants;  // positions of leaves in buffers that torch_xla shares between tensors
 };
 
 std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::object names) {
@@ -150,6 +151,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   Graveyard::Get().Empty();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
+  std::vector<std::uint32_t> constants;
   ska::flat_hash_map<const lazy::BackendData*, std::size_t> by_buffer;
   resolved.reserve(donated.size());
   by_buffer.reserve(donated.size());
@@ -164,6 +166,9 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       return py::make_tuple(i, obstacle);
     }
     by_buffer.emplace(leaf.buffer.get(), i);
+    if (leaf.state == abi::TensorState::kReadOnly) {
+      constants.push_back(static_cast<std::uint32_t>(i));
+    }
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
                         static_cast<std::uint32_t>(i), nullptr});
   }
@@ -176,7 +181,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       }
     }
   }
-  Call call{SiteOf(where, strict, std::move(names))};
+  Call call{SiteOf(where, strict, std::move(names)), std::move(constants)};
   call.site->held = held;
   Commit(resolved, items, call.site);
   return py::cast(std::move(call));
@@ -465,7 +470,8 @@ PYBIND11_MODULE(_C, m) {
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
         "should take the buffers over. Returns None, or (index, obstacle) of the first leaf that cannot be marked. "
         "Raises DonatedBufferError for a leaf that was donated before.");
-  py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.");
+  py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.")
+      .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
       "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
       py::arg("held"), py::arg("names"),

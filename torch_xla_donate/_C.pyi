@@ -65,7 +65,8 @@ def mark(
     leaves: Sequence[Any], where: str, strict: bool, names: _Names, targets: dict[int, torch.Tensor]
 ) -> tuple[int, str] | None: ...
 
-class Call: ...
+class Call:
+    constants: list[int]
 
 def mark_arguments(
     donated: list[Any], kept: list[Any], where: str, strict: bool, held: bool, names: _Names

@@ -41,6 +41,8 @@ class Offer:
         except BaseException:
             self.cancel()
             raise
+        for leaf in self._call.constants:
+            self._refused[leaf] = "torch_xla shares this buffer between tensors (a cached constant)"
         # Why this call donates nothing at all; empty if it does.
         self._off = _C.disabled_reason() or _C.switched_off()
 
