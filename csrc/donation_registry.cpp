@@ -34,6 +34,12 @@ const char* ElementType(at::ScalarType dtype) {
   }
 }
 
+// Whether torch_xla shares the buffer between tensors: a cached constant, or the random seed.
+bool IsReadOnly(const lazy::BackendData& buffer) {
+  const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
+  return info != nullptr && info->read_only;
+}
+
 }  // namespace
 
 std::string Donor::Shape() const {
@@ -108,7 +114,8 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
       const Holder fresh{leaf.tensor, site, leaf.index, leaf.target};
       const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
                                     [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
-      if (own == donor->holders.end() || own->site == site) {
+      // A held mark is found by its call, so it stands beside an earlier one.
+      if (own == donor->holders.end() || own->site == site || site->held) {
         donor->holders.push_back(fresh);
       } else if (site->strict || leaf.target != nullptr) {
         *own = fresh;
@@ -180,7 +187,12 @@ void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<st
   std::vector<Refusal> refused;
   for (DonorPtr& donor : taken) {
     const auto own = reasons.find(leaf(donor));
-    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, tell});
+    std::string why = own == reasons.end() ? reason : own->second;
+    const lazy::BackendDataPtr buffer = donor->buffer.lock();
+    if (tell && buffer != nullptr && IsReadOnly(*buffer)) {
+      why = "torch_xla shares this buffer between tensors (a cached constant)";
+    }
+    refused.push_back({std::move(donor), std::move(why), tell});
   }
   if (refused.empty()) {
     Refresh();
@@ -247,7 +259,7 @@ std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::s
 std::optional<std::uint32_t> DonationRegistry::LeafOf(const lazy::BackendData* buffer, const CallSite* site) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = pending_.find(buffer);
-  if (found != pending_.end() && !found->second->buffer.expired()) {
+  if (found != pending_.end() && !found->second->buffer.expired() && !IsReadOnly(*buffer)) {
     for (const Holder& holder : found->second->holders) {
       if (holder.site.get() == site) {
         return holder.leaf;
