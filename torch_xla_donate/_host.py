@@ -211,23 +211,56 @@ def extract_graph(
     import torch_xla
     from torch_xla._dynamo import dynamo_bridge
 
+    from torch_xla_donate import _C
+
     original: Any = dynamo_bridge.extract_graph_helper
     parts = 0
 
-    def extract_part(*args: Any) -> Any:
+    def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
         nonlocal parts
         parts += 1
-        if not donors or parts > 1:
-            return original(*args)
         torch_xla.sync(reset_scope=False)  # nothing may be pending that would run while the flags are set
-        with donor_flags(donors):
-            return original(*args)
+        buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
+        with donor_flags(donors if parts == 1 else []):
+            found = original(model, cache)
+        _match_by_buffer(found[5], buffers)
+        return _without_arguments(found, model, cache)
 
     dynamo_bridge.extract_graph_helper = extract_part  # type: ignore[assignment]
     try:
         return dynamo_bridge.extract_compiled_graph(model, tuple(arguments)), parts
     finally:
         dynamo_bridge.extract_graph_helper = original
+
+
+def _match_by_buffer(matcher: Any, buffers: Sequence[int]) -> None:
+    """Makes inputs of the graph that the bridge has taken for constants the arguments that they are.
+
+    It looks for the tensor that first had a buffer, which is another one after a whole copy or a change of sharding.
+    """
+    from torch_xla_donate import _C
+
+    position = {buffer: i for i, buffer in reversed(list(enumerate(buffers))) if buffer}
+    for place, value in enumerate(matcher.graph_input_xla_values):
+        if value is None or matcher.arg_idxs[place] is not None or _C.state(value) == "read_only":
+            continue
+        argument = position.get(_C.identity(value)[1])
+        if argument is not None:
+            matcher.arg_idxs[place], matcher.graph_input_xla_values[place] = argument, None
+
+
+def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]) -> tuple[Any, ...]:
+    """What extraction has found, without the tensors that it was made with: the bridge keeps them and needs none."""
+    kept = list(found)
+    kept[1], kept[7] = (None,) * len(found[1]), [None] * len(found[7])
+    returns = found[6]
+    returns.trace_inputs = returns.trace_outputs = returns.deduped_trace_outputs = None
+    model.xla_args = None
+    scrubbed = tuple(kept)
+    for key, value in cache.items():
+        if value is found:
+            cache[key] = scrubbed
+    return scrubbed
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,13 +270,43 @@ def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return same
 
 
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is pending, and will have a buffer of its own: torch_xla would let a clone share the tensor's."""
+    copy = tensor.detach().clone()
+    xlac()._xla_optimization_barrier_([copy])
+    return copy
+
+
+def give_own_buffer(tensor: torch.Tensor) -> None:
+    """Lets a tensor that shares its buffer get one of its own at the next step; its value stays.
+
+    No update in place: torch_xla donates the buffer of a tensor that is updated, whoever else holds it.
+    """
+    import torch_xla
+
+    own = computed(tensor)
+    torch_xla.sync()
+    tensor.data.copy_(own)
+
+
+def transfers() -> int:
+    """How often this process has read a tensor's value from the device."""
+    data = xlac()._xla_metric_data("TransferFromDeviceTime")
+    return int(data[0]) if data is not None else 0
+
+
+def is_evicted(error: RuntimeError) -> bool:
+    """Whether a graph was not found because torch_xla's cache of compiled graphs has dropped it."""
+    return "kicked out of the LRU cache" in str(error)
+
+
 @contextlib.contextmanager
 def donor_flags(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Sets torch_xla's private donation flag on the tensors' buffers: for compiling a graph, never for running one.
 
     The flags are set on other tensors of the same buffers, so that they can be taken back whatever becomes of these.
     """
-    _, shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))
+    shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else []
     try:
         for shadow in shadows:
             xlac()._set_buffer_donation(shadow, True)
@@ -288,11 +351,25 @@ def captured_frame() -> CapturedFrame | None:
     return None
 
 
-def captured_module_code(module: torch.nn.Module) -> types.CodeType:
-    """The code of the frame that torch.compile captures for a module."""
+def wrapping_code() -> types.CodeType:
+    """The code of the frame that torch.compile puts around a callable that has none of its own, or is torch's."""
     from torch._dynamo.external_utils import wrap_inline
 
-    return wrap_inline(module).__code__
+    return wrap_inline(len).__code__
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module does more than its forward."""
+    from torch.nn.modules import module as modules
+
+    return bool(
+        type(module).__call__ is not torch.nn.Module.__call__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
 
 
 def runtime() -> Any:
@@ -378,6 +455,8 @@ def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[to
         import torch_xla.core.xla_model as xm
 
         device = str(inputs[seed].device)
+        # What is pending has drawn its numbers from the base seed: the next are those from the running one.
+        xm.set_rng_state(xlac()._xla_get_rng_seed(), device)
         inputs[seed] = xlac()._get_base_seed_as_tensor(device)
         xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
     return list(xlac()._run_cached_graph(graph_hash, inputs))
