@@ -539,6 +539,27 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"),
       "The next run of a compiled graph on this thread consumes these tensors, which the call has marked.");
+  m.def(
+      "order_parameters",
+      [](const py::sequence& first) {
+        std::vector<const lazy::BackendData*> buffers;
+        for (py::handle tensor : first) {
+          buffers.push_back(abi::Resolve(TensorOf(tensor)).buffer.get());
+        }
+        OrderParameters(std::move(buffers));
+      },
+      py::arg("first"),
+      "Until take_order, graphs that this thread hashes or compiles have the parameters of these tensors first.");
+  m.def(
+      "take_order",
+      [] {
+        std::vector<std::uintptr_t> result;
+        for (const lazy::BackendData* parameter : TakeOrder()) {
+          result.push_back(reinterpret_cast<std::uintptr_t>(parameter));
+        }
+        return result;
+      },
+      "Ends order_parameters; the buffers (as in identity) of the parameters of the last graph, in its order.");
   m.def("inspect_next_run", &InspectNextRun,
         "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
   m.def(

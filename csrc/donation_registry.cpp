@@ -85,7 +85,8 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
       const Holder fresh{leaf.tensor, site, leaf.index, leaf.target};
       const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
                                     [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
-      if (own == donor->holders.end() || own->site == site) {
+      // A held mark is found by its call, so it stands beside an earlier one.
+      if (own == donor->holders.end() || own->site == site || site->held) {
         donor->holders.push_back(fresh);
       } else if (site->strict || leaf.target != nullptr) {
         *own = fresh;

@@ -98,6 +98,9 @@ std::atomic<bool> debug_process{false};
 
 struct ThreadState {
   std::optional<ArmedRun> armed;
+  // What OrderParameters() asks for, and what came of it.
+  std::optional<std::vector<const lazy::BackendData*>> first_parameters;
+  std::vector<const lazy::BackendData*> ordered_parameters;
   // A run is to be described instead.
   bool inspecting = false;
   Executor::Async* inspected_run = nullptr;
@@ -417,6 +420,24 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   });
 }
 
+void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::SyncTensorCollection& collection) {
+  std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
+  for (std::size_t i = 0; i < graph.parameters_data.size(); ++i) {
+    position_of.emplace(graph.parameters_data[i].get(), i);
+  }
+  std::vector<std::size_t> positions;
+  for (const lazy::BackendData* parameter : *state.first_parameters) {
+    if (const auto found = position_of.find(parameter); found != position_of.end()) {
+      positions.push_back(found->second);
+    }
+  }
+  PutFirst(positions, graph, collection);
+  state.ordered_parameters.clear();
+  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
+    state.ordered_parameters.push_back(parameter.get());
+  }
+}
+
 // ---- The intercepts ----
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
@@ -426,6 +447,9 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   state.in_post_order = true;
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+  if (state.first_parameters.has_value()) {
+    ApplyOrder(state, result, *collection);
+  }
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
   if (state.ListIsOfStep(roots.size()) && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
     try {
@@ -735,6 +759,16 @@ void SetSwitchedOff(std::string reason) {
 std::string SwitchedOffReason() {
   std::lock_guard<std::mutex> lock(TheSwitch().mutex);
   return TheSwitch().reason;
+}
+
+void OrderParameters(std::vector<const lazy::BackendData*> first) {
+  State().first_parameters = std::move(first);
+  State().ordered_parameters.clear();
+}
+
+std::vector<const lazy::BackendData*> TakeOrder() {
+  State().first_parameters.reset();
+  return std::exchange(State().ordered_parameters, {});
 }
 
 void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph) {

@@ -70,6 +70,11 @@ struct DonatedBufferAccess : torch::PyTorchError {
 // Throws DonatedBufferAccess if a step has consumed the buffer. Waits for the step where its outcome is not known yet.
 void ThrowIfConsumed(const lazy::BackendData* buffer);
 
+// Until the matching TakeOrder() the graphs that this thread looks at have these parameters first, in this order: XLA
+// pairs donors and outputs of equal bytes by theirs. TakeOrder() gives the parameters of the last of these graphs.
+void OrderParameters(std::vector<const lazy::BackendData*> first);
+std::vector<const lazy::BackendData*> TakeOrder();
+
 // The next run of a compiled graph on this thread (torch.compile's, or a replay) consumes the buffers given, which are
 // marked by the call; the graph has been compiled with exactly them as donors. Ends with DisarmRun().
 void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph);

@@ -216,23 +216,56 @@ def extract_graph(
     import torch_xla
     from torch_xla._dynamo import dynamo_bridge
 
+    from torch_xla_donate import _C
+
     original: Any = dynamo_bridge.extract_graph_helper
     parts = 0
 
-    def extract_part(*args: Any) -> Any:
+    def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
         nonlocal parts
         parts += 1
-        if not donors or parts > 1:
-            return original(*args)
         torch_xla.sync(reset_scope=False)  # nothing may be pending that would run while the flags are set
-        with donor_flags(donors):
-            return original(*args)
+        buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
+        with donor_flags(donors if parts == 1 else []):
+            found = original(model, cache)
+        _match_by_buffer(found[5], buffers)
+        return _without_arguments(found, model, cache)
 
     dynamo_bridge.extract_graph_helper = extract_part  # type: ignore[assignment]
     try:
         return dynamo_bridge.extract_compiled_graph(model, tuple(arguments)), parts
     finally:
         dynamo_bridge.extract_graph_helper = original
+
+
+def _match_by_buffer(matcher: Any, buffers: Sequence[int]) -> None:
+    """Makes inputs of the graph that the bridge has taken for constants the arguments that they are.
+
+    It looks for the tensor that first had a buffer, which is another one after a whole copy or a change of sharding.
+    """
+    from torch_xla_donate import _C
+
+    position = {buffer: i for i, buffer in reversed(list(enumerate(buffers))) if buffer}
+    for place, value in enumerate(matcher.graph_input_xla_values):
+        if value is None or matcher.arg_idxs[place] is not None or _C.state(value) == "read_only":
+            continue
+        argument = position.get(_C.identity(value)[1])
+        if argument is not None:
+            matcher.arg_idxs[place], matcher.graph_input_xla_values[place] = argument, None
+
+
+def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]) -> tuple[Any, ...]:
+    """What extraction has found, without the tensors that it was made with: the bridge keeps them and needs none."""
+    kept = list(found)
+    kept[1], kept[7] = (None,) * len(found[1]), [None] * len(found[7])
+    returns = found[6]
+    returns.trace_inputs = returns.trace_outputs = returns.deduped_trace_outputs = None
+    model.xla_args = None
+    scrubbed = tuple(kept)
+    for key, value in cache.items():
+        if value is found:
+            cache[key] = scrubbed
+    return scrubbed
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,13 +275,43 @@ def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return same
 
 
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is pending, and will have a buffer of its own: torch_xla would let a clone share the tensor's."""
+    copy = tensor.detach().clone()
+    xlac()._xla_optimization_barrier_([copy])
+    return copy
+
+
+def give_own_buffer(tensor: torch.Tensor) -> None:
+    """Lets a tensor that shares its buffer get one of its own at the next step; its value stays.
+
+    No update in place: torch_xla donates the buffer of a tensor that is updated, whoever else holds it.
+    """
+    import torch_xla
+
+    own = computed(tensor)
+    torch_xla.sync()
+    tensor.data.copy_(own)
+
+
+def transfers() -> int:
+    """How often this process has read a tensor's value from the device."""
+    data = xlac()._xla_metric_data("TransferFromDeviceTime")
+    return int(data[0]) if data is not None else 0
+
+
+def is_evicted(error: RuntimeError) -> bool:
+    """Whether a graph was not found because torch_xla's cache of compiled graphs has dropped it."""
+    return "kicked out of the LRU cache" in str(error)
+
+
 @contextlib.contextmanager
 def donor_flags(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Sets torch_xla's private donation flag on the tensors' buffers: for compiling a graph, never for running one.
 
     The flags are set on other tensors of the same buffers, so that they can be taken back whatever becomes of these.
     """
-    _, shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))
+    shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else []
     try:
         for shadow in shadows:
             xlac()._set_buffer_donation(shadow, True)
@@ -293,11 +356,25 @@ def captured_frame() -> CapturedFrame | None:
     return None
 
 
-def captured_module_code(module: torch.nn.Module) -> types.CodeType:
-    """The code of the frame that torch.compile captures for a module."""
+def wrapping_code() -> types.CodeType:
+    """The code of the frame that torch.compile puts around a callable that has none of its own, or is torch's."""
     from torch._dynamo.external_utils import wrap_inline
 
-    return wrap_inline(module).__code__
+    return wrap_inline(len).__code__
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module does more than its forward."""
+    from torch.nn.modules import module as modules
+
+    return bool(
+        type(module).__call__ is not torch.nn.Module.__call__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
 
 
 def runtime() -> Any:
@@ -359,22 +436,40 @@ def compile_graph(
 
     Returns the hash by which `run_graph` finds it, a tensor for each of its inputs, and the places among them of the
     random seed. No hash if there is nothing to run.
+
+    XLA pairs donors and outputs of equal bytes in their order, and copies where pairs cross. So donors come first among
+    the inputs, in the order of the outputs of their shape and dtype, as JAX pairs them.
     """
     if not outputs:
         return None, [], []
+    from torch_xla_donate import _C
+
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
     saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
     xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
     xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
     try:
         with donor_flags(donors):
+            _C.order_parameters(_in_order_of(outputs, donors))
             graph_hash = xlac()._get_graph_hash(list(outputs))
             xlac()._xla_warm_up_cache(list(outputs), [])
     finally:
+        order = _C.take_order()
         xlac()._set_allow_execution(saved[1])
         xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
+    found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
+    assert found.keys() == set(order), "the hooks have not seen the graph"
+    ids, inputs = [found[buffer][0] for buffer in order], [found[buffer][1] for buffer in order]
     seed = xlac()._get_seed_info_id()
     return graph_hash, inputs, [place for place, tensor_id in enumerate(ids) if tensor_id == seed]
+
+
+def _in_order_of(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    free: dict[Any, list[torch.Tensor]] = {}
+    for donor in reversed(donors):
+        free.setdefault((donor.shape, donor.dtype), []).append(donor)
+    kinds = ((output.shape, output.dtype) for output in outputs)
+    return [free[kind].pop() for kind in kinds if free.get(kind)]
 
 
 def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:
@@ -383,6 +478,8 @@ def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[to
         import torch_xla.core.xla_model as xm
 
         device = str(inputs[seed].device)
+        # What is pending has drawn its numbers from the base seed: the next are those from the running one.
+        xm.set_rng_state(xlac()._xla_get_rng_seed(), device)
         inputs[seed] = xlac()._get_base_seed_as_tensor(device)
         xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
     return list(xlac()._run_cached_graph(graph_hash, inputs))

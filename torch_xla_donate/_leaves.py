@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -121,9 +123,17 @@ def structure(tree: Any) -> tuple[list[Any], Hashable]:
 
 
 def _identity(collection: Any) -> Hashable:
+    number = _numbers.get(collection)
+    if number is None:
+        number = _numbers[collection] = next(_count)
     if isinstance(collection, torch.nn.Module):
-        return (id(collection), tuple(module.training for module in collection.modules()))
-    return id(collection)
+        return (number, tuple(module.training for module in collection.modules()))
+    return number
+
+
+# Unlike id(), a number is never that of another collection later.
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_count = itertools.count()
 
 
 def flatten(tree: Any) -> tuple[list[Any], Names]:

@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from torch_xla_donate import _host, _leaves, _runs
+from torch_xla_donate import _C, _host, _leaves, _runs
 from torch_xla_donate._arguments import Arguments, Plan
 from torch_xla_donate._compile import Compiled, Donated
 
@@ -50,11 +50,15 @@ class Graph:
             else:
                 offer.refuse([args[i] for i in self._kept], "the result, or the backward pass, still needs it")
                 positions = offer.positions(args)
-        key = (positions, *_host.graph_key(args))
+        # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
+        key = (positions, _C.signature(list(args))[0], *_host.graph_key(args))
         found = self._variants.get(key)
         if found is None:
             found = self._variants[key] = (_runs.graph_name(), self._extract(args, positions))
         name, run = found
+        if offer is not None and positions and self._refusal:  # found out while extracting
+            offer.refuse(args, self._refusal)
+            positions = ()
         if offer is None or not positions:
             return run(*args)
         with offer.consumed([args[i] for i in positions], name):
@@ -78,6 +82,7 @@ class OpenxlaCompiled(Compiled):
     def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
         super().__init__(f, arguments, strict)
         self._codes = _codes_of(f)
+        self._module = f if isinstance(f, torch.nn.Module) else None
         self._compiled = torch.compile(f, backend=self._capture, **options)
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
@@ -118,6 +123,8 @@ class OpenxlaCompiled(Compiled):
         reason = getattr(model, "compile_subgraph_reason", None)
         if reason is None or reason.graph_break:
             return "torch.compile has broken the function's graph, and what follows the break may read it", frozenset()
+        if self._module is not None and _host.has_hooks(self._module):
+            return "the module has hooks, which torch.compile leaves outside and which may read it", frozenset()
         if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
             return "torch.compile has not compiled the function as a whole, and what follows may read it", frozenset()
         inputs = [node.name for node in model.graph.nodes if node.op == "placeholder"]
@@ -128,10 +135,13 @@ _MERGED = "torch.compile has merged arguments that share memory"
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
-    if isinstance(f, torch.nn.Module):
-        return [_host.captured_module_code(f)]
-    code = getattr(getattr(f, "__func__", f), "__code__", None)
-    return [code] if code is not None else _codes_of(type(f).__call__)
+    """The frames that torch.compile may capture for a callable: its own, or one of torch's around it."""
+    codes = [_host.wrapping_code()]
+    call = f.forward if isinstance(f, torch.nn.Module) else f
+    for function in (call, getattr(call, "__func__", None), type(call).__call__):
+        if isinstance(function, types.FunctionType):
+            return [*codes, function.__code__]
+    return codes
 
 
 def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:

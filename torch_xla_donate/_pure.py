@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import operator
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ class Recorder(TorchFunctionMode):
     Attributes:
         captured: the tensors that the function uses and has not been given, by identity.
         given: the identities of those that it has been given.
+        inseparable: ids of tensors that the function must not close over, as nothing would tell them from arguments.
     """
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
@@ -35,50 +35,110 @@ class Recorder(TorchFunctionMode):
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
+        self.inseparable: set[int] = set()
         self._before = [Before(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
         self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
-        self._made_on_host: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+        self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
+        self._outside_ids = {id(leaf) for leaf in self._arguments}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = [(tensor, *self._read(tensor)) for tensor in _tensors((args, kwargs))]
+        tensors = _tensors((args, kwargs))
+        used = [(tensor, *self._read(tensor)) for tensor in tensors]
+        self._check_attribute(func, args)
+        if func in _TEXTS and tensors[0].device.type == "xla":
+            raise self._impure(f"reads {_leaves.array(tensors[0])} on the host", _RETURN_IT)
+        seed = torch.default_generator.get_state()
         result = func(*args, **kwargs)
+        if not torch.equal(seed, torch.default_generator.get_state()):
+            torch.default_generator.set_state(seed)
+            raise self._impure(
+                "draws random numbers on the host, which a replay would not draw again",
+                'Draw them on the device (device="xla")',
+            )
+        if func is torch.Tensor.backward:
+            self._check_gradients(_donate.call_site())
         for tensor, identity, buffer in used:
             if buffer and _C.identity(tensor) != (identity, buffer):
                 raise self._updated(tensor, identity)
             # A write through a view changes its base.
             base = tensor._base if tensor.device.type == "xla" and not buffer else None
-            if base is not None and _C.identity(base)[0] not in self._outside() and self._was_outside(base):
+            if base is not None and id(base) in self._outside_ids and _C.identity(base)[0] not in self._outside():
                 raise self._updated(base, 0)
         for tensor in _tensors(result):
-            if tensor.device.type == "cpu":
-                self._made_on_host.add(tensor)
-            elif not _C.identity(tensor)[1]:
+            if id(tensor) in self._outside_ids:
+                continue
+            self._results[id(tensor)] = tensor
+            if tensor.device.type == "xla":
                 self._made.append((weakref.ref(tensor), _donate.call_site()))
         return result
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Identity and buffer of a tensor from outside; no buffer for one that the trace has made."""
+        made = self._results.get(id(tensor)) is tensor
         if tensor.device.type != "xla":
-            if tensor.device.type == "cpu" and tensor not in self._made_on_host:
+            if tensor.device.type == "cpu" and not made:
                 raise self._impure(
                     f"reads {_leaves.array(tensor)} on {tensor.device}, which a replay would not read again",
                     "Move it to the XLA device outside, or make it an argument",
                 )
             return 0, 0
         identity, buffer = _C.identity(tensor)
-        if buffer and identity not in self.given:
+        if identity in self.given:
+            if id(tensor) in self.inseparable:
+                raise self._impure(f"closes over {_leaves.array(tensor)}, which is an argument, too", "Pass a .clone()")
+            return identity, buffer
+        if made:
+            return (identity, buffer) if identity in self.captured else (0, 0)
+        base = tensor._base if not buffer else None
+        if base is not None and _C.identity(base)[1]:
+            self._read(base)  # the graph computes the view anew
+        if buffer:
             known = self.captured.get(identity)
             if known is None:
                 self._before.append(Before(tensor))
             if known is None or isinstance(tensor, torch.nn.Parameter):
                 self.captured[identity] = tensor
+                self._outside_ids.add(id(tensor))
         return identity, buffer
+
+    def _check_attribute(self, func: Any, args: Sequence[Any]) -> None:
+        """Attributes of a tensor from outside: a replay neither reads nor writes them again."""
+        tensor = args[0] if args else None
+        if not isinstance(tensor, torch.Tensor) or id(tensor) not in self._outside_ids:
+            return
+        owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
+        if owner == _GRAD and name == "__get__":
+            gradient = tensor.grad
+            if gradient is not None and self._results.get(id(gradient)) is not gradient:
+                raise self._impure(
+                    f"reads .grad of {_leaves.array(tensor)}, a tensor from outside, which would be read only once",
+                    "Make the gradient an argument",
+                )
+        elif owner == _GRAD and name == "__set__":
+            raise self._impure(f"sets .grad of {_leaves.array(tensor)}, a tensor from outside", "Do that outside")
+        elif (owner == _REQUIRES_GRAD and name == "__set__") or func is torch.Tensor.requires_grad_:
+            if tensor.requires_grad != (args[1] if len(args) > 1 else True):
+                raise self._impure(
+                    f"sets requires_grad of {_leaves.array(tensor)}, a tensor from outside", "Use .detach() of it"
+                )
+
+    def _check_gradients(self, where: str) -> None:
+        for before in self._before:
+            if before.has_new_gradient():
+                raise impure(
+                    self._function,
+                    where,
+                    f"adds to the gradient of {_leaves.array(before.tensor)}, a tensor from outside",
+                    "Use torch.autograd.grad, or call backward() on .detach().requires_grad_() of it",
+                )
+
+    def is_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether it is an argument, or a tensor that the function closes over; not an alias of one."""
+        return id(tensor) in self._outside_ids
 
     def _outside(self) -> set[int]:
         return self.given | self.captured.keys()
-
-    def _was_outside(self, base: torch.Tensor) -> bool:
-        return any(base is tensor for tensor in [*self._arguments, *self.captured.values()])
 
     def _updated(self, tensor: torch.Tensor, identity: int) -> Exception:
         which = "an argument" if identity in self.given or any(tensor is t for t in self._arguments) else "a tensor"
@@ -94,34 +154,16 @@ class Recorder(TorchFunctionMode):
         for before in self._before:
             before.restore()
 
-    def check(self, results: Sequence[Any]) -> None:
+    def check(self) -> None:
         """DonationError if the trace has changed something outside in a way that was not seen when it happened."""
         for tensor in [*self._arguments, *self.captured.values()]:
             if _C.identity(tensor)[0] not in self._outside() or not _C.identity(tensor)[1]:
                 raise self._updated(tensor, 0)
-            if tensor.is_leaf and tensor.grad is not None and _C.has_graph(tensor.grad):
-                raise impure(
-                    self._function,
-                    "unknown line",
-                    f"adds to the gradient of {_leaves.array(tensor)}, a tensor from outside",
-                    "Use torch.autograd.grad, or call backward() on .detach().requires_grad_() of it",
-                )
-        returned = {_C.identity(leaf)[0] for leaf in results if isinstance(leaf, torch.Tensor)}
+        self._check_gradients("unknown line")
 
-        def leaked() -> list[tuple[torch.Tensor, str]]:
-            alive = [(reference(), where) for reference, where in self._made]
-            return [(t, where) for t, where in alive if t is not None and _C.identity(t)[0] not in returned]
-
-        if leaked():
-            gc.collect()  # what only a reference cycle keeps is garbage
-        for tensor, where in leaked():
-            if _C.has_graph(tensor):
-                raise impure(
-                    self._function,
-                    where,
-                    f"makes {_leaves.array(tensor)}, which something outside of the function keeps",
-                    "Return it",
-                )
+    def made(self) -> list[tuple[weakref.ref[torch.Tensor], str]]:
+        """What must be gone when the trace is over: the tensors that it has made, each with its line."""
+        return self._made
 
 
 class Before:
@@ -132,6 +174,17 @@ class Before:
         self._buffer = _C.identity(tensor)[1]
         self.same = _host.same_buffer(tensor)
 
+        self._gradient = tensor.grad if tensor.is_leaf else None
+        self._gradient_buffer = _C.identity(self._gradient)[1] if self._gradient is not None else 0
+        known = self._gradient is not None and self._gradient_buffer
+        self._gradient_same = _host.same_buffer(self._gradient) if known else None  # type: ignore[arg-type]
+
+    def has_new_gradient(self) -> bool:
+        gradient = self.tensor.grad if self.tensor.is_leaf else None
+        return gradient is not self._gradient or (
+            gradient is not None and _C.identity(gradient)[1] != self._gradient_buffer
+        )
+
     def is_replaced(self) -> bool:
         return bool(_C.identity(self.tensor)[1] != self._buffer)
 
@@ -139,6 +192,11 @@ class Before:
         if self.is_replaced():
             with torch.no_grad():
                 self.tensor.copy_(self.same)
+        if self.has_new_gradient():
+            self.tensor.grad = self._gradient
+            if self._gradient_same is not None and self.has_new_gradient():
+                with torch.no_grad():
+                    self._gradient.copy_(self._gradient_same)  # type: ignore[union-attr]
 
 
 class HostReads(TorchDispatchMode):
@@ -147,6 +205,7 @@ class HostReads(TorchDispatchMode):
     def __init__(self, function: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._function = function
+        self._transfers = _host.transfers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,10 +215,20 @@ class HostReads(TorchDispatchMode):
                     raise impure(
                         self._function, _donate.call_site(), f"reads {_leaves.array(tensor)} on the host", _RETURN_IT
                     )
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.check(_donate.call_site)
+        return result
+
+    def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
+        """DonationError if something has been read meanwhile: operations without an XLA lowering run on the host."""
+        if _host.transfers() != self._transfers:
+            raise impure(self._function, where(), "reads a tensor on the host", _RETURN_IT)
 
 
 _RETURN_IT = "Return the tensor and read it outside"
+_CLOSED_OVER = "the function closes over it, too"
+_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_GRAD, _REQUIRES_GRAD = torch._C.TensorBase.grad, torch._C.TensorBase.requires_grad
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -175,32 +244,9 @@ def impure(function: str, where: str, what: str, remedy: str) -> _errors.Donatio
 class Slot(NamedTuple):
     """Where a result, or an input of the graph, comes from."""
 
-    kind: str  # "graph", "argument" or "value"
+    kind: str  # "graph", "argument", "detached argument", "value", "detached value" or "copied value"
     source: Any
-
-
-class _Picker:
-    """Puts together a list of values that are known and of items of lists that differ from call to call.
-
-    A loop over a thousand slots would take as long as all else that a call does in Python.
-
-    Args:
-        slots: where each item comes from.
-        sizes: how long the list is that each kind of slot takes items from; the other slots hold values.
-    """
-
-    def __init__(self, slots: Sequence[Slot], **sizes: int) -> None:
-        *starts, end = itertools.accumulate(sizes.values(), initial=0)
-        start_of = dict(zip(sizes, starts))
-        self._values = [slot.source for slot in slots if slot.kind not in start_of]
-        values = itertools.count(end)
-        indices = [start_of[s.kind] + s.source if s.kind in start_of else next(values) for s in slots]
-        self._pick: Callable[[list[Any]], Sequence[Any]] = (
-            operator.itemgetter(*indices) if len(indices) > 1 else lambda items: [items[i] for i in indices]
-        )
-
-    def __call__(self, *lists: Sequence[Any]) -> list[Any]:
-        return list(self._pick([*itertools.chain(*lists), *self._values]))
+    like: Any = None  # Parameter or requires_grad, of a result that is one
 
 
 class Program:
@@ -208,27 +254,44 @@ class Program:
 
     def __init__(self, compiled: PureCompiled, plan: Plan, args: Any, kwargs: Any, offered: Sequence[int]) -> None:
         self.name = _runs.graph_name()
-        leaves = compiled.leaves(plan, args, kwargs)
+        stand_ins = StandIns(compiled, plan, args, kwargs)
+        while self._trace(compiled, stand_ins, offered):
+            stand_ins.separate()
+        stand_ins.refuse_kept(compiled.function)
+
+    def _trace(self, compiled: PureCompiled, stand_ins: StandIns, offered: Sequence[int]) -> bool:
+        """True if the buffer of an argument is another input, too, which the graph takes for the same one."""
         with _host.tracing():
+            args, kwargs, leaves = stand_ins.make()
             recorder = Recorder(compiled.function, leaves)
+            recorder.inseparable = stand_ins.inseparable()
+            modules = _ModulesCalled()
             try:
-                with _host_reads_refused(compiled.function), HostReads(compiled.function), recorder:
+                reads = HostReads(compiled.function)
+                with _host_reads_refused(compiled.function), modules, reads, recorder:
                     tree = compiled.trace(*args, **kwargs)
                     results, self._structure = pytree.tree_flatten(tree)
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
                     del tree
-                    results = [self._own(leaf, recorder) for leaf in results]
-                _refuse_gradients(compiled.function, results)
-                recorder.check(results)
+                reads.check()
+                _refuse_gradients(compiled.function, results, recorder)
+                recorder.check()
+                own = [self._own(leaf, recorder) for leaf in results]
                 outputs: dict[int, torch.Tensor] = {}
-                for leaf in results:
+                for leaf in own:
                     if isinstance(leaf, torch.Tensor) and _C.has_graph(leaf):
                         outputs.setdefault(_C.identity(leaf)[0], leaf)
                 places = {identity: place for place, identity in enumerate(outputs)}
-                given = {_C.identity(leaf)[0]: i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-                slots = [self._result(leaf, places, given) for leaf in results]
-                self.returned = [slot.source for slot in slots if slot.kind == "argument"]
+                given: dict[int, int] = {}
+                for i, leaf in enumerate(leaves):
+                    if isinstance(leaf, torch.Tensor):
+                        given.setdefault(_C.identity(leaf)[0], i)
+                stand_ins.note_made(recorder.made())
+                if stand_ins.are_shared(recorder.captured.values(), leaves):
+                    return True
+                self._results = [self._result(leaf, places, given, leaves, recorder) for leaf in own]
+                self.returned = [slot.source for slot in self._results if slot.kind.endswith("argument")]
                 donors = [i for i in offered if i not in self.returned]
                 pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
                 _log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
@@ -243,47 +306,206 @@ class Program:
             if isinstance(leaf, torch.Tensor):
                 by_buffer.setdefault(_C.identity(leaf)[1], Slot("argument", i))
         sources = [by_buffer.get(_C.identity(tensor)[1], Slot("value", tensor)) for tensor in inputs]
-        self._inputs = _Picker(sources, argument=len(leaves))
-        self._captured = list(recorder.captured.values())
-        self._signature = _C.signature(self._captured)[0]
-        reads = {slot.source for slot in sources if slot.kind == "argument"}
-        self.donors = [i for i in donors if i in reads]
-        self.pick_donors = _Picker([Slot("argument", i) for i in self.donors], argument=len(leaves))
-        self._picked = _Picker(slots, graph=len(outputs), argument=len(leaves))
+        self._inputs = [None if slot.kind == "argument" else slot.source for slot in sources]
+        self._arguments = [(place, slot.source) for place, slot in enumerate(sources) if slot.kind == "argument"]
+        self.captured = list(recorder.captured.values())
+        self._signature = self._sign()
+        self._modules = modules.found
+        read = {source for _, source in self._arguments}
+        self.donors = [i for i in donors if i in read]
+        return False
 
     def _own(self, leaf: Any, recorder: Recorder) -> Any:
-        """A result that was made without the graph (a constant) gets a tensor of its own at every call."""
+        """A result that no operation of the graph has made (a constant, a whole copy) becomes an output of it."""
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
             return leaf
         identity = _C.identity(leaf)[0]
-        return leaf if identity in recorder.given or identity in recorder.captured else leaf.clone()
+        return leaf if identity in recorder.given or identity in recorder.captured else _host.computed(leaf)
 
     @staticmethod
-    def _result(leaf: Any, places: Mapping[int, int], given: Mapping[int, int]) -> Slot:
-        if isinstance(leaf, torch.Tensor):
-            identity = _C.identity(leaf)[0]
-            if identity in places:
-                return Slot("graph", places[identity])
-            if identity in given:
-                return Slot("argument", given[identity])
-        return Slot("value", leaf)
+    def _result(
+        leaf: Any, places: Mapping[int, int], given: Mapping[int, int], leaves: Sequence[Any], recorder: Recorder
+    ) -> Slot:
+        if not isinstance(leaf, torch.Tensor):
+            return Slot("value", leaf)
+        identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
+        like = torch.nn.Parameter if isinstance(leaf, torch.nn.Parameter) else True if leaf.requires_grad else None
+        if identity in places:
+            return Slot("graph", places[identity], like)
+        if identity in given:
+            same = leaf is leaves[given[identity]]
+            return Slot("argument" if same else "detached argument", given[identity], None if same else like)
+        known = recorder.captured.get(identity)
+        if known is not None:
+            return Slot("value" if leaf is known else "detached value", known, None if leaf is known else like)
+        return Slot("copied value", leaf)
+
+    def _sign(self) -> tuple[Hashable, bool]:
+        signature, pending, _ = _C.signature(self.captured)
+        return (signature, _host.graph_key(self.captured)), pending
 
     def is_current(self) -> bool:
-        """Whether the captured tensors are still of the kind that the graph was traced for."""
-        signature, pending, _ = _C.signature(self._captured)
-        if pending:
-            torch_xla.sync()
-            signature = _C.signature(self._captured)[0]
-        return bool(signature == self._signature)
+        """Whether what the function closes over is still of the kind that the graph was traced for."""
+        if self.captured:
+            signature, pending = self._sign()
+            if pending:
+                torch_xla.sync()
+                signature, _ = self._sign()
+            if signature != self._signature[0]:
+                return False
+        for reference, training in self._modules:
+            module = reference()
+            if module is not None and module.training != training:
+                return False
+        return True
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        outputs: list[torch.Tensor] = []
-        if self._hash is not None:
-            outputs = _host.run_graph(self._hash, self._inputs(leaves), self._seed)
-        results = self._picked(outputs, leaves)
-        if self._tokens is not None:
+        inputs = list(self._inputs)
+        for place, index in self._arguments:
+            inputs[place] = leaves[index]
+        outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
+        pick: dict[str, Callable[[Any], Any]] = {
+            "graph": outputs.__getitem__,
+            "argument": leaves.__getitem__,
+            "detached argument": lambda index: leaves[index].detach(),
+            "value": lambda value: value,
+            "detached value": lambda value: value.detach(),
+            "copied value": lambda value: value.clone(),
+        }
+        results = [
+            pick[kind](source) if like is None else _like(pick[kind](source), like)
+            for kind, source, like in self._results
+        ]
+        if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)
+
+
+def _like(result: torch.Tensor, like: Any) -> torch.Tensor:
+    return result.requires_grad_() if like is True else torch.nn.Parameter(result)
+
+
+class StandIns:
+    """The tensors that the trace is given for the arguments: others of the same buffers.
+
+    So a tensor that is an argument of this call and that the function closes over, too, is told apart from it. Tensors
+    of modules and optimizers stay what they are. With SPMD others would lose the sharding, so aliases stand in.
+    """
+
+    def __init__(self, compiled: PureCompiled, plan: Plan, args: Any, kwargs: Any) -> None:
+        self._compiled, self._plan, self._args, self._kwargs = compiled, plan, args, kwargs
+        self._plain: dict[int, torch.Tensor] = {}
+        for slot in plan.donated + plan.kept:
+            for leaf in pytree.tree_leaves(_arguments.value(slot, args, kwargs)):
+                tensor = _leaves.without_wrapper(leaf)
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
+                    self._plain[id(leaf)] = tensor
+        self._spmd = bool(_host.runtime().is_spmd())
+        # Constants of the function may share these.
+        self._to_copy = {_C.identity(leaf)[1] for leaf in self._plain.values() if _C.state(leaf) == "read_only"}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._to_move: list[torch.Tensor] = []
+        self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        self._buffers: set[int] = set()
+        self.separate()
+
+    def separate(self) -> None:
+        """Before the next trace: arguments get copies, and what the function closes over buffers of its own."""
+        for leaf in self._plain.values():
+            buffer = _C.identity(leaf)[1]
+            if buffer in self._to_copy and buffer not in self._copies:
+                self._copies[buffer] = _host.computed(leaf)
+        for tensor in self._to_move:
+            _host.give_own_buffer(tensor)
+        self._to_move.clear()
+
+    def make(self) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        """Arguments, keyword arguments, and their leaves."""
+        args, kwargs = list(self._args), dict(self._kwargs)
+        made = {i: self._stand_in(leaf) for i, leaf in self._plain.items()}
+        self._given = [] if self._spmd else [weakref.ref(leaf) for leaf in made.values()]
+        for slot in self._plan.donated + self._plan.kept:
+            value = _arguments.value(slot, args, kwargs)
+            into: Any = kwargs if isinstance(slot.key, str) else args
+            into[slot.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+        return args, kwargs, self._compiled.leaves(self._plan, args, kwargs)
+
+    def _stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
+        source = self._copies.get(_C.identity(leaf)[1], leaf)
+        made = leaf.detach() if self._spmd else _host.same_buffer(source)
+        if isinstance(leaf, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, leaf.requires_grad)
+        else:
+            made.requires_grad_(leaf.requires_grad)
+        if leaf.is_leaf and leaf.grad is not None:
+            made.grad = _host.same_buffer(leaf.grad)
+        return made
+
+    def inseparable(self) -> set[int]:
+        """The ids of the tensors for which others of the same identity stand."""
+        return {id(leaf) for leaf in self._plain.values()} if self._spmd else set()
+
+    def are_shared(self, captured: Iterable[torch.Tensor], leaves: Sequence[Any]) -> bool:
+        """Whether tensors have to get buffers of their own (`separate`) before a trace can tell them apart."""
+        given = {_C.identity(leaf)[1] for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        plain = {_C.identity(leaf)[1] for leaf in self._plain.values()} - self._to_copy
+        found = False
+        for tensor in captured:
+            buffer = _C.identity(tensor)[1]
+            if buffer in plain and not self._spmd:
+                self._to_copy.add(buffer)
+                found = True
+            elif buffer in given or _C.state(tensor) == "read_only":
+                self._to_move.append(tensor)
+                found = True
+        return found
+
+    def note_made(self, made: list[tuple[weakref.ref[torch.Tensor], str]]) -> None:
+        """What the trace has made, and has been given in the place of arguments."""
+        given = [(reference, "unknown line") for reference in self._given]
+        self._made = [*made, *given]
+        self._buffers = {_C.identity(tensor)[1] for reference, _ in given if (tensor := reference()) is not None}
+
+    def refuse_kept(self, function: str) -> None:
+        """DonationError if something outside of the function keeps a tensor that depends on the arguments."""
+
+        def kept() -> list[tuple[torch.Tensor, str]]:
+            alive = [(reference(), where) for reference, where in self._made]
+            return [
+                (tensor, where)
+                for tensor, where in alive
+                if tensor is not None and (_C.has_graph(tensor) or _C.identity(tensor)[1] in self._buffers)
+            ]
+
+        if kept():
+            gc.collect()  # what only a reference cycle keeps is garbage
+        for tensor, where in kept():
+            raise impure(
+                function,
+                where,
+                f"makes {_leaves.array(tensor)}, which something outside of the function keeps",
+                "Return it",
+            )
+
+
+class _ModulesCalled:
+    """Notes which modules a trace calls, and in which mode each is."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[weakref.ref[torch.nn.Module], bool]] = []
+        self._seen: set[int] = set()
+
+    def __enter__(self) -> None:
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _note(self, module: torch.nn.Module, _: Any) -> None:
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.found.append((weakref.ref(module), module.training))
 
 
 @contextlib.contextmanager
@@ -300,14 +522,26 @@ def _host_reads_refused(function: str) -> Iterator[None]:
         ) from error
 
 
-def _refuse_gradients(function: str, results: Sequence[Any]) -> None:
+def _refuse_gradients(function: str, results: Sequence[Any], recorder: Recorder) -> None:
     for leaf in results:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not recorder.is_outside(leaf):
             raise _errors.DonationError(
                 f"{function} is declared pure and returns {_leaves.array(leaf)} with a gradient history, which a "
                 "replay does not have. Call backward() inside, or return .detach(), or use torch.no_grad(). "
                 "Nothing was donated."
             )
+
+
+class _Call:
+    """The arguments of a call, taken apart."""
+
+    def __init__(self, plan: Plan, args: Any, kwargs: Any, leaves: list[Any], structures: Sequence[Hashable]) -> None:
+        self.plan, self.args, self.kwargs = plan, args, kwargs
+        self.leaves, self.structures = leaves, structures
+        self.sign()
+
+    def sign(self) -> None:
+        self.signature, self.pending, self.others = _C.signature(self.leaves)
 
 
 class PureCompiled(Compiled):
@@ -334,54 +568,69 @@ class PureCompiled(Compiled):
 
     def leaves(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Donated leaves first, then the others; static arguments have none."""
-        return list(itertools.chain.from_iterable(found for found, _ in self._parts(plan, args, kwargs)))
+        return self._chain(self._parts(plan, args, kwargs))
 
     @staticmethod
     def _parts(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[list[Any], Hashable]]:
         return [_leaves.structure(_arguments.value(slot, args, kwargs)) for slot in plan.donated + plan.kept]
 
+    @staticmethod
+    def _chain(parts: Sequence[tuple[list[Any], Hashable]]) -> list[Any]:
+        leaves = list(itertools.chain.from_iterable(found for found, _ in parts))
+        return [_leaves.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves
+
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         parts = self._parts(plan, args, kwargs)
-        leaves = list(itertools.chain.from_iterable(found for found, _ in parts))
-        signature, pending, others = _C.signature(leaves)
-        if pending:
+        call = _Call(plan, args, kwargs, self._chain(parts), [structure for _, structure in parts])
+        if call.pending:
             torch_xla.sync()
-            signature, _, others = _C.signature(leaves)
+            call.sign()
         offer = _runs.Offer(Donated(self, plan, args, kwargs, parts), args, kwargs, where) if plan.donated else None
         try:
-            key = (
-                id(plan),
-                *(structure for _, structure in parts),
-                signature,
-                offer.choice() if offer is not None else None,
-                self._values(plan, others, args, kwargs),
-                torch.is_grad_enabled(),
-                torch.is_inference_mode_enabled(),
-                _host.autocast_state(),
-                _host.shardings(leaves),
-            )
-            program = self._programs.get(key)
-            if program is None or not program.is_current():
-                self._refuse_others(leaves)
-                positions = offer.positions(leaves) if offer is not None else ()
-                program = self._trace_program(key, plan, args, kwargs, positions)
-            if offer is None:
-                return program.run(leaves)
-            if program.returned:
-                offer.keep_returned([leaves[i] for i in program.returned])
-            with offer.consumed(program.pick_donors(leaves), program.name):
-                result = program.run(leaves)
+            try:
+                result = self._replay(call, offer)
+            except RuntimeError as error:
+                if not _host.is_evicted(error):
+                    raise
+                self._programs.clear()  # what else was compiled before is likely to be gone, too
+                result = self._replay(call, offer)
         except BaseException:
             if offer is not None:
                 offer.cancel()
             raise
-        offer.end()
+        if offer is not None:
+            offer.end()
         return result
 
-    def _values(self, plan: Plan, others: Sequence[Any], args: Any, kwargs: Any) -> Hashable:
+    def _replay(self, call: _Call, offer: _runs.Offer | None) -> Any:
+        while True:
+            key = (
+                id(call.plan),
+                *call.structures,
+                call.signature,
+                offer.choice() if offer is not None else None,
+                self._values(call),
+                torch.is_grad_enabled(),
+                torch.is_inference_mode_enabled(),
+                _host.autocast_state(),
+                _host.shardings(call.leaves),
+            )
+            program = self._programs.get(key)
+            if program is None or not program.is_current():
+                program = self._trace_program(key, call, offer)
+            if offer is None or not program.captured or not offer.refuse(program.captured, _CLOSED_OVER):
+                break
+        if offer is None:
+            return program.run(call.leaves)
+        if program.returned:
+            offer.keep_returned([call.leaves[i] for i in program.returned])
+        with offer.consumed([call.leaves[i] for i in program.donors], program.name):
+            return program.run(call.leaves)
+
+    def _values(self, call: _Call) -> Hashable:
         """What is no tensor is a part of the program, as are static arguments; 1, 1.0 and True are told apart."""
-        values = [*others, *(_arguments.value(slot, args, kwargs) for slot in plan.static)]
-        for value in others:
+        values = [*call.others, *(_arguments.value(slot, call.args, call.kwargs) for slot in call.plan.static)]
+        for value in call.others:
             try:
                 hash(value)
             except TypeError:
@@ -390,7 +639,8 @@ class PureCompiled(Compiled):
                     f"{type(value).__name__}, which is no tensor and cannot be hashed. Register its class with "
                     "torch.utils._pytree, or pass something that has a hash."
                 ) from None
-        return tuple((type(value), value) for value in values)
+        # 0.0 equals -0.0, and not a number does not equal itself.
+        return tuple((type(value), value.hex() if type(value) is float else value) for value in values)
 
     def _refuse_others(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -400,11 +650,13 @@ class PureCompiled(Compiled):
                     f"{leaf.device}: its value would become a constant of the graph. Move it with .to('xla')."
                 )
 
-    def _trace_program(self, key: Hashable, plan: Plan, args: Any, kwargs: Any, offered: Sequence[int]) -> Program:
+    def _trace_program(self, key: Hashable, call: _Call, offer: _runs.Offer | None) -> Program:
+        self._refuse_others(call.leaves)
         if self._limit is not None and key not in self._programs and len(self._programs) >= self._limit:
             raise RuntimeError(
                 f"{self.function} would get more than max_different_graphs={self._limit} graphs; its arguments differ "
                 "in structure, shape, dtype or value from those before."
             )
-        program = self._programs[key] = Program(self, plan, args, kwargs, offered)
+        offered = offer.positions(call.leaves) if offer is not None else ()
+        program = self._programs[key] = Program(self, call.plan, call.args, call.kwargs, offered)
         return program

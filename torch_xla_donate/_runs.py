@@ -69,10 +69,12 @@ class Offer:
             return ()
         return tuple(position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused)
 
-    def refuse(self, arguments: Sequence[Any], reason: str) -> None:
-        """These arguments stay, for this reason, whatever else the call runs."""
+    def refuse(self, arguments: Sequence[Any], reason: str) -> bool:
+        """These arguments stay, for this reason, whatever else the call runs. Whether one was not refused before."""
+        before = len(self._refused)
         for _, leaf in _C.marked_by(self._call, arguments):
             self._refused.setdefault(leaf, reason)
+        return len(self._refused) > before
 
     @contextlib.contextmanager
     def consumed(self, donors: Sequence[torch.Tensor], graph: str) -> Iterator[None]:
