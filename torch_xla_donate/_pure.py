@@ -312,6 +312,7 @@ class Program:
         self._signature = self._sign()
         self._modules = modules.found
         read = {source for _, source in self._arguments}
+        self._usable = read.difference(self.returned)
         self.donors = [i for i in donors if i in read]
         return False
 
@@ -358,6 +359,10 @@ class Program:
             if module is not None and module.training != training:
                 return False
         return True
+
+    def usable(self, positions: Sequence[int]) -> list[int]:
+        """Those of the arguments that a run reads and does not return: it may consume them."""
+        return [i for i in positions if i in self._usable]
 
     def run(self, leaves: Sequence[Any]) -> Any:
         inputs = list(self._inputs)
@@ -624,7 +629,8 @@ class PureCompiled(Compiled):
             return program.run(call.leaves)
         if program.returned:
             offer.keep_returned([call.leaves[i] for i in program.returned])
-        with offer.consumed([call.leaves[i] for i in program.donors], program.name):
+        donors = program.donors or program.usable(offer.spared(call.leaves))
+        with offer.consumed([call.leaves[i] for i in donors], program.name):
             return program.run(call.leaves)
 
     def _values(self, call: _Call) -> Hashable:

@@ -65,8 +65,13 @@ class Offer:
 
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Which arguments of a graph may be consumed by its run."""
-        if self._off:
-            return ()
+        return () if self._off else self._fit(arguments)
+
+    def spared(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """Which of them would be consumed if the user had not disabled donation."""
+        return self._fit(arguments) if _C.disabled() else ()
+
+    def _fit(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         return tuple(position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused)
 
     def refuse(self, arguments: Sequence[Any], reason: str) -> bool:
@@ -78,7 +83,7 @@ class Offer:
 
     @contextlib.contextmanager
     def consumed(self, donors: Sequence[torch.Tensor], graph: str) -> Iterator[None]:
-        """The run of a graph in this context consumes the donors."""
+        """The run of a graph in this context consumes the donors; the hooks remember them where they are spared."""
         if not donors:
             yield
             return
