@@ -98,6 +98,9 @@ class Compiled:
         finally:
             _scope.inside = False
         try:
+            if plan.donated and self.is_strict():
+                # Else the error would come out of some later step, and without this call's result.
+                _C.wait_for_steps()
             if _C.has_notices():
                 _report.tell()
         except (DonationError, DonationWarning) as error:
@@ -155,7 +158,13 @@ class LazyCompiled(Compiled):
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         calls: list[_C.Call] = []
-        result = self._step(plan, args, kwargs, where, calls)
+        try:
+            result = self._step(plan, args, kwargs, where, calls)
+        except BaseException:
+            # f has returned, and its step was refused (max_different_graphs) or has failed.
+            for call in calls:
+                _C.cancel_call(call)
+            raise
         for call in calls:
             _C.end_call(call, {}, NOT_READ, tell=True)
         return result
