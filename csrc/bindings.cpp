@@ -192,6 +192,80 @@ void KeepReturned(const py::list& outputs) {
   }
 }
 
+// Appends what a builtin container holds; false if anything in it needs more than that. The tokens tell structures
+// apart: types, keys and sizes in preorder.
+bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
+  if (THPVariable_Check(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree)) {
+    leaves.append(py::handle(tree));
+    tokens.append(py::none());
+    return true;
+  }
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tree));
+  if (PyDict_CheckExact(tree)) {
+    tokens.append(py::handle(type));
+    tokens.append(py::tuple(py::reinterpret_steal<py::list>(PyDict_Keys(tree))));
+    PyObject *key = nullptr, *value = nullptr;
+    for (py::ssize_t position = 0; PyDict_Next(tree, &position, &key, &value) != 0;) {
+      if (!FlattenInto(value, leaves, tokens)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  if (PyList_CheckExact(tree) || PyTuple_CheckExact(tree)) {
+    const py::ssize_t count = PySequence_Fast_GET_SIZE(tree);
+    tokens.append(py::handle(type));
+    tokens.append(count);
+    for (py::ssize_t i = 0; i < count; ++i) {
+      if (!FlattenInto(PySequence_Fast_ITEMS(tree)[i], leaves, tokens)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  if (PyUnicode_CheckExact(tree) || PyBool_Check(tree)) {
+    leaves.append(py::handle(tree));
+    tokens.append(py::none());
+    return true;
+  }
+  return false;
+}
+
+// What a graph is compiled for, of its tensor inputs: sizes, dtype, device, whether a gradient is wanted, and which of
+// them share a buffer. None for the rest.
+py::tuple Signature(const py::list& leaves) {
+  std::string key;
+  bool pending = false;
+  ska::flat_hash_map<const lazy::BackendData*, std::size_t> first;
+  first.reserve(leaves.size());
+  py::list others;
+  const auto put = [&key](std::int64_t value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    PyObject* item = PyList_GET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(i));
+    if (!THPVariable_Check(item)) {
+      put(-1);
+      others.append(py::handle(item));
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(item);
+    const abi::Resolution resolved = abi::Resolve(tensor);
+    put(tensor.dim());
+    for (std::int64_t size : tensor.sizes()) {
+      put(size);
+    }
+    put(static_cast<std::int64_t>(tensor.scalar_type()) * 4 + (tensor.requires_grad() ? 1 : 0) +
+        (resolved.state == abi::TensorState::kNotXla ? 2 : 0));
+    put(tensor.device().has_index() ? tensor.device().index() : -1);
+    if (resolved.buffer == nullptr) {
+      pending = pending || resolved.state != abi::TensorState::kNotXla;
+      put(-1);
+    } else {
+      put(static_cast<std::int64_t>(first.emplace(resolved.buffer.get(), i).first->second));
+    }
+  }
+  return py::make_tuple(py::bytes(key), pending, others);
+}
+
 py::dict DonorDict(const Donor& donor) {
   static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
   py::dict result;
@@ -365,6 +439,47 @@ PYBIND11_MODULE(_C, m) {
       py::arg("call"), py::arg("donors"), py::arg("graph"),
       "The next run of a compiled graph on this thread consumes these tensors, which the call has marked.");
   m.def("disarm_run", &DisarmRun, "Ends arm_run, whether the graph has run or not.");
+  m.def(
+      "flatten",
+      [](py::handle tree) -> py::object {
+        py::list leaves, tokens;
+        if (!FlattenInto(tree.ptr(), leaves, tokens)) {
+          return py::none();
+        }
+        return py::make_tuple(leaves, py::tuple(tokens));
+      },
+      py::arg("tree"),
+      "Leaves and structure (hashable) of dicts, lists and tuples, in the order of torch's pytrees; None for a tree "
+      "with "
+      "anything else in it.");
+  m.def("signature", &Signature, py::arg("leaves"),
+        "(bytes that differ if a graph traced for these tensors does, whether one is pending, what is no tensor).");
+  m.def(
+      "any_pending",
+      [](const py::list& tensors) {
+        for (py::handle item : tensors) {
+          if (abi::Resolve(TensorOf(item)).state == abi::TensorState::kPending) {
+            return true;
+          }
+        }
+        return false;
+      },
+      py::arg("tensors"), "Whether one of the tensors is not materialised.");
+  m.def(
+      "identity",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        return std::make_pair(reinterpret_cast<std::uintptr_t>(resolved.tensor.get()),
+                              reinterpret_cast<std::uintptr_t>(resolved.buffer.get()));
+      },
+      py::arg("tensor"), "Numbers that tell apart what a tensor shares with its aliases, and its buffer; 0 for none.");
+  m.def(
+      "has_graph",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        return resolved.tensor != nullptr && resolved.buffer == nullptr && bool(resolved.tensor->ir_value);
+      },
+      py::arg("tensor"), "Whether the tensor is the result of operations that have not run.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
         "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
   m.def(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -32,9 +32,9 @@ class Donated:
     def __init__(self, compiled: Compiled, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self._plan, self._compiled = plan, compiled
         values = [_arguments.value(slot, args, kwargs) for slot in plan.donated]
-        parts = [_leaves.leaves_of(value) for value in values]
-        self.leaves = [_leaves.without_wrapper(leaf) for part in parts for leaf in part]
-        self.names = compiled.names(plan, values, [len(part) for part in parts])
+        parts = [_leaves.structure(value) for value in values]
+        self.leaves = [_leaves.without_wrapper(leaf) for leaves, _ in parts for leaf in leaves]
+        self.names = compiled.names(plan, values, [structure for _, structure in parts])
 
     def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, held: bool) -> _C.Call:
         """Marks them, all or none. Held marks are for a run of a compiled graph; steps leave them alone.
@@ -117,23 +117,15 @@ class Compiled:
         """Whether an unusable donation of this function is an error."""
         return _config.strict_by_default() if self._strict is None else self._strict
 
-    def names(self, plan: Plan, values: Sequence[Any], counts: Sequence[int]) -> CallNames:
-        """The names of a call's donated leaves.
-
-        Paths cost more than leaves, so they are worked out once for each outer shape of the arguments.
-        """
-        key = (id(plan), *((count, type(value), _keys(value)) for value, count in zip(values, counts)))
+    def names(self, plan: Plan, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
+        """The names of a call's donated leaves; worked out once for each structure, since that takes a while."""
+        key = (id(plan), *structures)
         found = self._names.get(key)
         if found is None:
-            parts = [
-                (slot, count, _leaves.flatten(value)[1]) for slot, count, value in zip(plan.donated, counts, values)
-            ]
+            flat = [_leaves.flatten(value) for value in values]
+            parts = [(slot, len(leaves), names) for slot, (leaves, names) in zip(plan.donated, flat)]
             found = self._names[key] = CallNames(parts)
         return found
-
-
-def _keys(value: Any) -> Any:
-    return tuple(value) if type(value) is dict else None
 
 
 def _check_static(slot: _arguments.Slot, value: Any) -> None:
@@ -240,6 +232,12 @@ def compile(
     if not callable(f):
         raise TypeError(f"f is of type {type(f).__name__}, which cannot be called.")
     arguments = Arguments(f, **options)
+    if pure and backend != "lazy":
+        raise ValueError(f'pure=True goes with backend="lazy" only; backend is {backend!r}.')
+    if pure:
+        from torch_xla_donate._pure import PureCompiled
+
+        return PureCompiled(f, arguments, strict, **kwargs)
     if backend == "lazy":
         return LazyCompiled(f, arguments, strict, **kwargs)
     if backend == "openxla":

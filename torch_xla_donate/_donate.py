@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _host, _into, _leaves
-from torch_xla_donate._errors import DonationError, warn
+from torch_xla_donate._errors import DonationError, is_internal, warn
 
 
 def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> None:
@@ -182,9 +182,9 @@ def donation_disabled() -> Iterator[None]:
 
 
 def call_site() -> str:
-    """``file:line`` of the nearest caller outside this package."""
+    """``file:line`` of the nearest caller outside this package, torch and torch_xla."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch_xla_donate"):
+    while frame.f_back is not None and is_internal(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

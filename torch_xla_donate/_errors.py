@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from typing import Any
 
@@ -41,3 +42,17 @@ def describe_use(name: str, array: str, where: str, step: int) -> str:
         "still readable, and copying a new value in as a whole (t.copy_(new)) makes the tensor "
         "usable again."
     )
+
+
+def is_internal(module: str) -> bool:
+    """Whether a module is not the user's: this package, torch, torch_xla, and what stands between them."""
+    return module.partition(".")[0] in ("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools")
+
+
+def line_of(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of the user's code that an error has passed."""
+    found = "unknown line"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not is_internal(frame.f_globals.get("__name__", "")):
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found

@@ -211,7 +211,7 @@ def extract_graph(
     import torch_xla
     from torch_xla._dynamo import dynamo_bridge
 
-    original = dynamo_bridge.extract_graph_helper
+    original: Any = dynamo_bridge.extract_graph_helper
     parts = 0
 
     def extract_part(*args: Any) -> Any:
@@ -223,11 +223,18 @@ def extract_graph(
         with donor_flags(donors):
             return original(*args)
 
-    dynamo_bridge.extract_graph_helper = extract_part
+    dynamo_bridge.extract_graph_helper = extract_part  # type: ignore[assignment]
     try:
         return dynamo_bridge.extract_compiled_graph(model, tuple(arguments)), parts
     finally:
         dynamo_bridge.extract_graph_helper = original
+
+
+def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of a materialised tensor's buffer."""
+    _, found = xlac()._get_tensors_xla_device_data_node([tensor])
+    same: torch.Tensor = found[0]
+    return same
 
 
 @contextlib.contextmanager
@@ -263,7 +270,7 @@ def captured_frame() -> CapturedFrame | None:
 
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        owner = frame.f_locals.get("self")
+        owner: Any = frame.f_locals.get("self")
         if type(owner).__name__ == "OutputGraph":
             returned: set[str] = set()
 
@@ -293,3 +300,83 @@ def runtime() -> Any:
     import torch_xla.runtime
 
     return torch_xla.runtime
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Operations inside are recorded and do not run. What is pending before runs first.
+
+    The random seed is afterwards what it was before.
+    """
+    import torch_xla
+
+    seed = xlac()._xla_get_rng_seed()
+    torch_xla.sync()
+    torch_xla.core.xla_model.wait_device_ops()
+    saved = xlac()._get_use_eager_mode(), xlac()._get_allow_execution()
+    xlac()._set_use_eager_mode(False)
+    xlac()._set_allow_execution(False)
+    try:
+        yield
+    finally:
+        xlac()._set_allow_execution(saved[1])
+        xlac()._set_use_eager_mode(saved[0])
+        torch_xla.core.xla_model.set_rng_state(seed)
+
+
+def is_refused_execution(error: RuntimeError) -> bool:
+    """Whether torch_xla has refused to run something while `tracing`."""
+    return "Unexpected execution" in str(error)
+
+
+@contextlib.contextmanager
+def graph_name(name: str) -> Iterator[None]:
+    """The name of the HLO modules of graphs that are compiled inside."""
+    saved = xlac()._get_current_graph_name()
+    xlac()._set_current_graph_name(name)
+    try:
+        yield
+    finally:
+        xlac()._set_current_graph_name(saved)
+
+
+def compile_graph(
+    outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]
+) -> tuple[bytes | None, list[torch.Tensor], list[int]]:
+    """Compiles the pending graph of some tensors, without running it, donating the buffers given.
+
+    Returns the hash by which `run_graph` finds it, a tensor for each of its inputs, and the places among them of the
+    random seed. No hash if there is nothing to run.
+    """
+    if not outputs:
+        return None, [], []
+    ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
+    saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
+    xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
+    xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
+    try:
+        with donor_flags(donors):
+            graph_hash = xlac()._get_graph_hash(list(outputs))
+            xlac()._xla_warm_up_cache(list(outputs), [])
+    finally:
+        xlac()._set_allow_execution(saved[1])
+        xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
+    seed = xlac()._get_seed_info_id()
+    return graph_hash, inputs, [place for place, tensor_id in enumerate(ids) if tensor_id == seed]
+
+
+def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:
+    """Runs a graph of `compile_graph`. The random seed, if it has one, goes on as at the end of a step."""
+    if seed is not None:
+        import torch_xla.core.xla_model as xm
+
+        device = str(inputs[seed].device)
+        inputs[seed] = xlac()._get_base_seed_as_tensor(device)
+        xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
+    return list(xlac()._run_cached_graph(graph_hash, inputs))
+
+
+def autocast_state() -> tuple[Any, ...]:
+    """What torch.autocast does to operations on XLA tensors here."""
+    enabled = torch.is_autocast_enabled("xla")
+    return (enabled, torch.get_autocast_dtype("xla") if enabled else None)

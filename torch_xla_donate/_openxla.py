@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from functorch.compile import make_boxed_func
 from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
 from torch_xla_donate import _host, _leaves, _runs
@@ -65,7 +65,7 @@ class Graph:
         model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
         run, parts = _host.extract_graph(model, args, [args[i] for i in positions])
         if positions and parts != 1:
-            # Operations without an XLA lowering split the graph, and a later part may need what an earlier one consumed.
+            # Operations without an XLA lowering split the graph; a later part may need what an earlier one consumed.
             self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
             model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
             run, _ = _host.extract_graph(model, args, [])
@@ -106,8 +106,8 @@ class OpenxlaCompiled(Compiled):
         def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
             kept = _handed_on(graph)
             if kept is None:
-                return make_boxed_func(Graph(graph, frozenset(), _MERGED))  # type: ignore[no-any-return]
-            return make_boxed_func(Graph(graph, kept | returned, refusal))  # type: ignore[no-any-return]
+                return make_boxed_func(Graph(graph, frozenset(), _MERGED))  # type: ignore[no-any-return, no-untyped-call]
+            return make_boxed_func(Graph(graph, kept | returned, refusal))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
         return backend(model, inputs)  # type: ignore[no-any-return]
@@ -151,5 +151,5 @@ def _handed_on(graph: torch.fx.GraphModule) -> frozenset[int] | None:
         return None
     for output in metadata.output_info:
         if output.output_type in (OutputType.alias_of_input, OutputType.is_input):
-            kept.add(output.base_idx)
+            kept.add(output.base_idx)  # type: ignore[arg-type]
     return frozenset(kept)

@@ -112,7 +112,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         raise ValueError(f"steps is {steps}; it must be 1 or more.")
     _C.wait_for_steps()
     _into.resolve_pairs(wait=True)
-    found = _C.steps()
+    found = sorted(_C.steps(), key=lambda step: step["number"])  # they end in any order
     if steps is not None:
         found = found[-steps:]
     donors = [_donor(raw, step) for step in found for raw in step["donors"]]

@@ -61,9 +61,7 @@ class Offer:
         """Which arguments of a graph may be consumed by its run."""
         if self._off:
             return ()
-        return tuple(
-            position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused
-        )
+        return tuple(position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused)
 
     def refuse(self, arguments: Sequence[Any], reason: str) -> None:
         """These arguments stay, for this reason, whatever else the call runs."""
