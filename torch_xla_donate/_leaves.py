@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -117,13 +118,15 @@ def structure(tree: Any) -> tuple[list[Any], Hashable]:
     if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
         return leaves, spec
     inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
-    return flatten(tree)[0], (spec, inside)
+    expanded, names = flatten(tree)
+    # The names, too: an optimizer has state only after its first step.
+    return expanded, (spec, inside, tuple(names.name(i) for i in range(len(expanded))))
 
 
 def _identity(collection: Any) -> Hashable:
-    if isinstance(collection, torch.nn.Module):
-        return (id(collection), tuple(module.training for module in collection.modules()))
-    return id(collection)
+    # An id would be that of another one once this one is gone.
+    training = [m.training for m in collection.modules()] if isinstance(collection, torch.nn.Module) else []
+    return weakref.ref(collection), tuple(training)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Names]:
