@@ -234,7 +234,7 @@ def compile(
         An object to be called like ``f``. Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers or names of another type. At a call: a donated leaf is an object that is no registered pytree.
+        TypeError: numbers or names of another type. At a call: a donated leaf is an object that is no pytree.
         ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
             without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
             argument that is not donated, too.
