@@ -438,6 +438,15 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"),
       "The next run of a compiled graph on this thread consumes these tensors, which the call has marked.");
+  m.def("inspect_next_run", &InspectNextRun,
+        "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
+  m.def(
+      "take_inspected",
+      []() -> py::object {
+        const auto graph = TakeInspected();
+        return graph.has_value() ? py::object(py::make_tuple(graph->text, graph->memory)) : py::none();
+      },
+      "(optimised HLO, memory statistics) of the run that inspect_next_run has stopped; None if there was none.");
   m.def("disarm_run", &DisarmRun, "Ends arm_run, whether the graph has run or not.");
   m.def(
       "flatten",

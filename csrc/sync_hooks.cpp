@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "got_patch.h"
 #include "parameter_order.h"
@@ -88,6 +89,10 @@ struct ArmedRun {
 
 struct ThreadState {
   std::optional<ArmedRun> armed;
+  // A run is to be described instead.
+  bool inspecting = false;
+  Executor::Async* inspected_run = nullptr;
+  std::optional<abi::CompiledGraph> inspected;
   // Inside of ForAllDeviceContexts: the live tensors are being listed.
   bool listing = false;
   // Whether a list is kept. Decided when it begins: a mark that another thread makes meanwhile waits for the next step.
@@ -413,6 +418,10 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
   ThreadState& state = State();
+  if (state.inspecting) {
+    state.inspected_run = self;
+    return;
+  }
   if (state.current == nullptr && state.armed.has_value()) {
     ClaimRun(state, self);
     return;
@@ -426,6 +435,11 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
 
 std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run) {
   ThreadState& state = State();
+  if (state.inspected_run != nullptr && &state.inspected_run->mwait == self) {
+    // The graph has come to the run by now; to throw here keeps it from being scheduled.
+    state.inspected = abi::DescribeGraph(*std::exchange(state.inspected_run, nullptr));
+    throw InspectedRun("the graph was described, not run");
+  }
   if (state.current != nullptr && state.current->runner == self) {
     const std::shared_ptr<StepInProgress> current = std::move(state.current);
     state.current = nullptr;
@@ -604,6 +618,18 @@ std::vector<std::shared_ptr<abi::TensorData>> ListedTensors() {
     result.push_back(weak.lock());
   }
   return result;
+}
+
+void InspectNextRun() {
+  State().inspecting = true;
+  State().inspected.reset();
+}
+
+std::optional<abi::CompiledGraph> TakeInspected() {
+  ThreadState& state = State();
+  state.inspecting = false;
+  state.inspected_run = nullptr;
+  return std::exchange(state.inspected, std::nullopt);
 }
 
 void PushDonationDisabled() { ++State().disabled; }

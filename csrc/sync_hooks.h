@@ -21,6 +21,8 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <functional>
+#include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -68,6 +70,14 @@ void ThrowIfConsumed(const lazy::BackendData* buffer);
 // marked by the call; the graph has been compiled with exactly them as donors. Ends with DisarmRun().
 void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph);
 void DisarmRun();
+
+// The next run of a compiled graph on this thread is described and not run: an exception of the class InspectedRun ends
+// it. Ends with TakeInspected(), which gives nothing if no run came.
+struct InspectedRun : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+void InspectNextRun();
+std::optional<abi::CompiledGraph> TakeInspected();
 
 // The data of this thread's last list of live tensors, as long as nothing has happened since.
 std::vector<std::shared_ptr<abi::TensorData>> ListedTensors();

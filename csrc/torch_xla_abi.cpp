@@ -29,6 +29,19 @@ const char* const kTensorCollectionBarrier =
 const char* const kMarkStep = "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
 const char* const kCompleter = "_ZN5torch4lazy9MultiWait9CompleterESt8functionIFvvEE";
 
+// torch_xla::runtime::ComputationClient::Computation: the first virtual function it adds.
+struct HostComputation : lazy::Computation {
+  virtual const std::string get_memory_info() const = 0;
+};
+struct HostCachedComputation {
+  std::shared_ptr<HostComputation> computation;
+  bool is_sharded;
+};
+// torch_xla::XLAGraphExecutor::Async: what it adds to torch's own part.
+struct HostAsync : Executor::Async {
+  std::shared_ptr<HostCachedComputation> cached_computation;
+};
+
 // torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace: there
 // the compiler would conclude that nobody overrides it.
 struct HostBuffer : lazy::BackendData {
@@ -39,6 +52,8 @@ namespace {
 
 constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
 constexpr const char* kTensorDataType = "N9torch_xla9XLATensor4DataE";
+constexpr const char* kAsyncType = "N9torch_xla16XLAGraphExecutor5AsyncE";
+constexpr const char* kComputationType = "N9torch_xla7runtime21PjRtComputationClient15PjRtComputationE";
 
 // torch_xla::XLATensor::Data: what it adds to torch's own part.
 struct HostTensorData : TensorData {
@@ -152,6 +167,19 @@ std::string DescribeBuffer(const lazy::BackendData& buffer) {
   };
   const std::string sharding = field("OpSharding: ");
   return field("Data Shape: ") + (sharding.empty() ? "" : " sharding=" + sharding);
+}
+
+CompiledGraph DescribeGraph(const Executor::Async& run) {
+  if (std::strcmp(typeid(run).name(), kAsyncType) != 0) {
+    Mismatch(std::string("a run is a ") + typeid(run).name() + ", expected " + kAsyncType);
+  }
+  const auto& cached = static_cast<const HostAsync&>(run).cached_computation;
+  const lazy::Computation* computation = cached == nullptr ? nullptr : cached->computation.get();
+  if (computation == nullptr || std::strcmp(typeid(*computation).name(), kComputationType) != 0) {
+    Mismatch(std::string("a run's graph is ") + (computation == nullptr ? "missing" : typeid(*computation).name()) +
+             ", expected " + kComputationType);
+  }
+  return {computation->to_string(), cached->computation->get_memory_info()};
 }
 
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {

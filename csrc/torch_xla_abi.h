@@ -95,6 +95,14 @@ std::int64_t AliasId(const TensorData& tensor);
 // where there is one. Empty if the host's text is not understood.
 std::string DescribeBuffer(const lazy::BackendData& buffer);
 
+// A compiled graph in XLA's words: the optimised HLO module, and the bytes that a run takes.
+struct CompiledGraph {
+  std::string text;
+  std::string memory;
+};
+// The graph of a run that has been prepared. Throws std::runtime_error if the objects are not of the classes expected.
+CompiledGraph DescribeGraph(const Executor::Async& run);
+
 // Compares a fresh, uploaded float32[3] probe and torch_xla's own id of it with all that is assumed here.
 // Throws std::runtime_error that names the first assumption which does not hold.
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id);

@@ -8,13 +8,16 @@ import numbers
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from torch_xla_donate import _C, _arguments, _config, _donate, _leaves, _report
+from torch_xla_donate import _C, _arguments, _config, _donate, _leaves, _log, _report  # type: ignore[no-redef]
 from torch_xla_donate._arguments import ArgNames, ArgNums, Arguments, CallNames, Plan
 from torch_xla_donate._errors import DonationError, DonationWarning
+
+if TYPE_CHECKING:
+    from torch_xla_donate._ahead import Lowered
 
 Backend = Literal["lazy", "openxla"]
 
@@ -95,7 +98,7 @@ class Compiled:
         _scope.inside = True
         try:
             # What the step has to tell waits until torch_xla has put its own state in order.
-            with _report.later():
+            with _report.later(), _log.compilations(self.function):
                 result = self._run(plan, args, kwargs, where)
         finally:
             _scope.inside = False
@@ -110,6 +113,39 @@ class Compiled:
                 error.result = result
             raise
         return result
+
+    @property
+    def function(self) -> str:
+        """What messages call the function."""
+        return self._arguments.function
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, as a part of a step of somebody else's."""
+        inside, _scope.inside = _scope.inside, True
+        try:
+            return self._f(*args, **kwargs)
+        finally:
+            _scope.inside = inside
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces the function for these arguments, without running it.
+
+        Args:
+            *args: as for a call. Arrays may be placeholders, which take no memory
+                (``torch_xla.core.xla_builder.create_placeholder_tensor``); real ones are not consumed.
+            **kwargs: the same.
+
+        Returns:
+            An object with ``as_text()`` (HLO), ``args_info`` and ``compile()``, which has ``memory_analysis()``. It is
+            traced by torch_xla's lazy tensors whatever the backend.
+
+        Raises:
+            DonationError: the function reads a value on the host.
+        """
+        from torch_xla_donate._ahead import Lowered
+
+        _donate.prepare(_donate.call_site())
+        return Lowered(self, self._arguments.plan(args, kwargs), args, kwargs)
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         """Runs the step, and ends the marks that it has made. Returns f's result."""

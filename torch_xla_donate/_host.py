@@ -324,6 +324,13 @@ def tracing() -> Iterator[None]:
         torch_xla.core.xla_model.set_rng_state(seed)
 
 
+def forget_pending() -> None:
+    """Throws away everything on this device that has not run. Reading such a tensor is an error of torch_xla then."""
+    import torch_xla
+
+    xlac()._clear_pending_irs(str(torch_xla.device()))
+
+
 def is_refused_execution(error: RuntimeError) -> bool:
     """Whether torch_xla has refused to run something while `tracing`."""
     return "Unexpected execution" in str(error)
@@ -380,3 +387,59 @@ def autocast_state() -> tuple[Any, ...]:
     """What torch.autocast does to operations on XLA tensors here."""
     enabled = torch.is_autocast_enabled("xla")
     return (enabled, torch.get_autocast_dtype("xla") if enabled else None)
+
+
+def compilations() -> int:
+    """How many graphs torch_xla has compiled in this process."""
+    return int(xlac()._xla_counter_value("UncachedCompile") or 0)
+
+
+def compile_seconds(count: int) -> float:
+    """How long XLA took for the last so many compilations."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")  # type: ignore[no-untyped-call]
+    return float(sum(nanoseconds for _, nanoseconds in data[2][-count:]) / 1e9) if data is not None else 0.0
+
+
+def describe_graph(graph_hash: bytes) -> tuple[str, str]:
+    """A graph of `compile_graph`: its optimised HLO, and what XLA says of its memory."""
+    from torch_xla_donate import _C
+
+    _C.inspect_next_run()
+    try:
+        xlac()._run_cached_graph(graph_hash, [])
+    except RuntimeError:
+        described: tuple[str, str] | None = _C.take_inspected()
+        if described is None:
+            raise
+        return described
+    finally:
+        _C.take_inspected()
+    raise AssertionError("unreachable: the hook stops the run")
+
+
+def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> str:
+    """HLO of the pending graph of some tensors, before optimisation, with the donors among its parameters."""
+    from torch_xla_donate import _C
+
+    if not outputs:
+        return ""
+    buffers = {_C.identity(tensor)[1] for tensor in donors}
+    _, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
+    numbers = [number for number, tensor in enumerate(inputs) if _C.identity(tensor)[1] in buffers]
+    text = str(xlac()._get_xla_tensors_hlo(list(outputs)))
+    if not numbers:
+        return text
+    # torch_xla leaves the donors out of this text; the place is the one where XLA prints them.
+    entries = ", ".join(f"({number}, {{}})" for number in numbers)
+    return text.replace(", entry_computation_layout=", f", buffer_donor={{ {entries} }}, entry_computation_layout=", 1)
+
+
+def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like the one given, without memory."""
+    from torch_xla.core import xla_builder
+
+    shape = tuple(tensor.shape)
+    empty: torch.Tensor = xla_builder.create_placeholder_tensor(shape, tensor.dtype)  # type: ignore[no-untyped-call]
+    return empty.requires_grad_(tensor.requires_grad)

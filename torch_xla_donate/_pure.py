@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_xla_donate import _C, _arguments, _donate, _errors, _host, _leaves, _runs
+from torch_xla_donate import _C, _arguments, _donate, _errors, _host, _leaves, _log, _runs
 from torch_xla_donate._arguments import Arguments, Plan
 from torch_xla_donate._compile import Compiled, Donated
 
@@ -33,7 +33,7 @@ class Recorder(TorchFunctionMode):
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
-        self._before = [_Before(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
+        self._before = [Before(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
         self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._made_on_host: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
 
@@ -67,7 +67,7 @@ class Recorder(TorchFunctionMode):
         if buffer and identity not in self.given:
             known = self.captured.get(identity)
             if known is None:
-                self._before.append(_Before(tensor))
+                self._before.append(Before(tensor))
             if known is None or isinstance(tensor, torch.nn.Parameter):
                 self.captured[identity] = tensor
         return identity, buffer
@@ -122,18 +122,21 @@ class Recorder(TorchFunctionMode):
                 )
 
 
-class _Before:
+class Before:
     """What a tensor from outside held when the trace came upon it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._buffer = _C.identity(tensor)[1]
-        self._same = _host.same_buffer(tensor)
+        self.same = _host.same_buffer(tensor)
+
+    def is_replaced(self) -> bool:
+        return bool(_C.identity(self.tensor)[1] != self._buffer)
 
     def restore(self) -> None:
-        if _C.identity(self._tensor)[1] != self._buffer:
+        if self.is_replaced():
             with torch.no_grad():
-                self._tensor.copy_(self._same)
+                self.tensor.copy_(self.same)
 
 
 class HostReads(TorchDispatchMode):
@@ -197,7 +200,9 @@ class Program:
                 self._results = [self._result(leaf, places, given) for leaf in results]
                 self.returned = [slot.source for slot in self._results if slot.kind == "argument"]
                 donors = [i for i in offered if i not in self.returned]
-                self._hash, inputs, seeds = _host.compile_graph(list(outputs.values()), [leaves[i] for i in donors])
+                pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
+                _log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
+                self._hash, inputs, seeds = _host.compile_graph(pending, given_up)
             finally:
                 recorder.restore()
         self._seed = seeds[0] if seeds else None
@@ -291,7 +296,6 @@ class PureCompiled(Compiled):
         max_different_graphs: int | None = None,
     ) -> None:
         super().__init__(f, arguments, strict)
-        self.function = arguments.function
         self._graph_name = name or arguments.function
         self._limit = max_different_graphs
         self._programs: dict[Hashable, Program] = {}

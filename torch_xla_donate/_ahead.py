@@ -1,0 +1,253 @@
+"""compile(...).lower(*args): what a function would compile to, without running it or touching its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C, _arguments, _host, _leaves, _log
+from torch_xla_donate._arguments import Plan
+from torch_xla_donate._compile import Compiled
+from torch_xla_donate._pure import Before, HostReads, Recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgInfo:
+    """A tensor leaf of the arguments.
+
+    Attributes:
+        shape: sizes of the whole array.
+        dtype: torch's.
+        donated: whether a call gives its buffer up.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    donated: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAnalysis:
+    """Bytes of one run on one device, as XLA counts them. Aliased bytes are a part of arguments and of outputs.
+
+    `peak_bytes` is what has to be there at once: arguments, outputs and temporaries, aliased bytes once.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    generated_code_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+class Lowered:
+    """A function traced for certain arguments. `Compiled.lower` makes it.
+
+    Attributes:
+        args_info: ``(args, kwargs)`` with an `ArgInfo` in the place of each tensor; anything else as it is.
+    """
+
+    def __init__(self, compiled: Compiled, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._compiled = compiled
+        self._plan = plan
+        # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
+        self._args, self._kwargs = pytree.tree_map(_placeholder, (args, kwargs))
+        self.args_info = _describe(plan, args, kwargs)
+        with self._traced() as (outputs, donors):
+            self._text = _host.hlo_text(outputs, donors)
+        _log.dump_lowered(compiled.function, self.as_text)
+
+    @contextmanager
+    def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """What a step would compute, and the tensors whose buffers it would donate."""
+        function = self._compiled.function
+        leaves: dict[bool, list[Any]] = {}
+        for donated, slots in ((True, self._plan.donated), (False, self._plan.kept)):
+            values = [_arguments.value(slot, self._args, self._kwargs) for slot in slots]
+            leaves[donated] = [leaf for value in values for leaf in _leaves.leaves_of(value)]
+        with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
+            observer = Observer(function, [*leaves[True], *leaves[False]])
+            given = [_host.same_buffer(leaf) for leaf in leaves[True] if _is_materialised(leaf)]
+            try:
+                with HostReads(function), observer:
+                    results = pytree.tree_leaves(self._compiled.body(*self._args, **self._kwargs))
+                returned = {_C.identity(leaf)[1] for leaf in results if isinstance(leaf, torch.Tensor)} - {0}
+                donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
+                yield _pending([*results, *observer.changed()]), [*donors, *observer.replaced()]
+            finally:
+                observer.restore()
+                # What the trace has left anywhere else may depend on arrays without memory. It must never run.
+                _host.forget_pending()
+
+    def as_text(self) -> str:
+        """HLO before optimisation; ``buffer_donor`` lists the parameters that outputs may take over."""
+        return self._text
+
+    def compile(self) -> Executable:
+        """Compiles for the device, and keeps the executable for later steps."""
+        with self._traced() as (outputs, donors), _log.compilations(self._compiled.function):
+            graph, _, _ = _host.compile_graph(outputs, donors)
+        text, memory = _host.describe_graph(graph) if graph is not None else (self._text, "")
+        return Executable(self._compiled, self.args_info, text, memory)
+
+
+class Executable:
+    """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
+
+    def __init__(self, compiled: Compiled, args_info: Any, text: str, memory: str) -> None:
+        self._compiled = compiled
+        self.args_info = args_info
+        self._text = text
+        self._memory = memory
+
+    def as_text(self) -> str:
+        """HLO after optimisation; ``input_output_alias`` lists the parameters that outputs take over."""
+        return self._text
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """The bytes of a run on one device; RuntimeError where the platform does not tell."""
+        sizes = dict(re.findall(r"(\w+)_size_in_bytes=(\d+)", self._memory))
+        try:
+            return MemoryAnalysis(
+                argument_bytes=int(sizes["argument"]),
+                output_bytes=int(sizes["output"]),
+                alias_bytes=int(sizes["alias"]),
+                temp_bytes=int(sizes["temp"]),
+                generated_code_bytes=int(sizes["generated_code"]),
+            )
+        except KeyError:
+            raise RuntimeError(f"this platform gives no memory statistics (found: {self._memory!r}).") from None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check(args, kwargs)
+        return self._compiled(*args, **kwargs)
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """TypeError unless the arguments are of the types that this was compiled for."""
+        expected, spec = pytree.tree_flatten(self.args_info, is_leaf=_is_info)
+        found, found_spec = pytree.tree_flatten((args, kwargs))
+        function = self._compiled.function
+        if spec != found_spec:
+            raise TypeError(f"{function} was compiled for arguments of the structure {spec}; called with {found_spec}.")
+        paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+        differing = []
+        for path, info, leaf in zip(paths, expected, found):
+            now: Any = _info(leaf, getattr(info, "donated", False))
+            if now != info:
+                differing.append(f"{_place(path)}: compiled for {info}, called with {now}")
+        if differing:
+            shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+            raise TypeError(
+                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, which "
+                "compiles for each type, or lower() it for these."
+            )
+
+
+class Observer(Recorder):
+    """Watches a trace that may change tensors from outside, as a step may."""
+
+    def __init__(self, function: str, arguments: Sequence[Any]) -> None:
+        super().__init__(function, arguments)
+        self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._gradients = [(leaf, leaf.grad) for leaf in arguments if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+        self._before += [Before(grad) for _, grad in self._gradients if grad is not None and _is_materialised(grad)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.device.type == "cpu" and id(leaf) not in self._on_host:
+                self._on_host[id(leaf)] = (leaf, leaf.detach().clone())
+            elif leaf.device.type == "xla":
+                known = len(self.captured)
+                self._read(leaf)
+                if len(self.captured) > known and leaf.is_leaf:
+                    self._gradients.append((leaf, leaf.grad))
+        return func(*args, **(kwargs or {}))
+
+    def restore(self) -> None:
+        super().restore()
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
+        with torch.no_grad():
+            for tensor, value in self._on_host.values():
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Tensors from outside that the trace has given new values, and gradients that it has added to."""
+        tensors = [before.tensor for before in self._before]
+        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+        return [*tensors, *gradients]
+
+    def replaced(self) -> list[torch.Tensor]:
+        """The buffers of tensors that have new values: torch_xla donates them by itself."""
+        return [before.same for before in self._before if before.is_replaced()]
+
+
+@contextmanager
+def _optimizers_restored(arguments: Sequence[Any]) -> Iterator[None]:
+    """Optimizers make their state at their first step; one that is only traced leaves none."""
+    optimizers = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.optim.Optimizer)]
+    saved = [{key: dict(state) for key, state in optimizer.state.items()} for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for optimizer, states in zip(optimizers, saved):
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+
+def _pending(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that have yet to be computed, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla" and _C.has_graph(tensor):
+            found.setdefault(_C.identity(tensor)[0], tensor)
+    return list(found.values())
+
+
+def _is_materialised(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and _C.identity(leaf)[1] != 0
+
+
+def _placeholder(leaf: Any) -> Any:
+    if not _is_materialised(leaf) or _host.sharding_spec(leaf):
+        return leaf
+    empty = _host.placeholder(leaf)
+    return torch.nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else empty
+
+
+def _is_info(leaf: Any) -> bool:
+    return isinstance(leaf, ArgInfo)
+
+
+def _info(leaf: Any, donated: bool) -> Any:
+    return ArgInfo(tuple(leaf.shape), leaf.dtype, donated) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _describe(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
+    donated = {slot.key for slot in plan.donated}
+    return (
+        tuple(pytree.tree_map(lambda leaf, i=i: _info(leaf, i in donated), value) for i, value in enumerate(args)),
+        {n: pytree.tree_map(lambda leaf, n=n: _info(leaf, n in donated), value) for n, value in kwargs.items()},
+    )
+
+
+def _place(path: Any) -> str:
+    """'argument 0['w']' of the path ([0][0]['w'])."""
+    key = path[1].idx if hasattr(path[1], "idx") else repr(path[1].key)
+    return f"argument {key}{pytree.keystr(path[2:])}"
