@@ -167,9 +167,7 @@ def test_any_number_of_positions_and_of_names(make, options, expected):
 @pytest.mark.parametrize(("number", "count"), [(2, 2), (-3, 2), (-1, 0)])
 def test_a_number_beyond_the_arguments_of_a_call_is_refused_where_there_may_be_any_number(make, number, count):
     f = torch_xla_donate.compile(lambda *args: [t + 1 for t in args], donate_argnums=number)
-    with pytest.raises(
-        ValueError, match=f"argument {number} of <lambda>, which was called with {count} pos"
-    ):
+    with pytest.raises(ValueError, match=f"argument {number} of <lambda>, which was called with {count} pos"):
         f(*[make(2) for _ in range(count)])
 
 
@@ -458,9 +456,7 @@ def test_an_argument_that_the_step_does_not_read_is_told_and_stays(make):
 
 def test_an_unusable_argument_is_named_in_the_warning(make):
     f = torch_xla_donate.compile(lambda state: state["w"].sum(), donate_argnums=0)
-    with pytest.warns(
-        DonationWarning, match=r"f32\[3\] state\['w'\] \(argument 0 of <lambda>\): no output of the"
-    ):
+    with pytest.warns(DonationWarning, match=r"f32\[3\] state\['w'\] \(argument 0 of <lambda>\): no output of the"):
         f({"w": make(3)})
         donation_report()
 
