@@ -105,6 +105,11 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
   }
+  if (DonationRegistry::Get().HasSpared()) {
+    for (const DonationRegistry::Leaf& leaf : resolved) {
+      ReportReuse(leaf.buffer.get());
+    }
+  }
   DonationRegistry::Get().Mark(resolved, site);
   for (const DonationRegistry::Leaf& leaf : resolved) {
     abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
@@ -318,6 +323,38 @@ std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object
   }
 }
 
+// A warning that a filter has made an error travels as torch's own exception, which holds it through any host code.
+void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report) {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    report(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error ours;
+    ours.persist();
+    throw ours;
+  }
+}
+
+py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
+  py::list result;
+  for (const BadOutput& output : outputs) {
+    py::dict item;
+    item["compiled"] = output.compiled;
+    item["index"] = output.index;
+    item["outputs"] = output.outputs;
+    item["array"] = output.array;
+    item["values"] = output.values;
+    item["nans"] = output.nans;
+    item["infs"] = output.infs;
+    result.append(item);
+  }
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -325,23 +362,27 @@ PYBIND11_MODULE(_C, m) {
 
   m.def(
       "set_callbacks",
-      [](py::object donated_buffer_error, py::object format_use, py::object step_ended) {
+      [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended) {
         HookCallbacks callbacks;
         callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
         // Kept for the life of the process, as the hooks are.
         auto* format = new py::object(std::move(format_use));
+        auto* reuse = new py::object(std::move(report_reuse));
         auto* ended = new py::object(std::move(step_ended));
         callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
           return DescribeUse(donor, step, *format);
         };
+        callbacks.report_reuse = [reuse](const Donor& donor, std::uint64_t step) { TellReuse(donor, step, *reuse); };
         callbacks.step_ended = [ended] {
           py::gil_scoped_acquire gil;
           (*ended)();
         };
         SetHookCallbacks(std::move(callbacks));
       },
-      py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("step_ended"),
-      "Lends the hooks an exception type, the text of its message and what to call at the end of a step.");
+      py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
+      "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used and "
+      "at "
+      "the end of a step.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {
@@ -351,6 +392,8 @@ PYBIND11_MODULE(_C, m) {
       }
     } catch (DonatedBufferAccess& access) {
       PyErr_SetString(access.python_type(), access.what());
+    } catch (python_error& raised) {
+      raised.restore();
     }
   });
 
@@ -557,15 +600,38 @@ PYBIND11_MODULE(_C, m) {
         py::dict result;
         result["pending"] = counts.pending;
         result["consumed"] = counts.consumed;
+        result["spared"] = counts.spared;
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
         return result;
       },
       "How many entries the registry holds.");
-  m.def("push_disabled", &PushDonationDisabled, "This thread's steps donate nothing until the matching pop_disabled.");
-  m.def("pop_disabled", &PopDonationDisabled, "Ends the innermost push_disabled of this thread.");
+  m.def(
+      "push_disabled",
+      [](bool report_reuse, bool check_outputs) { PushDonationDisabled({report_reuse, check_outputs}); },
+      py::arg("report_reuse"), py::arg("check_outputs"),
+      "This thread's steps donate nothing until the matching pop_disabled.");
+  m.def(
+      "pop_disabled", [](bool report_reuse, bool check_outputs) { PopDonationDisabled({report_reuse, check_outputs}); },
+      py::arg("report_reuse"), py::arg("check_outputs"),
+      "Ends a push_disabled of this thread with the same arguments.");
+  m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
   m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
+  m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
+        "Whether donation is disabled, uses are reported and outputs noted on every thread.");
+  m.def(
+      "take_bad_outputs",
+      [](bool infs) {
+        std::vector<BadOutput> bad;
+        {
+          const py::gil_scoped_release release;
+          bad = TakeBadOutputs(infs);
+        }
+        return BadOutputDicts(bad);
+      },
+      py::arg("infs"),
+      "The outputs of this thread's runs since the last call that hold a NaN (or infinity); waits for them.");
   m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
         "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
 }

@@ -1,43 +1,16 @@
 // The marks and their states, under one mutex.
 #include "donation_registry.h"
 
-#include <c10/core/ScalarType.h>
 #include <pthread.h>
 
 #include <algorithm>
 
+#include "array_text.h"
+
 namespace torch_xla_donate {
 
-namespace {
-
-// XLA's names of the element types.
-const char* ElementType(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::ScalarType::Bool: return "pred";
-    case at::ScalarType::Byte: return "u8";
-    case at::ScalarType::Char: return "s8";
-    case at::ScalarType::Short: return "s16";
-    case at::ScalarType::Int: return "s32";
-    case at::ScalarType::Long: return "s64";
-    case at::ScalarType::UInt16: return "u16";
-    case at::ScalarType::UInt32: return "u32";
-    case at::ScalarType::UInt64: return "u64";
-    case at::ScalarType::Half: return "f16";
-    case at::ScalarType::BFloat16: return "bf16";
-    case at::ScalarType::Float: return "f32";
-    case at::ScalarType::Double: return "f64";
-    case at::ScalarType::ComplexFloat: return "c64";
-    case at::ScalarType::ComplexDouble: return "c128";
-    case at::ScalarType::Float8_e4m3fn: return "f8e4m3fn";
-    case at::ScalarType::Float8_e5m2: return "f8e5m2";
-    default: return c10::toString(dtype);
-  }
-}
-
-}  // namespace
-
 std::string Donor::Shape() const {
-  std::string text = ElementType(dtype);
+  std::string text = ElementName(dtype);
   text += '[';
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     text += (i == 0 ? "" : ",") + std::to_string(sizes[i]);
@@ -86,7 +59,8 @@ DonationRegistry::DonationRegistry() {
 }
 
 void DonationRegistry::Refresh() {
-  armed_.store(!pending_.empty() || !consumed_.empty(), std::memory_order_relaxed);
+  armed_.store(!pending_.empty() || !consumed_.empty() || !spared_.empty(), std::memory_order_relaxed);
+  has_spared_.store(!spared_.empty(), std::memory_order_relaxed);
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
 
@@ -103,6 +77,9 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
   std::lock_guard<std::mutex> lock(mutex_);
   pending_.reserve(pending_.size() + leaves.size());
   for (const Leaf& leaf : leaves) {
+    if (!spared_.empty()) {
+      spared_.erase(leaf.buffer.get());
+    }
     DonorPtr& donor = pending_[leaf.buffer.get()];
     if (donor != nullptr && !donor->buffer.expired()) {
       const Holder fresh{leaf.tensor, site, leaf.index, leaf.target};
@@ -301,8 +278,39 @@ std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindConsumed(const lazy::Ba
                              : std::pair<DonorPtr, std::uint64_t>{consumed->donor, step->number};
 }
 
+void DonationRegistry::Spare(const std::vector<DonorPtr>& donors, std::uint64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const DonorPtr& donor : donors) {
+    const lazy::BackendDataPtr buffer = donor->buffer.lock();
+    if (buffer != nullptr) {
+      spared_[buffer.get()] = {donor, step};
+    }
+  }
+  Refresh();
+}
+
+std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindSpared(const lazy::BackendData* buffer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = spared_.find(buffer);
+  // A copy: the caller reads it without the lock.
+  return found == spared_.end() || found->second.first->buffer.expired()
+             ? std::pair<DonorPtr, std::uint64_t>{nullptr, 0}
+             : std::pair<DonorPtr, std::uint64_t>{std::make_shared<Donor>(*found->second.first), found->second.second};
+}
+
+void DonationRegistry::Forgive(std::uint64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = spared_.begin(); it != spared_.end();) {
+    it = it->second.second == step ? spared_.erase(it) : std::next(it);
+  }
+  Refresh();
+}
+
 void DonationRegistry::Sweep() {
   std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = spared_.begin(); it != spared_.end();) {
+    it = it->second.first->buffer.expired() ? spared_.erase(it) : std::next(it);
+  }
   for (auto it = consumed_.begin(); it != consumed_.end();) {
     it = it->second.donor->buffer.expired() ? consumed_.erase(it) : std::next(it);
   }
@@ -533,7 +541,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices() {
 
 DonationRegistry::Counts DonationRegistry::Size() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return {pending_.size(), consumed_.size(), steps_.size(), outcomes_.size()};
+  return {pending_.size(), consumed_.size(), spared_.size(), steps_.size(), outcomes_.size()};
 }
 
 }  // namespace torch_xla_donate

@@ -120,9 +120,10 @@ class DonationRegistry {
   // Never destroyed: hooks may run until the process ends.
   static DonationRegistry& Get();
 
-  // Whether any hook has something to look for: a mark, or a donated buffer that somebody may still touch.
+  // Whether any hook has something to look for: a mark, or a donated or spared buffer that somebody may still touch.
   bool Armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
+  bool HasSpared() const noexcept { return has_spared_.load(std::memory_order_relaxed); }
 
   // A leaf ready to be marked: its buffer is materialised, not read-only.
   struct Leaf {
@@ -169,6 +170,15 @@ class DonationRegistry {
   // for certain, so the caller must not hold the GIL or a host lock.
   std::pair<DonorPtr, std::uint64_t> FindConsumed(const lazy::BackendData* buffer);
 
+  // --- Donors that a step would have consumed, had donation not been disabled ---
+
+  // Their use is reported from now on, until they are marked anew or nobody holds them.
+  void Spare(const std::vector<DonorPtr>& donors, std::uint64_t step);
+  // A copy of the spared donor, and the step that would have consumed it; null if there is none.
+  std::pair<DonorPtr, std::uint64_t> FindSpared(const lazy::BackendData* buffer) const;
+  // The step's spared donors may be used: it has failed, or is to be run again.
+  void Forgive(std::uint64_t step);
+
   // --- The life of a step, driven by sync_hooks ---
 
   // Forgets what can no longer be touched. Once per step; linear in what is remembered.
@@ -207,7 +217,7 @@ class DonationRegistry {
   std::vector<StepSnapshot> TakeNotices();
 
   struct Counts {
-    std::size_t pending, consumed, steps, outcomes;
+    std::size_t pending, consumed, spared, steps, outcomes;
   };
   Counts Size() const;
 
@@ -231,10 +241,12 @@ class DonationRegistry {
   std::condition_variable settled_;
   std::atomic<bool> armed_{false};
   std::atomic<bool> has_notices_{false};
+  std::atomic<bool> has_spared_{false};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;
   ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
   ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
+  ska::flat_hash_map<const lazy::BackendData*, std::pair<DonorPtr, std::uint64_t>> spared_;
   std::deque<StepPtr> steps_;
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;

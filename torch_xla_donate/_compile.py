@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from torch_xla_donate import _C, _arguments, _config, _donate, _leaves, _log, _report  # type: ignore[no-redef]
+from torch_xla_donate import _C, _arguments, _config, _debug, _donate, _leaves, _log, _report  # type: ignore[no-redef]
 from torch_xla_donate._arguments import ArgNames, ArgNums, Arguments, CallNames, Plan
 from torch_xla_donate._errors import DonationError, DonationWarning
 
@@ -108,6 +108,8 @@ class Compiled:
                 _C.wait_for_steps()
             if _C.has_notices():
                 _report.tell()
+            if _C.disabled():
+                _debug.check_outputs()
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):
                 error.result = result

@@ -42,7 +42,7 @@ class Offer:
             self.cancel()
             raise
         # Why this call donates nothing at all; empty if it does.
-        self._off = "donation is disabled (donation_disabled())" if _C.disabled() else _C.switched_off()
+        self._off = _C.disabled_reason() or _C.switched_off()
 
     def _refuse_shared(self) -> None:
         if not _C.perhaps_shared(self._call):
