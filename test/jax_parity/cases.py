@@ -23,7 +23,6 @@ class Case(NamedTuple):
         run: gives the observations of a side; None where there is nothing to run here.
         reason: why the two differ; empty if they must not.
         spmd: whether it needs several devices.
-        needs: a name in torch_xla_donate without which there is no such row.
     """
 
     behaviour: str
@@ -31,7 +30,6 @@ class Case(NamedTuple):
     run: Callable[[Side], Observations] | None
     reason: str = ""
     spmd: bool = False
-    needs: str = ""
 
 
 CASES: list[Case] = []
@@ -560,7 +558,6 @@ def _nans(side: Side, place: Callable[[Any], Any]) -> Observations:
 @case(
     "a NaN in a step that donates, while NaNs are looked for",
     "debug_nans_test::testDebugNansJitWithDonation",
-    needs="debug_nans",
 )
 def _(side: Side) -> Observations:
     return _nans(side, lambda x: x)
@@ -570,7 +567,6 @@ def _(side: Side) -> Observations:
     "the same with a split array",
     "debug_nans_test::testDebugNansJitWithDonationSharded",
     spmd=True,
-    needs="debug_nans",
 )
 def _(side: Side) -> Observations:
     return _nans(side, side.split)

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,14 +43,10 @@ def _observed(side: str) -> dict[int, Any]:
     return {int(number): found for number, found in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-def rows() -> dict[int, Row]:
-    """Both sides' observations, by the case's number. Cases that need what the package does not have are left out."""
+def rows() -> list[Row]:
+    """Both sides' observations of each case."""
     jax, ours = _observed("jax"), {**_observed("ours"), **_observed("ours-spmd")}
-    return {
-        number: Row(case, jax.get(number), ours.get(number))
-        for number, case in enumerate(CASES)
-        if case.run is None or number in ours
-    }
+    return [Row(case, jax.get(number), ours.get(number)) for number, case in enumerate(CASES)]
 
 
 def _shown(value: Any) -> str:
@@ -68,9 +64,9 @@ def _cell(observations: Mapping[str, Any]) -> str:
     return "; ".join(parts) or "does not warn"
 
 
-def table(found: Mapping[int, Row]) -> str:
+def table(found: Sequence[Row]) -> str:
     lines = ["| behaviour | JAX's test | JAX | here | why it differs |", "| --- | --- | --- | --- | --- |"]
-    for case, jax, ours in found.values():
+    for case, jax, ours in found:
         sources = "its page" if case.sources == (PAGE,) else ", ".join(f"`{source}`" for source in case.sources)
         here = "nothing to compare" if ours is None else "the same" if ours == jax else _cell(ours)
         lines.append(f"| {case.behaviour} | {sources} | {_cell(jax) if jax else '-'} | {here} | {case.reason} |")
