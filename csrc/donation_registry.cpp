@@ -199,6 +199,22 @@ std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site)
   return leaves;
 }
 
+void DonationRegistry::WaitForHandOver(const CallSite* site) const {
+  std::optional<lazy::BackendDevice> device;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : pending_) {
+      if (entry.second->holders.front().site.get() == site) {
+        device = entry.second->device;
+        break;
+      }
+    }
+  }
+  if (device.has_value()) {
+    abi::WaitForHandOver(*device);
+  }
+}
+
 std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                                         const CallSite* site) const {
   std::vector<lazy::BackendDataPtr> buffers;
@@ -306,14 +322,19 @@ void DonationRegistry::Forgive(std::uint64_t step) {
   Refresh();
 }
 
-void DonationRegistry::Sweep() {
-  std::lock_guard<std::mutex> lock(mutex_);
+void DonationRegistry::ForgetConsumed() {
   for (auto it = spared_.begin(); it != spared_.end();) {
     it = it->second.first->buffer.expired() ? spared_.erase(it) : std::next(it);
   }
   for (auto it = consumed_.begin(); it != consumed_.end();) {
     it = it->second.donor->buffer.expired() ? consumed_.erase(it) : std::next(it);
   }
+  remembered_ = consumed_.size();
+}
+
+void DonationRegistry::Sweep() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ForgetConsumed();
   for (auto it = pending_.begin(); it != pending_.end();) {
     if (it->second->buffer.expired()) {
       it->second->state = DonorState::kCancelled;
@@ -349,6 +370,10 @@ StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal
 }
 
 StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
+  // Runs of compiled graphs sweep nothing, and every look-up would pass what they leave behind.
+  if (consumed_.size() > remembered_ + asked.size()) {
+    ForgetConsumed();
+  }
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
   for (const DonorPtr& donor : asked) {

@@ -152,6 +152,9 @@ class DonationRegistry {
   // The leaves of a call that are still pending and whose buffers somebody else may hold, as far as reference counts
   // tell: too many is possible, too few is not.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
+  // Waits until whatever is being started on the call's device has let its buffers go. The caller must not hold the
+  // GIL.
+  void WaitForHandOver(const CallSite* site) const;
   // Those whose buffers one of these tensors holds without having been marked.
   std::vector<std::uint32_t> SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                         const CallSite* site) const;
@@ -235,6 +238,7 @@ class DonationRegistry {
   StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused);
   std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
+  void ForgetConsumed();  // what can no longer be touched
   const Consumed* Lookup(const lazy::BackendData* buffer) const;
 
   mutable std::mutex mutex_;
@@ -246,6 +250,7 @@ class DonationRegistry {
   std::size_t running_ = 0;
   ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
   ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
+  std::size_t remembered_ = 0;  // how many of these the last ForgetConsumed() has left
   ska::flat_hash_map<const lazy::BackendData*, std::pair<DonorPtr, std::uint64_t>> spared_;
   std::deque<StepPtr> steps_;
   std::deque<StepPtr> notices_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import numbers
 import threading
 import types
@@ -32,14 +33,27 @@ _scope = _Scope()
 
 
 class Donated:
-    """The donated leaves of one call, and their names."""
+    """The donated leaves of one call, and their names.
 
-    def __init__(self, compiled: Compiled, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    parts: what `_leaves.structure` gives for each argument, first those donated, then those kept.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        plan: Plan,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parts: Sequence[tuple[list[Any], Hashable]] | None = None,
+    ) -> None:
         self._plan, self._compiled = plan, compiled
+        if parts is None:
+            parts = [_leaves.structure(_arguments.value(slot, args, kwargs)) for slot in (*plan.donated, *plan.kept)]
+        count = len(plan.donated)
+        self.leaves = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[:count]))
+        self._kept = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[count:]))
         values = [_arguments.value(slot, args, kwargs) for slot in plan.donated]
-        parts = [_leaves.structure(value) for value in values]
-        self.leaves = [_leaves.without_wrapper(leaf) for leaves, _ in parts for leaf in leaves]
-        self.names = compiled.names(plan, values, [structure for _, structure in parts])
+        self.names = compiled.names(plan, values, [structure for _, structure in parts[:count]])
 
     def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, held: bool) -> _C.Call:
         """Marks them, all or none. Held marks are for a run of a compiled graph; steps leave them alone.
@@ -49,10 +63,11 @@ class Donated:
             DonationError: a leaf is pending.
             DonatedBufferError: a leaf has been donated already.
         """
-        kept: list[Any] = []
-        for slot in self._plan.kept:
-            kept += _leaves.leaves_of(_arguments.value(slot, args, kwargs))
-        marked = _C.mark_arguments(self.leaves, kept, where, self._compiled.is_strict(), held, self.names)
+        strict = self._compiled.is_strict()
+        marked = _C.mark_arguments(self.leaves, self._kept, where, strict, held, self.names)
+        if not isinstance(marked, _C.Call) and marked[1] == "not_xla":
+            self.leaves = [_leaves.without_wrapper(leaf) for leaf in self.leaves]
+            marked = _C.mark_arguments(self.leaves, self._kept, where, strict, held, self.names)
         if isinstance(marked, _C.Call):
             return marked
         if len(marked) == 3:

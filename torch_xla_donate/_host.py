@@ -195,10 +195,15 @@ def auto_sharding() -> bool:
 def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
     numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
+    return (numbers, *shardings(arguments))
+
+
+def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """How the tensors among the arguments are sharded; empty where nothing is."""
     if not runtime().is_spmd():
-        return (numbers,)
+        return ()
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    return (numbers, tuple(xlac()._get_xla_sharding_specs(tensors)))
+    return (tuple(xlac()._get_xla_sharding_specs(tensors)),)
 
 
 def extract_graph(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -177,6 +179,30 @@ class Slot(NamedTuple):
     source: Any
 
 
+class _Picker:
+    """Puts together a list of values that are known and of items of lists that differ from call to call.
+
+    A loop over a thousand slots would take as long as all else that a call does in Python.
+
+    Args:
+        slots: where each item comes from.
+        sizes: how long the list is that each kind of slot takes items from; the other slots hold values.
+    """
+
+    def __init__(self, slots: Sequence[Slot], **sizes: int) -> None:
+        *starts, end = itertools.accumulate(sizes.values(), initial=0)
+        start_of = dict(zip(sizes, starts))
+        self._values = [slot.source for slot in slots if slot.kind not in start_of]
+        values = itertools.count(end)
+        indices = [start_of[s.kind] + s.source if s.kind in start_of else next(values) for s in slots]
+        self._pick: Callable[[list[Any]], Sequence[Any]] = (
+            operator.itemgetter(*indices) if len(indices) > 1 else lambda items: [items[i] for i in indices]
+        )
+
+    def __call__(self, *lists: Sequence[Any]) -> list[Any]:
+        return list(self._pick([*itertools.chain(*lists), *self._values]))
+
+
 class Program:
     """A traced function: its compiled graph, and where inputs and results come from."""
 
@@ -187,7 +213,11 @@ class Program:
             recorder = Recorder(compiled.function, leaves)
             try:
                 with _host_reads_refused(compiled.function), HostReads(compiled.function), recorder:
-                    results, self._structure = pytree.tree_flatten(compiled.trace(*args, **kwargs))
+                    tree = compiled.trace(*args, **kwargs)
+                    results, self._structure = pytree.tree_flatten(tree)
+                    plain = _C.flatten(tree)
+                    self._tokens = None if plain is None else plain[1]
+                    del tree
                     results = [self._own(leaf, recorder) for leaf in results]
                 _refuse_gradients(compiled.function, results)
                 recorder.check(results)
@@ -197,8 +227,8 @@ class Program:
                         outputs.setdefault(_C.identity(leaf)[0], leaf)
                 places = {identity: place for place, identity in enumerate(outputs)}
                 given = {_C.identity(leaf)[0]: i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-                self._results = [self._result(leaf, places, given) for leaf in results]
-                self.returned = [slot.source for slot in self._results if slot.kind == "argument"]
+                slots = [self._result(leaf, places, given) for leaf in results]
+                self.returned = [slot.source for slot in slots if slot.kind == "argument"]
                 donors = [i for i in offered if i not in self.returned]
                 pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
                 _log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
@@ -213,12 +243,13 @@ class Program:
             if isinstance(leaf, torch.Tensor):
                 by_buffer.setdefault(_C.identity(leaf)[1], Slot("argument", i))
         sources = [by_buffer.get(_C.identity(tensor)[1], Slot("value", tensor)) for tensor in inputs]
-        self._inputs = [None if slot.kind == "argument" else slot.source for slot in sources]
-        self._arguments = [(place, slot.source) for place, slot in enumerate(sources) if slot.kind == "argument"]
+        self._inputs = _Picker(sources, argument=len(leaves))
         self._captured = list(recorder.captured.values())
         self._signature = _C.signature(self._captured)[0]
-        reads = {source for _, source in self._arguments}
+        reads = {slot.source for slot in sources if slot.kind == "argument"}
         self.donors = [i for i in donors if i in reads]
+        self.pick_donors = _Picker([Slot("argument", i) for i in self.donors], argument=len(leaves))
+        self._picked = _Picker(slots, graph=len(outputs), argument=len(leaves))
 
     def _own(self, leaf: Any, recorder: Recorder) -> Any:
         """A result that was made without the graph (a constant) gets a tensor of its own at every call."""
@@ -246,16 +277,13 @@ class Program:
         return bool(signature == self._signature)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        inputs = list(self._inputs)
-        for place, index in self._arguments:
-            inputs[place] = leaves[index]
-        outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        pick: dict[str, Callable[[Any], Any]] = {
-            "graph": outputs.__getitem__,
-            "argument": leaves.__getitem__,
-            "value": lambda value: value,
-        }
-        return pytree.tree_unflatten([pick[kind](source) for kind, source in self._results], self._structure)
+        outputs: list[torch.Tensor] = []
+        if self._hash is not None:
+            outputs = _host.run_graph(self._hash, self._inputs(leaves), self._seed)
+        results = self._picked(outputs, leaves)
+        if self._tokens is not None:
+            return _C.unflatten(results, self._tokens)
+        return pytree.tree_unflatten(results, self._structure)
 
 
 @contextlib.contextmanager
@@ -306,47 +334,42 @@ class PureCompiled(Compiled):
 
     def leaves(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Donated leaves first, then the others; static arguments have none."""
-        return self._flatten(plan, args, kwargs)[0]
+        return list(itertools.chain.from_iterable(found for found, _ in self._parts(plan, args, kwargs)))
 
     @staticmethod
-    def _flatten(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Hashable]]:
-        leaves: list[Any] = []
-        structures: list[Hashable] = []
-        for slot in plan.donated + plan.kept:
-            found, structure = _leaves.structure(_arguments.value(slot, args, kwargs))
-            leaves += found
-            structures.append(structure)
-        return leaves, structures
+    def _parts(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[list[Any], Hashable]]:
+        return [_leaves.structure(_arguments.value(slot, args, kwargs)) for slot in plan.donated + plan.kept]
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        leaves, structures = self._flatten(plan, args, kwargs)
+        parts = self._parts(plan, args, kwargs)
+        leaves = list(itertools.chain.from_iterable(found for found, _ in parts))
         signature, pending, others = _C.signature(leaves)
         if pending:
             torch_xla.sync()
             signature, _, others = _C.signature(leaves)
-        offer = _runs.Offer(Donated(self, plan, args, kwargs), args, kwargs, where) if plan.donated else None
+        offer = _runs.Offer(Donated(self, plan, args, kwargs, parts), args, kwargs, where) if plan.donated else None
         try:
-            positions = offer.positions(leaves) if offer is not None else ()
             key = (
                 id(plan),
-                *structures,
+                *(structure for _, structure in parts),
                 signature,
-                positions,
+                offer.choice() if offer is not None else None,
                 self._values(plan, others, args, kwargs),
                 torch.is_grad_enabled(),
                 torch.is_inference_mode_enabled(),
                 _host.autocast_state(),
-                _host.graph_key(leaves)[1:],
+                _host.shardings(leaves),
             )
             program = self._programs.get(key)
             if program is None or not program.is_current():
                 self._refuse_others(leaves)
+                positions = offer.positions(leaves) if offer is not None else ()
                 program = self._trace_program(key, plan, args, kwargs, positions)
             if offer is None:
                 return program.run(leaves)
             if program.returned:
                 offer.keep_returned([leaves[i] for i in program.returned])
-            with offer.consumed([leaves[i] for i in program.donors], program.name):
+            with offer.consumed(program.pick_donors(leaves), program.name):
                 result = program.run(leaves)
         except BaseException:
             if offer is not None:

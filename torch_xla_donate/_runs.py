@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class Offer:
         except BaseException:
             self.cancel()
             raise
+        for leaf in self._call.constants:
+            self._refused[leaf] = "torch_xla shares this buffer between tensors (a cached constant)"
         # Why this call donates nothing at all; empty if it does.
         self._off = _C.disabled_reason() or _C.switched_off()
 
@@ -56,6 +58,10 @@ class Offer:
                 "another live tensor, which was not donated, holds the same buffer (as after a whole copy, "
                 "b.copy_(t)); donate both, or clone one of them"
             )
+
+    def choice(self) -> Hashable:
+        """What `positions` depends on beyond the kind of the arguments and which of them share a buffer."""
+        return None if self._off else frozenset(self._refused)
 
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Which arguments of a graph may be consumed by its run."""
