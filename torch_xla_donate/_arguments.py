@@ -130,10 +130,6 @@ class Arguments:
             "Take it out of static_argnums/static_argnames or out of donate_argnums/donate_argnames."
         )
 
-    @property
-    def donates(self) -> bool:
-        return bool(self._donated_numbers or self._donated_names)
-
     def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
         """Numbers and names, each completed by the other."""
         numbers = set(_numbers(argnums, f"{what}_argnums"))
