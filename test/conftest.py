@@ -35,6 +35,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     marks, notices = _C.pending(), _C.take_notices()
     _report._warned_sites.clear()
     _reuse._told.clear()
+    _reuse._told.clear()
     assert _C.installed()
     assert not _C.disabled()
     assert all(hook["slots"] == hook["in_place"] for hook in _C.hooks())

@@ -138,7 +138,7 @@ def constants(node: ast.expr) -> list[str]:
 
 def python_messages() -> Iterator[tuple[str, str]]:
     errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
-    for name in ("_config", "_debug", "_donate", "_errors", "_host", "_into", "_report"):
+    for name in ("_arguments", "_compile", "_config", "_debug", "_donate", "_errors", "_host", "_into", "_report"):
         path = ROOT / "torch_xla_donate" / f"{name}.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Call) and (

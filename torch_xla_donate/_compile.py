@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
+import numbers
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -116,6 +118,9 @@ class Compiled:
         finally:
             _scope.inside = False
         try:
+            if plan.donated and self.is_strict():
+                # Else the error would come out of some later step, and without this call's result.
+                _C.wait_for_steps()
             if _C.has_notices():
                 _report.tell()
             if _C.disabled():
@@ -168,14 +173,30 @@ class Compiled:
         return _config.strict_by_default() if self._strict is None else self._strict
 
     def names(self, plan: Plan, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
-        """The names of a call's donated leaves; worked out once for each structure, since that takes a while."""
+        """The names of a call's donated leaves; worked out once for each structure, since that takes a while.
+
+        Raises:
+            TypeError: a leaf is an object that might hold tensors.
+        """
         key = (id(plan), *structures)
         found = self._names.get(key)
         if found is None:
             flat = [_leaves.flatten(value) for value in values]
-            parts = [(slot, len(leaves), names) for slot, (leaves, names) in zip(plan.donated, flat)]
-            found = self._names[key] = CallNames(parts)
+            found = CallNames([(slot, len(leaves), names) for slot, (leaves, names) in zip(plan.donated, flat)])
+            _refuse_opaque([leaf for leaves, _ in flat for leaf in leaves], found)
+            self._names[key] = found
         return found
+
+
+_HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)
+
+
+def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
+    """TypeError for a donated leaf that may hold tensors which nobody sees, such as an unregistered dataclass."""
+    for index, leaf in enumerate(leaves):
+        tensor = _leaves.without_wrapper(leaf)
+        if not isinstance(tensor, _HARMLESS) and not callable(tensor):
+            raise _donate.refusal(leaf, "not_tensor", names.name(index))
 
 
 def _check_static(slot: _arguments.Slot, value: Any) -> None:
@@ -200,7 +221,13 @@ class LazyCompiled(Compiled):
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         calls: list[_C.Call] = []
-        result = self._step(plan, args, kwargs, where, calls)
+        try:
+            result = self._step(plan, args, kwargs, where, calls)
+        except BaseException:
+            # f has returned, and its step was refused (max_different_graphs) or has failed.
+            for call in calls:
+                _C.cancel_call(call)
+            raise
         for call in calls:
             _C.end_call(call, {}, NOT_READ, tell=True)
         return result
@@ -260,7 +287,7 @@ def compile(
         An object to be called like ``f``. Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers or names of another type.
+        TypeError: numbers or names of another type. At a call: a donated leaf is an object that is no pytree.
         ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
             without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
             argument that is not donated, too.
