@@ -313,11 +313,15 @@ std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindConsumed(const lazy::Ba
                              : std::pair<DonorPtr, std::uint64_t>{consumed->donor, step->number};
 }
 
-void DonationRegistry::Sweep() {
-  std::lock_guard<std::mutex> lock(mutex_);
+void DonationRegistry::SweepConsumed() {
   for (auto it = consumed_.begin(); it != consumed_.end();) {
     it = it->second.donor->buffer.expired() ? consumed_.erase(it) : std::next(it);
   }
+}
+
+void DonationRegistry::Sweep() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  SweepConsumed();
   for (auto it = pending_.begin(); it != pending_.end();) {
     if (it->second->buffer.expired()) {
       it->second->state = DonorState::kCancelled;
@@ -353,6 +357,11 @@ StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal
 }
 
 StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
+  // A program that only runs compiled graphs has no step that would sweep.
+  if (consumed_.size() > sweep_above_) {
+    SweepConsumed();
+    sweep_above_ = 2 * consumed_.size() + kSweepAbove;
+  }
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
   for (const DonorPtr& donor : asked) {

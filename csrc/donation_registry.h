@@ -116,6 +116,7 @@ class DonationRegistry {
  public:
   static constexpr std::size_t kKeptSteps = 8;
   static constexpr std::size_t kKeptOutcomes = 1024;
+  static constexpr std::size_t kSweepAbove = 64;
 
   // Never destroyed: hooks may run until the process ends.
   static DonationRegistry& Get();
@@ -220,6 +221,7 @@ class DonationRegistry {
   };
 
   void Refresh();  // the atomics, after a change
+  void SweepConsumed();
   void AddStep(const StepPtr& step);
   void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
               std::shared_ptr<const GraphOutcome> outcome, const std::string* failure);
@@ -234,6 +236,7 @@ class DonationRegistry {
   std::atomic<bool> has_notices_{false};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;
+  std::size_t sweep_above_ = kSweepAbove;
   ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
   ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
   std::deque<StepPtr> steps_;
