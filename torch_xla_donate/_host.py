@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import operator
 import re
 import sys
 import types
@@ -211,7 +212,7 @@ def extract_graph(
 ) -> tuple[Callable[..., Any], int]:
     """Lets torch_xla's dynamo bridge compile a graph, with these arguments as its donors.
 
-    Returns what runs the graph, and in how many parts it runs. With more than one the donors belong to the first.
+    Returns what runs the graph, and in how many parts it runs, on the device or on the host.
     """
     import torch_xla
     from torch_xla._dynamo import dynamo_bridge
@@ -233,9 +234,13 @@ def extract_graph(
 
     dynamo_bridge.extract_graph_helper = extract_part  # type: ignore[assignment]
     try:
-        return dynamo_bridge.extract_compiled_graph(model, tuple(arguments)), parts
+        run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
     finally:
         dynamo_bridge.extract_graph_helper = original
+    if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
+        called = [node for node in run.graph.nodes if node.op.startswith("call_")]
+        parts = max(parts, sum(node.target is not operator.getitem for node in called))
+    return run, parts
 
 
 def _match_by_buffer(matcher: Any, buffers: Sequence[int]) -> None:
