@@ -19,6 +19,8 @@ from torch_xla_donate._errors import describe_use
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import donation_report as donation_report
+from torch_xla_donate._scan import scan as scan
+from torch_xla_donate._scan import scan_layers as scan_layers
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,8 @@ __all__ = [
     "donation_report",
     "hlo",
     "is_donated",
+    "scan",
+    "scan_layers",
 ]
 
 _C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended)

@@ -223,11 +223,19 @@ def extract_graph(
         with donor_flags(donors):
             return original(*args)
 
-    dynamo_bridge.extract_graph_helper = extract_part  # type: ignore[assignment]
-    try:
+    with replaced(dynamo_bridge, "extract_graph_helper", extract_part):
         return dynamo_bridge.extract_compiled_graph(model, tuple(arguments)), parts
+
+
+@contextlib.contextmanager
+def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
     finally:
-        dynamo_bridge.extract_graph_helper = original
+        setattr(module, name, original)
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
