@@ -16,6 +16,7 @@ from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
 from torch_xla_donate._errors import DonationError as DonationError
 from torch_xla_donate._errors import DonationWarning as DonationWarning
 from torch_xla_donate._errors import describe_use
+from torch_xla_donate._gradient_accumulation import gradient_accumulation as gradient_accumulation
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import donation_report as donation_report
@@ -36,6 +37,7 @@ __all__ = [
     "donate_buffer",
     "donation_disabled",
     "donation_report",
+    "gradient_accumulation",
     "hlo",
     "is_donated",
     "scan",

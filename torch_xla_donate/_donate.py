@@ -85,17 +85,18 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         _into.watch(paired, where)
 
 
-def mark_named(tensors: Mapping[str, torch.Tensor], where: str, strict: bool | None) -> None:
-    """`donate_buffer` for tensors that messages know by a name of their own, on behalf of a line of the user's."""
-    prepare(where)
-    names = list(tensors)
-    leaves = [_leaves.without_wrapper(leaf) for leaf in tensors.values()]
+def mark_named(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], strict: bool | None) -> None:
+    """`donate_buffer` for tensors that messages know by a name of their own, each donated at its place."""
     if strict is None:
         strict = _config.strict_by_default()
-    refused = _C.mark(leaves, where, strict, _leaves.Listed(names), {})
-    if refused is not None:
-        index, obstacle = refused
-        raise refusal(leaves[index], obstacle, names[index])
+    for where in sorted({places[name] for name in tensors}):
+        prepare(where)
+        names = [name for name in tensors if places[name] == where]
+        leaves = [_leaves.without_wrapper(tensors[name]) for name in names]
+        refused = _C.mark(leaves, where, strict, _leaves.Listed(names), {})
+        if refused is not None:
+            index, obstacle = refused
+            raise refusal(leaves[index], obstacle, names[index])
 
 
 def _describe(tensor: torch.Tensor) -> str:

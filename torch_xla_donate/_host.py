@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import sys
 import types
@@ -236,6 +237,34 @@ def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
+
+
+def accumulate(
+    step: Callable[..., Any],
+    iterable_tensors: tuple[torch.Tensor, ...],
+    model: torch.nn.Module,
+    carried_tensors: tuple[torch.Tensor, ...],
+) -> Any:
+    """torch_xla's gradient_accumulation, with the carried tensors in their order.
+
+    Raises ValueError if the step does not read one of them: torch_xla's loop loses it then.
+    """
+    from torch_xla.experimental import gradient_accumulation as host
+
+    result = host.gradient_accumulation(step, iterable_tensors, model, *carried_tensors)
+    if not carried_tensors:
+        return result
+    loss, *carried = result
+    if "carried_tensors_start_idx - body_idx" in inspect.getsource(host._gradient_accumulation_impl):
+        # The place of the k-th carried tensor is computed with the wrong sign, which counts from the end.
+        carried = [carried[-index] for index in range(len(carried))]
+    for index, tensor in enumerate(carried):
+        if tensor is None:
+            raise ValueError(
+                f"carried_tensors[{index}] is not read by the train step, and torch_xla loses its new "
+                "value then. Use it in the step, or make it in the step and do not carry it."
+            )
+    return (loss, *carried)
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:

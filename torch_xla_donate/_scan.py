@@ -66,7 +66,7 @@ def scan(
     """`torch_xla.experimental.scan.scan`, which can give up the buffers of ``init`` and ``xs`` at the step.
 
     Inside of ``fn``, ``donate_buffer(leaf)`` of a leaf of ``carry`` or ``x`` as it came in donates the corresponding
-    leaf of ``init`` or ``xs``: its memory can go to the final carry, or to a stacked output of the same bytes. It has to
+    leaf of ``init`` or ``xs``: its memory can go to the final carry, or to a stacked output of the same bytes. It must
     be materialised. What autograd has saved for the backward scan is not donated; a `DonationWarning` says so.
 
     Args:
@@ -117,7 +117,7 @@ def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, str], resu
             outer.donate(leaf, wishes[name])
         return
     saved = _saved_by_autograd(result)
-    by_place: dict[str, dict[str, torch.Tensor]] = {}
+    free: dict[str, torch.Tensor] = {}
     for name, leaf in leaves.items():
         if _C.identity(leaf)[0] in saved:
             _report.warn_once(
@@ -127,9 +127,8 @@ def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, str], resu
                 wishes[name],
             )
         else:
-            by_place.setdefault(wishes[name], {})[name] = leaf
-    for place, group in by_place.items():
-        _donate.mark_named(group, place, strict)
+            free[name] = leaf
+    _donate.mark_named(free, wishes, strict)
 
 
 def _saved_by_autograd(result: Any) -> set[int]:
