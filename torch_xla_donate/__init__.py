@@ -16,9 +16,12 @@ from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
 from torch_xla_donate._errors import DonationError as DonationError
 from torch_xla_donate._errors import DonationWarning as DonationWarning
 from torch_xla_donate._errors import describe_use
+from torch_xla_donate._gradient_accumulation import gradient_accumulation as gradient_accumulation
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import donation_report as donation_report
+from torch_xla_donate._scan import scan as scan
+from torch_xla_donate._scan import scan_layers as scan_layers
 
 __version__ = "0.1.0"
 
@@ -34,8 +37,11 @@ __all__ = [
     "donate_buffer",
     "donation_disabled",
     "donation_report",
+    "gradient_accumulation",
     "hlo",
     "is_donated",
+    "scan",
+    "scan_layers",
 ]
 
 _C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended)

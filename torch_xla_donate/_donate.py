@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _config, _host, _into, _leaves
+from torch_xla_donate import _C, _bodies, _config, _host, _into, _leaves
 from torch_xla_donate._errors import DonationError, is_internal, warn
 
 
@@ -43,6 +43,12 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             for everybody (cached constants, the RNG seed).
         DonatedBufferError: a leaf has been donated already.
     """
+    body = _bodies.current()
+    if body is not None:
+        place = call_site()
+        tensors = [leaf for leaf in _leaves.flatten(tensors)[0] if leaf is not None and not body.donate(leaf, place)]
+        if not tensors:
+            return
     where = call_site()
     prepare(where)
     if strict is None:
@@ -77,6 +83,20 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         raise refusal(leaves[index], obstacle, _leaves.label("tensors", names.name(index)))
     if paired is not None:
         _into.watch(paired, where)
+
+
+def mark_named(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], strict: bool | None) -> None:
+    """`donate_buffer` for tensors that messages know by a name of their own, each donated at its place."""
+    if strict is None:
+        strict = _config.strict_by_default()
+    for where in sorted({places[name] for name in tensors}):
+        prepare(where)
+        names = [name for name in tensors if places[name] == where]
+        leaves = [_leaves.without_wrapper(tensors[name]) for name in names]
+        refused = _C.mark(leaves, where, strict, _leaves.Listed(names), {})
+        if refused is not None:
+            index, obstacle = refused
+            raise refusal(leaves[index], obstacle, names[index])
 
 
 def _describe(tensor: torch.Tensor) -> str:

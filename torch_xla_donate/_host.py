@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import inspect
 import operator
 import re
 import sys
@@ -232,11 +233,8 @@ def extract_graph(
         _match_by_buffer(found[5], buffers)
         return _without_arguments(found, model, cache)
 
-    dynamo_bridge.extract_graph_helper = extract_part  # type: ignore[assignment]
-    try:
+    with replaced(dynamo_bridge, "extract_graph_helper", extract_part):
         run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
-    finally:
-        dynamo_bridge.extract_graph_helper = original
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
         called = [node for node in run.graph.nodes if node.op.startswith("call_")]
         parts = max(parts, sum(node.target is not operator.getitem for node in called))
@@ -271,6 +269,45 @@ def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]
         if value is found:
             cache[key] = scrubbed
     return scrubbed
+
+
+@contextlib.contextmanager
+def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def accumulate(
+    step: Callable[..., Any],
+    iterable_tensors: tuple[torch.Tensor, ...],
+    model: torch.nn.Module,
+    carried_tensors: tuple[torch.Tensor, ...],
+) -> Any:
+    """torch_xla's gradient_accumulation, with the carried tensors in their order.
+
+    Raises ValueError if the step does not read one of them: torch_xla's loop loses it then.
+    """
+    from torch_xla.experimental import gradient_accumulation as host
+
+    result = host.gradient_accumulation(step, iterable_tensors, model, *carried_tensors)  # type: ignore[arg-type]
+    if not carried_tensors:
+        return result
+    loss, *carried = result
+    if "carried_tensors_start_idx - body_idx" in inspect.getsource(host._gradient_accumulation_impl):
+        # The place of the k-th carried tensor is computed with the wrong sign, which counts from the end.
+        carried = [carried[-index] for index in range(len(carried))]
+    for index, tensor in enumerate(carried):
+        if tensor is None:
+            raise ValueError(
+                f"carried_tensors[{index}] is not read by the train step, and torch_xla loses its new "
+                "value then. Use it in the step, or make it in the step and do not carry it."
+            )
+    return (loss, *carried)
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""scan and scan_layers: what a body donates, and what autograd keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+from helpers import dump_env, run_script
+from torch_xla.experimental.scan import scan as host_scan
+
+from torch_xla_donate import (
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    donate_buffer,
+    donation_report,
+    hlo,
+    is_donated,
+    scan,
+    scan_layers,
+)
+
+
+def accumulate(carry, x):
+    return {"sum": carry["sum"] + x, "same": carry["same"]}, carry["sum"] * x
+
+
+def donating(carry, x):
+    donate_buffer(carry["sum"])
+    return accumulate(carry, x)
+
+
+def arguments(make):
+    return {"sum": make(3), "same": make(2)}, make(4, 3)
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_a_leaf_of_the_carry_that_the_body_donates_is_donated_at_every_call(make, is_fn_pure):
+    expected, expected_ys = host_scan(accumulate, *arguments(make))
+    for _ in range(3):
+        init, xs = arguments(make)
+        final, ys = scan(donating, init, xs, is_fn_pure=is_fn_pure)
+        torch_xla.sync()
+        assert (is_donated(init["sum"]), is_donated(init["same"]), is_donated(xs)) == (True, False, False)
+        assert torch.equal(final["sum"].cpu(), expected["sum"].cpu())
+        assert torch.equal(final["same"].cpu(), expected["same"].cpu())
+        assert torch.equal(ys.cpu(), expected_ys.cpu())
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome) == ("init['sum']", "donated")
+        assert "test_scan.py" in donor.where
+    with pytest.raises(DonatedBufferError, match=r"init\['sum'\]"):
+        init["sum"] + 1
+
+
+def test_a_slice_that_the_body_donates_stands_for_the_whole_of_it(make):
+    def body(carry, x):
+        donate_buffer(x)
+        return carry + x, carry * x
+
+    init, xs = make(3), make(4, 3)
+    kept = scan(body, init, xs)
+    torch_xla.sync()
+    assert (is_donated(init), is_donated(xs)) == (False, True)
+    assert kept[0].tolist() == [18, 23, 28]
+
+
+def test_init_and_xs_are_donated_from_outside(make):
+    init, xs = arguments(make)
+    kept = scan(accumulate, init, xs, donate=("init", "xs"))
+    torch_xla.sync()
+    del kept
+    assert all(map(is_donated, (init["sum"], init["same"], xs)))
+    with pytest.raises(ValueError, match='donate is \'ys\'; it takes "init", "xs" or both'):
+        scan(accumulate, *arguments(make), donate="ys")
+
+
+def test_the_carry_is_aliased_to_the_final_carry_in_the_hlo(tmp_path):
+    run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import scan
+        init, xs = torch.ones(64, 64).to("xla"), torch.ones(5, 64, 64).to("xla")
+        torch_xla.sync(wait=True)
+        final, ys = scan(lambda carry, x: (carry * 2 + x, carry.sum()), init, xs, donate="init")
+        torch_xla.sync(wait=True)
+        assert final[0, 0].item() == 63 and ys.shape == (5,)
+        """,
+        env=dump_env(tmp_path),
+    )
+    aliased = [found.after for found in hlo.read_dump(tmp_path) if found.after is not None and found.after.aliases]
+    assert [module.aliased_bytes for module in aliased] == [64 * 64 * 4]
+
+
+def test_what_autograd_has_saved_is_not_donated_and_the_gradients_are_right(make):
+    def run(function, **options):
+        weights, init = make(4, 3).requires_grad_(), make(3)
+        final, _ = function(lambda carry, w: (carry * w + 1, carry), init, weights, **options)
+        return weights, init, final
+
+    with pytest.warns(DonationWarning, match="init: autograd has saved it for the backward scan"):
+        weights, init, final = run(scan, donate="init")
+    torch_xla.sync()
+    assert not is_donated(init)
+    final.sum().backward()
+    expected_weights, _, expected = run(host_scan)
+    expected.sum().backward()
+    assert torch.equal(weights.grad.cpu(), expected_weights.grad.cpu())
+    with torch.no_grad():
+        _, init, _ = run(scan, donate="init")
+    torch_xla.sync()
+    assert is_donated(init)
+
+
+def test_tensors_that_the_body_makes_and_pending_arguments_are_refused(make):
+    def body(carry, x):
+        donate_buffer(carry + 1)
+        return carry + x, carry
+
+    with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
+        scan(body, make(3), make(2, 3))
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+        scan(lambda carry, x: (carry + x, carry), xs=make(2, 3), init=make(3) + 1, donate="init")
+    torch_xla.sync()
+
+
+def test_a_tensor_from_outside_is_donated_as_ever(make):
+    outside = make(3)
+
+    def body(carry, x):
+        donate_buffer(outside)
+        return carry + x, carry
+
+    kept = scan(body, make(3), make(2, 3)), outside * 2
+    torch_xla.sync()
+    del kept
+    assert is_donated(outside)
+
+
+def test_layers_donate_their_input(make):
+    class Layer(torch.nn.Linear):
+        donates = False
+
+        def forward(self, x):
+            if self.donates:
+                donate_buffer(x)
+            return super().forward(x)
+
+    layers = [Layer(4, 4).to("xla") for _ in range(3)]
+    with torch.no_grad():
+        expected = torch.nn.Sequential(*layers)(make(2, 4)).cpu()
+        for inside in (False, True):
+            Layer.donates = inside
+            x = make(2, 4)
+            result = scan_layers(layers, x, donate=not inside)
+            torch_xla.sync()
+            assert is_donated(x)
+            assert torch.allclose(result.cpu(), expected, atol=1e-5)
