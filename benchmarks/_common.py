@@ -12,6 +12,7 @@ import platform
 import random
 import statistics
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -144,6 +145,56 @@ def trim() -> None:
     """Gives freed memory back to the system, so that `resident` counts what is in use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+# glibc keeps freed memory for later, the more the larger the arrays were; with a fixed threshold it gives arrays back.
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+class Worker:
+    """A process that runs steps of one variant when it is told to.
+
+    It reads how many from each line of standard input, and answers with a line of JSON: once when it is ready, then
+    for each line, and with its memory when there is no more input.
+    """
+
+    def __init__(self, variant: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        self._variant = variant
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"the process of {self._variant} ended with {self._process.wait()}; see its output above"
+            )
+        return json.loads(line)
+
+    def steps(self, number: int) -> Any:
+        assert self._process.stdin is not None
+        print(number, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def memory(self) -> dict[str, int]:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        found = dict(self.answer())
+        self._process.wait()
+        return found
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def describe(name: str, command: str, options: Mapping[str, Any]) -> dict[str, Any]:

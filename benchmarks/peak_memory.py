@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,8 +19,6 @@ VARIANTS = ("not_donated", "donated", "in_place")
 CASES = {"1 x 256 MiB": (1, 1 << 26), "64 x 4 MiB": (64, 1 << 20), "1,000 x 64 KiB": (1_000, 1 << 14)}
 TINY_CASES = {"2 x 4 KiB": (2, 1 << 10)}
 RATE = 0.125
-# glibc keeps freed memory for later, the more the larger the arrays were; with a fixed threshold it gives arrays back.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 def worker(variant: str, count: int, floats: int) -> None:
@@ -84,57 +80,19 @@ def worker(variant: str, count: int, floats: int) -> None:
     print(json.dumps({"live": live, "peak": peak - baseline}), flush=True)
 
 
-class Worker:
-    """A process that runs steps of one variant when it is told to."""
-
-    def __init__(self, variant: str, count: int, floats: int, environment: Mapping[str, str]) -> None:
-        command = [sys.executable, __file__, "--worker", variant, "--count", str(count), "--floats", str(floats)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
-        )
-        self._variant = variant
-
-    def answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(
-                f"the process of {self._variant} ended with {self._process.wait()}; see its output above"
-            )
-        return json.loads(line)
-
-    def steps(self, number: int) -> float:
-        assert self._process.stdin is not None
-        print(number, file=self._process.stdin, flush=True)
-        return float(self.answer())
-
-    def memory(self) -> dict[str, int]:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        found = dict(self.answer())
-        self._process.wait()
-        return found
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-
 def take_turns(
     count: int, floats: int, rounds: int, repeat: int, environment: Mapping[str, str]
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
     """Seconds a step, and memory, of each variant: all processes are alive, one at a time runs."""
-    workers: dict[str, Worker] = {}
+    workers: dict[str, _common.Worker] = {}
     try:
         for variant in VARIANTS:
-            workers[variant] = Worker(variant, count, floats, environment)
+            options = ["--worker", variant, "--count", str(count), "--floats", str(floats)]
+            workers[variant] = _common.Worker(variant, [__file__, *options], environment)
             workers[variant].answer()
 
-        def turn(found: Worker) -> Callable[[], float]:
-            return lambda: found.steps(repeat)
+        def turn(found: _common.Worker) -> Callable[[], float]:
+            return lambda: float(found.steps(repeat))
 
         seconds = _common.side_by_side({variant: turn(found) for variant, found in workers.items()}, rounds)
         return seconds, {variant: found.memory() for variant, found in workers.items()}
@@ -146,7 +104,7 @@ def take_turns(
 def measure(case: str, count: int, floats: int, rounds: int, repeat: int) -> list[dict[str, Any]]:
     """Time and memory as a user has them, and memory without what the allocator keeps back."""
     seconds, memory = take_turns(count, floats, rounds, repeat, {})
-    _, exact = take_turns(count, floats, 2, repeat, EXACT)
+    _, exact = take_turns(count, floats, 2, repeat, _common.EXACT)
     return [
         {
             "case": case,
@@ -194,7 +152,7 @@ def main(tiny: bool, results: Path, variant: str | None, count: int, floats: int
                 for row in rows
             ],
             "Live: weights and gradients. Peak: resident memory less what the process has without arrays. "
-            f"Nothing kept back: the same with {next(iter(EXACT))} set, so that freed arrays leave the process.",
+            f"Nothing kept back: the same with {next(iter(_common.EXACT))} set: freed arrays leave the process.",
         ),
     )
 

@@ -88,6 +88,7 @@ const char* Obstacle(const abi::Resolution& resolved) {
 // A call's marks, for taking them back.
 struct Call {
   std::shared_ptr<CallSite> site;
+  std::vector<std::uint32_t> constants;  // positions of leaves in buffers that torch_xla shares between tensors
 };
 
 std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::object names) {
@@ -104,6 +105,11 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   // One look at all of them. Where a step is still running with one, its end tells whether the buffer was used.
   for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
+  }
+  if (DonationRegistry::Get().HasSpared()) {
+    for (const DonationRegistry::Leaf& leaf : resolved) {
+      ReportReuse(leaf.buffer.get());
+    }
   }
   DonationRegistry::Get().Mark(resolved, site);
   for (const DonationRegistry::Leaf& leaf : resolved) {
@@ -145,6 +151,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   Graveyard::Get().Empty();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
+  std::vector<std::uint32_t> constants;
   ska::flat_hash_map<const lazy::BackendData*, std::size_t> by_buffer;
   resolved.reserve(donated.size());
   by_buffer.reserve(donated.size());
@@ -159,6 +166,9 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       return py::make_tuple(i, obstacle);
     }
     by_buffer.emplace(leaf.buffer.get(), i);
+    if (leaf.state == abi::TensorState::kReadOnly) {
+      constants.push_back(static_cast<std::uint32_t>(i));
+    }
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
                         static_cast<std::uint32_t>(i), nullptr});
   }
@@ -171,7 +181,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       }
     }
   }
-  Call call{SiteOf(where, strict, std::move(names))};
+  Call call{SiteOf(where, strict, std::move(names)), std::move(constants)};
   call.site->held = held;
   Commit(resolved, items, call.site);
   return py::cast(std::move(call));
@@ -216,8 +226,13 @@ bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
     const py::ssize_t count = PySequence_Fast_GET_SIZE(tree);
     tokens.append(py::handle(type));
     tokens.append(count);
+    PyObject** items = PySequence_Fast_ITEMS(tree);
     for (py::ssize_t i = 0; i < count; ++i) {
-      if (!FlattenInto(PySequence_Fast_ITEMS(tree)[i], leaves, tokens)) {
+      // Far enough ahead for a long list of tensors, none of which is in the cache after a step.
+      if (i + 16 < count) {
+        __builtin_prefetch(items[i + 16]);
+      }
+      if (!FlattenInto(items[i], leaves, tokens)) {
         return false;
       }
     }
@@ -231,11 +246,45 @@ bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
   return false;
 }
 
+// The inverse: takes tokens from `token` on, and leaves from `leaf` on.
+py::object Unflatten(const py::list& leaves, const py::tuple& tokens, py::ssize_t& leaf, py::ssize_t& token) {
+  const py::handle type = tokens[static_cast<std::size_t>(token++)];
+  if (type.is_none()) {
+    return leaves[static_cast<std::size_t>(leaf++)];
+  }
+  if (type.ptr() == reinterpret_cast<PyObject*>(&PyDict_Type)) {
+    py::dict result;
+    for (py::handle key : py::tuple(tokens[static_cast<std::size_t>(token++)])) {
+      result[key] = Unflatten(leaves, tokens, leaf, token);
+    }
+    return result;
+  }
+  const py::ssize_t count = tokens[static_cast<std::size_t>(token++)].cast<py::ssize_t>();
+  py::list result(static_cast<std::size_t>(count));
+  for (py::ssize_t i = 0; i < count; ++i) {
+    PyList_SET_ITEM(result.ptr(), i, Unflatten(leaves, tokens, leaf, token).release().ptr());
+  }
+  if (type.ptr() == reinterpret_cast<PyObject*>(&PyTuple_Type)) {
+    return py::tuple(result);
+  }
+  return result;
+}
+
 // What a graph is compiled for, of its tensor inputs: sizes, dtype, device, whether a gradient is wanted, and which of
 // them share a buffer. None for the rest.
 py::tuple Signature(const py::list& leaves) {
   std::string key;
+  key.reserve(leaves.size() * 5 * sizeof(std::int64_t));
   bool pending = false;
+  std::vector<const at::Tensor*> tensors;
+  tensors.reserve(leaves.size());
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    if (PyObject* item = PyList_GET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
+      tensors.push_back(&THPVariable_Unpack(item));
+      __builtin_prefetch(tensors.back()->unsafeGetTensorImpl());
+    }
+  }
+  abi::Prefetch(tensors);
   ska::flat_hash_map<const lazy::BackendData*, std::size_t> first;
   first.reserve(leaves.size());
   py::list others;
@@ -318,6 +367,38 @@ std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object
   }
 }
 
+// A warning that a filter has made an error travels as torch's own exception, which holds it through any host code.
+void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report) {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    report(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error ours;
+    ours.persist();
+    throw ours;
+  }
+}
+
+py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
+  py::list result;
+  for (const BadOutput& output : outputs) {
+    py::dict item;
+    item["compiled"] = output.compiled;
+    item["index"] = output.index;
+    item["outputs"] = output.outputs;
+    item["array"] = output.array;
+    item["values"] = output.values;
+    item["nans"] = output.nans;
+    item["infs"] = output.infs;
+    result.append(item);
+  }
+  return result;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -325,23 +406,27 @@ PYBIND11_MODULE(_C, m) {
 
   m.def(
       "set_callbacks",
-      [](py::object donated_buffer_error, py::object format_use, py::object step_ended) {
+      [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended) {
         HookCallbacks callbacks;
         callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
         // Kept for the life of the process, as the hooks are.
         auto* format = new py::object(std::move(format_use));
+        auto* reuse = new py::object(std::move(report_reuse));
         auto* ended = new py::object(std::move(step_ended));
         callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
           return DescribeUse(donor, step, *format);
         };
+        callbacks.report_reuse = [reuse](const Donor& donor, std::uint64_t step) { TellReuse(donor, step, *reuse); };
         callbacks.step_ended = [ended] {
           py::gil_scoped_acquire gil;
           (*ended)();
         };
         SetHookCallbacks(std::move(callbacks));
       },
-      py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("step_ended"),
-      "Lends the hooks an exception type, the text of its message and what to call at the end of a step.");
+      py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
+      "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used and "
+      "at "
+      "the end of a step.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {
@@ -351,6 +436,8 @@ PYBIND11_MODULE(_C, m) {
       }
     } catch (DonatedBufferAccess& access) {
       PyErr_SetString(access.python_type(), access.what());
+    } catch (python_error& raised) {
+      raised.restore();
     }
   });
 
@@ -383,7 +470,8 @@ PYBIND11_MODULE(_C, m) {
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
         "should take the buffers over. Returns None, or (index, obstacle) of the first leaf that cannot be marked. "
         "Raises DonatedBufferError for a leaf that was donated before.");
-  py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.");
+  py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.")
+      .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
       "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
       py::arg("held"), py::arg("names"),
@@ -401,7 +489,19 @@ PYBIND11_MODULE(_C, m) {
       py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("tell"),
       "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
   m.def(
-      "perhaps_shared", [](const Call& call) { return DonationRegistry::Get().PerhapsShared(call.site.get()); },
+      "perhaps_shared",
+      [](const Call& call) {
+        const DonationRegistry& registry = DonationRegistry::Get();
+        std::vector<std::uint32_t> leaves = registry.PerhapsShared(call.site.get());
+        if (!leaves.empty()) {
+          // A run that is being started holds its outputs, which are the donors of the next call in a loop. That call's
+          // own run would wait for it here, too.
+          py::gil_scoped_release released;
+          registry.WaitForHandOver(call.site.get());
+          leaves = registry.PerhapsShared(call.site.get());
+        }
+        return leaves;
+      },
       py::arg("call"),
       "Positions of a call's leaves whose buffers may have another holder or a pending reader. Complete, not exact.");
   m.def(
@@ -431,6 +531,7 @@ PYBIND11_MODULE(_C, m) {
       "arm_run",
       [](const Call& call, const py::sequence& donors, const std::string& graph) {
         std::vector<lazy::BackendDataPtr> buffers;
+        buffers.reserve(donors.size());
         for (py::handle donor : donors) {
           buffers.push_back(abi::Resolve(TensorOf(donor)).buffer);
         }
@@ -438,6 +539,27 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"),
       "The next run of a compiled graph on this thread consumes these tensors, which the call has marked.");
+  m.def(
+      "order_parameters",
+      [](const py::sequence& first) {
+        std::vector<const lazy::BackendData*> buffers;
+        for (py::handle tensor : first) {
+          buffers.push_back(abi::Resolve(TensorOf(tensor)).buffer.get());
+        }
+        OrderParameters(std::move(buffers));
+      },
+      py::arg("first"),
+      "Until take_order, graphs that this thread hashes or compiles have the parameters of these tensors first.");
+  m.def(
+      "take_order",
+      [] {
+        std::vector<std::uintptr_t> result;
+        for (const lazy::BackendData* parameter : TakeOrder()) {
+          result.push_back(reinterpret_cast<std::uintptr_t>(parameter));
+        }
+        return result;
+      },
+      "Ends order_parameters; the buffers (as in identity) of the parameters of the last graph, in its order.");
   m.def("inspect_next_run", &InspectNextRun,
         "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
   m.def(
@@ -461,6 +583,13 @@ PYBIND11_MODULE(_C, m) {
       "Leaves and structure (hashable) of dicts, lists and tuples, in the order of torch's pytrees; None for a tree "
       "with "
       "anything else in it.");
+  m.def(
+      "unflatten",
+      [](const py::list& leaves, const py::tuple& tokens) {
+        py::ssize_t leaf = 0, token = 0;
+        return Unflatten(leaves, tokens, leaf, token);
+      },
+      py::arg("leaves"), py::arg("tokens"), "The tree of a structure that flatten gave, with other leaves.");
   m.def("signature", &Signature, py::arg("leaves"),
         "(bytes that differ if a graph traced for these tensors does, whether one is pending, what is no tensor).");
   m.def(
@@ -557,15 +686,38 @@ PYBIND11_MODULE(_C, m) {
         py::dict result;
         result["pending"] = counts.pending;
         result["consumed"] = counts.consumed;
+        result["spared"] = counts.spared;
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
         return result;
       },
       "How many entries the registry holds.");
-  m.def("push_disabled", &PushDonationDisabled, "This thread's steps donate nothing until the matching pop_disabled.");
-  m.def("pop_disabled", &PopDonationDisabled, "Ends the innermost push_disabled of this thread.");
+  m.def(
+      "push_disabled",
+      [](bool report_reuse, bool check_outputs) { PushDonationDisabled({report_reuse, check_outputs}); },
+      py::arg("report_reuse"), py::arg("check_outputs"),
+      "This thread's steps donate nothing until the matching pop_disabled.");
+  m.def(
+      "pop_disabled", [](bool report_reuse, bool check_outputs) { PopDonationDisabled({report_reuse, check_outputs}); },
+      py::arg("report_reuse"), py::arg("check_outputs"),
+      "Ends a push_disabled of this thread with the same arguments.");
+  m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
   m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
+  m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
+        "Whether donation is disabled, uses are reported and outputs noted on every thread.");
+  m.def(
+      "take_bad_outputs",
+      [](bool infs) {
+        std::vector<BadOutput> bad;
+        {
+          const py::gil_scoped_release release;
+          bad = TakeBadOutputs(infs);
+        }
+        return BadOutputDicts(bad);
+      },
+      py::arg("infs"),
+      "The outputs of this thread's runs since the last call that hold a NaN (or infinity); waits for them.");
   m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
         "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
 }

@@ -1,49 +1,16 @@
 // The marks and their states, under one mutex.
 #include "donation_registry.h"
 
-#include <c10/core/ScalarType.h>
 #include <pthread.h>
 
 #include <algorithm>
 
+#include "array_text.h"
+
 namespace torch_xla_donate {
 
-namespace {
-
-// XLA's names of the element types.
-const char* ElementType(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::ScalarType::Bool: return "pred";
-    case at::ScalarType::Byte: return "u8";
-    case at::ScalarType::Char: return "s8";
-    case at::ScalarType::Short: return "s16";
-    case at::ScalarType::Int: return "s32";
-    case at::ScalarType::Long: return "s64";
-    case at::ScalarType::UInt16: return "u16";
-    case at::ScalarType::UInt32: return "u32";
-    case at::ScalarType::UInt64: return "u64";
-    case at::ScalarType::Half: return "f16";
-    case at::ScalarType::BFloat16: return "bf16";
-    case at::ScalarType::Float: return "f32";
-    case at::ScalarType::Double: return "f64";
-    case at::ScalarType::ComplexFloat: return "c64";
-    case at::ScalarType::ComplexDouble: return "c128";
-    case at::ScalarType::Float8_e4m3fn: return "f8e4m3fn";
-    case at::ScalarType::Float8_e5m2: return "f8e5m2";
-    default: return c10::toString(dtype);
-  }
-}
-
-// Whether torch_xla shares the buffer between tensors: a cached constant, or the random seed.
-bool IsReadOnly(const lazy::BackendData& buffer) {
-  const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
-  return info != nullptr && info->read_only;
-}
-
-}  // namespace
-
 std::string Donor::Shape() const {
-  std::string text = ElementType(dtype);
+  std::string text = ElementName(dtype);
   text += '[';
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     text += (i == 0 ? "" : ",") + std::to_string(sizes[i]);
@@ -92,7 +59,8 @@ DonationRegistry::DonationRegistry() {
 }
 
 void DonationRegistry::Refresh() {
-  armed_.store(!pending_.empty() || !consumed_.empty(), std::memory_order_relaxed);
+  armed_.store(!pending_.empty() || !consumed_.empty() || !spared_.empty(), std::memory_order_relaxed);
+  has_spared_.store(!spared_.empty(), std::memory_order_relaxed);
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
 
@@ -109,6 +77,9 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
   std::lock_guard<std::mutex> lock(mutex_);
   pending_.reserve(pending_.size() + leaves.size());
   for (const Leaf& leaf : leaves) {
+    if (!spared_.empty()) {
+      spared_.erase(leaf.buffer.get());
+    }
     DonorPtr& donor = pending_[leaf.buffer.get()];
     if (donor != nullptr && !donor->buffer.expired()) {
       const Holder fresh{leaf.tensor, site, leaf.index, leaf.target};
@@ -187,12 +158,7 @@ void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<st
   std::vector<Refusal> refused;
   for (DonorPtr& donor : taken) {
     const auto own = reasons.find(leaf(donor));
-    std::string why = own == reasons.end() ? reason : own->second;
-    const lazy::BackendDataPtr buffer = donor->buffer.lock();
-    if (tell && buffer != nullptr && IsReadOnly(*buffer)) {
-      why = "torch_xla shares this buffer between tensors (a cached constant)";
-    }
-    refused.push_back({std::move(donor), std::move(why), tell});
+    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, tell});
   }
   if (refused.empty()) {
     Refresh();
@@ -234,6 +200,22 @@ std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site)
   return leaves;
 }
 
+void DonationRegistry::WaitForHandOver(const CallSite* site) const {
+  std::optional<lazy::BackendDevice> device;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : pending_) {
+      if (entry.second->holders.front().site.get() == site) {
+        device = entry.second->device;
+        break;
+      }
+    }
+  }
+  if (device.has_value()) {
+    abi::WaitForHandOver(*device);
+  }
+}
+
 std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                                         const CallSite* site) const {
   std::vector<lazy::BackendDataPtr> buffers;
@@ -259,7 +241,7 @@ std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::s
 std::optional<std::uint32_t> DonationRegistry::LeafOf(const lazy::BackendData* buffer, const CallSite* site) const {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = pending_.find(buffer);
-  if (found != pending_.end() && !found->second->buffer.expired() && !IsReadOnly(*buffer)) {
+  if (found != pending_.end() && !found->second->buffer.expired()) {
     for (const Holder& holder : found->second->holders) {
       if (holder.site.get() == site) {
         return holder.leaf;
@@ -313,15 +295,47 @@ std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindConsumed(const lazy::Ba
                              : std::pair<DonorPtr, std::uint64_t>{consumed->donor, step->number};
 }
 
-void DonationRegistry::SweepConsumed() {
+void DonationRegistry::Spare(const std::vector<DonorPtr>& donors, std::uint64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const DonorPtr& donor : donors) {
+    const lazy::BackendDataPtr buffer = donor->buffer.lock();
+    if (buffer != nullptr) {
+      spared_[buffer.get()] = {donor, step};
+    }
+  }
+  Refresh();
+}
+
+std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindSpared(const lazy::BackendData* buffer) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = spared_.find(buffer);
+  // A copy: the caller reads it without the lock.
+  return found == spared_.end() || found->second.first->buffer.expired()
+             ? std::pair<DonorPtr, std::uint64_t>{nullptr, 0}
+             : std::pair<DonorPtr, std::uint64_t>{std::make_shared<Donor>(*found->second.first), found->second.second};
+}
+
+void DonationRegistry::Forgive(std::uint64_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = spared_.begin(); it != spared_.end();) {
+    it = it->second.second == step ? spared_.erase(it) : std::next(it);
+  }
+  Refresh();
+}
+
+void DonationRegistry::ForgetConsumed() {
+  for (auto it = spared_.begin(); it != spared_.end();) {
+    it = it->second.first->buffer.expired() ? spared_.erase(it) : std::next(it);
+  }
   for (auto it = consumed_.begin(); it != consumed_.end();) {
     it = it->second.donor->buffer.expired() ? consumed_.erase(it) : std::next(it);
   }
+  remembered_ = consumed_.size();
 }
 
 void DonationRegistry::Sweep() {
   std::lock_guard<std::mutex> lock(mutex_);
-  SweepConsumed();
+  ForgetConsumed();
   for (auto it = pending_.begin(); it != pending_.end();) {
     if (it->second->buffer.expired()) {
       it->second->state = DonorState::kCancelled;
@@ -357,10 +371,9 @@ StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal
 }
 
 StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
-  // A program that only runs compiled graphs has no step that would sweep.
-  if (consumed_.size() > sweep_above_) {
-    SweepConsumed();
-    sweep_above_ = 2 * consumed_.size() + kSweepAbove;
+  // Runs of compiled graphs sweep nothing, and every look-up would pass what they leave behind.
+  if (consumed_.size() > remembered_ + asked.size()) {
+    ForgetConsumed();
   }
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
@@ -554,7 +567,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices() {
 
 DonationRegistry::Counts DonationRegistry::Size() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return {pending_.size(), consumed_.size(), steps_.size(), outcomes_.size()};
+  return {pending_.size(), consumed_.size(), spared_.size(), steps_.size(), outcomes_.size()};
 }
 
 }  // namespace torch_xla_donate

@@ -116,14 +116,14 @@ class DonationRegistry {
  public:
   static constexpr std::size_t kKeptSteps = 8;
   static constexpr std::size_t kKeptOutcomes = 1024;
-  static constexpr std::size_t kSweepAbove = 64;
 
   // Never destroyed: hooks may run until the process ends.
   static DonationRegistry& Get();
 
-  // Whether any hook has something to look for: a mark, or a donated buffer that somebody may still touch.
+  // Whether any hook has something to look for: a mark, or a donated or spared buffer that somebody may still touch.
   bool Armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
+  bool HasSpared() const noexcept { return has_spared_.load(std::memory_order_relaxed); }
 
   // A leaf ready to be marked: its buffer is materialised, not read-only.
   struct Leaf {
@@ -152,6 +152,9 @@ class DonationRegistry {
   // The leaves of a call that are still pending and whose buffers somebody else may hold, as far as reference counts
   // tell: too many is possible, too few is not.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
+  // Waits until whatever is being started on the call's device has let its buffers go. The caller must not hold the
+  // GIL.
+  void WaitForHandOver(const CallSite* site) const;
   // Those whose buffers one of these tensors holds without having been marked.
   std::vector<std::uint32_t> SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                         const CallSite* site) const;
@@ -170,6 +173,15 @@ class DonationRegistry {
   // The donor and the step that consumed the buffer; null if nobody did. Waits for that step's end, which alone tells
   // for certain, so the caller must not hold the GIL or a host lock.
   std::pair<DonorPtr, std::uint64_t> FindConsumed(const lazy::BackendData* buffer);
+
+  // --- Donors that a step would have consumed, had donation not been disabled ---
+
+  // Their use is reported from now on, until they are marked anew or nobody holds them.
+  void Spare(const std::vector<DonorPtr>& donors, std::uint64_t step);
+  // A copy of the spared donor, and the step that would have consumed it; null if there is none.
+  std::pair<DonorPtr, std::uint64_t> FindSpared(const lazy::BackendData* buffer) const;
+  // The step's spared donors may be used: it has failed, or is to be run again.
+  void Forgive(std::uint64_t step);
 
   // --- The life of a step, driven by sync_hooks ---
 
@@ -209,7 +221,7 @@ class DonationRegistry {
   std::vector<StepSnapshot> TakeNotices();
 
   struct Counts {
-    std::size_t pending, consumed, steps, outcomes;
+    std::size_t pending, consumed, spared, steps, outcomes;
   };
   Counts Size() const;
 
@@ -221,24 +233,26 @@ class DonationRegistry {
   };
 
   void Refresh();  // the atomics, after a change
-  void SweepConsumed();
   void AddStep(const StepPtr& step);
   void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
               std::shared_ptr<const GraphOutcome> outcome, const std::string* failure);
   StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused);
   std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
+  void ForgetConsumed();  // what can no longer be touched
   const Consumed* Lookup(const lazy::BackendData* buffer) const;
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> armed_{false};
   std::atomic<bool> has_notices_{false};
+  std::atomic<bool> has_spared_{false};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;
-  std::size_t sweep_above_ = kSweepAbove;
   ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
   ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
+  std::size_t remembered_ = 0;  // how many of these the last ForgetConsumed() has left
+  ska::flat_hash_map<const lazy::BackendData*, std::pair<DonorPtr, std::uint64_t>> spared_;
   std::deque<StepPtr> steps_;
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;

@@ -15,6 +15,7 @@
 
 #include "got_patch.h"
 #include "parameter_order.h"
+#include "would_be.h"
 
 namespace torch_xla_donate {
 
@@ -87,8 +88,19 @@ struct ArmedRun {
   std::string graph;
 };
 
+// What the program keeps of a spared buffer after an op has used it: the node by which the next op would pass unseen.
+struct Reused {
+  std::weak_ptr<abi::TensorData> tensor;
+  const lazy::BackendData* buffer;
+};
+
+std::atomic<bool> debug_process{false};
+
 struct ThreadState {
   std::optional<ArmedRun> armed;
+  // What OrderParameters() asks for, and what came of it.
+  std::optional<std::vector<const lazy::BackendData*>> first_parameters;
+  std::vector<const lazy::BackendData*> ordered_parameters;
   // A run is to be described instead.
   bool inspecting = false;
   Executor::Async* inspected_run = nullptr;
@@ -106,7 +118,15 @@ struct ThreadState {
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
-  int disabled = 0;
+  int disabled = 0, reporting = 0, checking = 0;
+  std::optional<WouldBe> would_be;
+  const lazy::MultiWait* would_be_runner = nullptr;
+  std::uint64_t last_spared = 0;  // the last step, if it has spared donors
+  std::vector<Reused> reused;
+  bool telling = false;  // inside of the reuse callback, which may use tensors itself
+
+  bool Reporting() const { return reporting > 0 || debug_process.load(std::memory_order_relaxed); }
+  bool Checking() const { return checking > 0 || debug_process.load(std::memory_order_relaxed); }
 
   // Whoever has made a list (a step, dynamo, a debug report) goes through it from its beginning to its end, each tensor
   // once, and must not be disturbed. A step then asks each of its outputs, which hold nothing, once more. Anybody else
@@ -155,6 +175,17 @@ void AbandonLeftover(ThreadState& state) {
     state.current = nullptr;
     leftover->Abandon("the step was given up before it ran");
   }
+}
+
+// An op that comes next shall make a node of its own, and so pass CreateTensorNode.
+void ForgetReused(ThreadState& state) {
+  for (const Reused& reused : state.reused) {
+    const std::shared_ptr<abi::TensorData> tensor = reused.tensor.lock();
+    if (tensor != nullptr && tensor->handle.get() == reused.buffer) {
+      tensor->ir_value = lazy::Value();
+    }
+  }
+  state.reused.clear();
 }
 
 // ---- Choosing the donors of a step ----
@@ -265,6 +296,38 @@ std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, 
   return order;
 }
 
+void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
+                 const Executor::SyncTensorCollection* collection, const std::vector<Candidate>& spared,
+                 const std::unordered_set<std::int64_t>& alias_ids, std::uint64_t step) {
+  std::unordered_map<const lazy::BackendData*, DonorPtr> donor_of;
+  for (const Candidate& candidate : spared) {
+    donor_of.emplace(candidate.buffer.get(), candidate.donor);
+  }
+  WouldBe would_be(collection, step);
+  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
+    const auto found = donor_of.find(parameter.get());
+    const abi::DeviceDataInfo* info = abi::InfoOf(*parameter);
+    const bool own = info != nullptr && !info->read_only && alias_ids.count(info->tensor_id) != 0;
+    if (own || found != donor_of.end()) {
+      would_be.Add(*parameter, found != donor_of.end() ? found->second : nullptr);
+    }
+  }
+  state.would_be = std::move(would_be);
+}
+
+// The step will run, and its outputs are known.
+void SpareDonors(ThreadState& state, Executor::Async& run) {
+  const std::vector<DonorPtr> donors = state.would_be->Used(run.tensors_data);
+  DonationRegistry::Get().Spare(donors, state.would_be->step);
+  for (const DonorPtr& donor : donors) {
+    if (const lazy::BackendDataPtr buffer = donor->buffer.lock()) {
+      ForgetCachedValues(*donor, buffer.get());
+    }
+  }
+  state.last_spared = state.would_be->step;
+  state.would_be_runner = &run.mwait;
+}
+
 void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t roots,
                  Executor::SyncTensorCollection* collection) {
   DonationRegistry& registry = DonationRegistry::Get();
@@ -274,13 +337,18 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   }
   std::string refusal;  // of all of them
   bool switched_off = true;
-  if (state.disabled > 0) {
-    refusal = "donation is disabled (donation_disabled())";
-  } else {
-    refusal = SwitchedOffReason();
+  refusal = SwitchedOffReason();
+  // Donors that nothing but the user's wish keeps from being donated are spared, and their use is told.
+  bool spare = false;
+  if (DonationDisabled()) {
+    spare = refusal.empty() && state.Reporting();
+    refusal = DisabledReason();
   }
   const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
   const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
+  if (outputs.empty()) {
+    spare = false;
+  }
   if (refusal.empty() && outputs.empty()) {
     switched_off = false;
     refusal = "the outputs of the step could not be matched with live tensors";
@@ -288,9 +356,9 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   std::vector<Candidate> candidates;
   candidates.reserve(marked.size());
   for (const auto& [index, donor] : marked) {
-    candidates.push_back({graph.parameters_data[index], donor, refusal});
+    candidates.push_back({graph.parameters_data[index], donor, spare ? std::string() : refusal});
   }
-  if (refusal.empty()) {
+  if (refusal.empty() || spare) {
     RefuseSharedBuffers(live, candidates);
   }
 
@@ -304,10 +372,17 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   auto progress = std::make_shared<StepInProgress>();
   std::vector<DonorPtr> asked;
   std::vector<DonationRegistry::Refusal> refused;
+  std::vector<Candidate> spared;
   for (Candidate& candidate : candidates) {
     const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
       candidate.refusal = "torch_xla shares this buffer between tensors (a cached constant)";
+    }
+    if (spare) {
+      if (candidate.refusal.empty()) {
+        spared.push_back(candidate);
+      }
+      candidate.refusal = refusal;
     }
     if (!candidate.refusal.empty()) {
       refused.push_back({candidate.donor, candidate.refusal, refusal.empty() || !switched_off});
@@ -322,6 +397,9 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
     }
   }
   progress->step = registry.Claim(std::move(asked), std::move(refused));
+  if (!spared.empty()) {
+    NoteWouldBe(state, graph, collection, spared, alias_ids, progress->step->number);
+  }
   if (progress->step->donors.empty()) {
     return;
   }
@@ -342,14 +420,36 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   });
 }
 
+void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::SyncTensorCollection& collection) {
+  std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
+  for (std::size_t i = 0; i < graph.parameters_data.size(); ++i) {
+    position_of.emplace(graph.parameters_data[i].get(), i);
+  }
+  std::vector<std::size_t> positions;
+  for (const lazy::BackendData* parameter : *state.first_parameters) {
+    if (const auto found = position_of.find(parameter); found != position_of.end()) {
+      positions.push_back(found->second);
+    }
+  }
+  PutFirst(positions, graph, collection);
+  state.ordered_parameters.clear();
+  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
+    state.ordered_parameters.push_back(parameter.get());
+  }
+}
+
 // ---- The intercepts ----
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
   ThreadState& state = State();
+  state.would_be.reset();
   state.in_post_order = true;
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+  if (state.first_parameters.has_value()) {
+    ApplyOrder(state, result, *collection);
+  }
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
   if (state.ListIsOfStep(roots.size()) && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
     try {
@@ -388,6 +488,26 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
   }
 }
 
+// The run has been compiled without these donors, since donation is disabled.
+void SpareRun(ThreadState& state, Executor::Async* run, const std::vector<DonorPtr>& donors) {
+  std::vector<DonationRegistry::Refusal> refused;
+  for (const DonorPtr& donor : donors) {
+    refused.push_back({donor, DisabledReason(), /*tell=*/false});
+  }
+  WouldBe would_be(nullptr, DonationRegistry::Get().Claim({}, std::move(refused))->number);
+  if (!state.Reporting()) {
+    return;
+  }
+  for (const DonorPtr& donor : donors) {
+    if (const lazy::BackendDataPtr buffer = donor->buffer.lock()) {
+      would_be.Add(*buffer, donor);
+    }
+  }
+  state.would_be = std::move(would_be);
+  SpareDonors(state, *run);
+  state.would_be.reset();
+}
+
 // A compiled graph is about to run on this thread, outside of a step. Its donors are settled as a step's are.
 void ClaimRun(ThreadState& state, Executor::Async* run) {
   const ArmedRun armed = std::move(*state.armed);
@@ -398,6 +518,10 @@ void ClaimRun(ThreadState& state, Executor::Async* run) {
     donors.push_back(donor);
   }
   if (donors.empty()) {
+    return;
+  }
+  if (DonationDisabled()) {
+    SpareRun(state, run, donors);
     return;
   }
   auto progress = std::make_shared<StepInProgress>();
@@ -411,6 +535,21 @@ void ClaimRun(ThreadState& state, Executor::Async* run) {
   registry.Commit(progress->step, armed.graph, run->tensors_data);
 }
 
+void NoteForDebugging(ThreadState& state, Executor::Async& run, const Executor::SyncTensorCollection& collection) {
+  try {
+    if (state.would_be && state.would_be->collection == &collection) {
+      SpareDonors(state, run);
+    }
+    // Not the reads (print, .item(), .cpu()).
+    if (state.Checking() && collection.config.force_ltc_data && collection.config.sync_ltc_data) {
+      OutputCheck::OfThisThread().Note(run);
+    }
+  } catch (const std::exception&) {
+    // Out of memory, at worst: the run must go on, unchecked.
+  }
+  state.would_be.reset();
+}
+
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
@@ -421,6 +560,9 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
   if (state.inspecting) {
     state.inspected_run = self;
     return;
+  }
+  if (state.would_be || state.Checking()) {
+    NoteForDebugging(state, *self, *collection);
   }
   if (state.current == nullptr && state.armed.has_value()) {
     ClaimRun(state, self);
@@ -439,6 +581,17 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
     // The graph has come to the run by now; to throw here keeps it from being scheduled.
     state.inspected = abi::DescribeGraph(*std::exchange(state.inspected_run, nullptr));
     throw InspectedRun("the graph was described, not run");
+  }
+  run = OutputCheck::OfThisThread().Watch(self, std::move(run));
+  if (state.would_be_runner != nullptr && std::exchange(state.would_be_runner, nullptr) == self) {
+    run = [run = std::move(run), step = state.last_spared] {
+      try {
+        run();
+      } catch (...) {
+        DonationRegistry::Get().Forgive(step);  // a step that fails consumes nothing
+        throw;
+      }
+    };
   }
   if (state.current != nullptr && state.current->runner == self) {
     const std::shared_ptr<StepInProgress> current = std::move(state.current);
@@ -475,6 +628,7 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
   }
   if (handle != nullptr) {
     ThrowIfConsumed(handle.get());
+    ReportReuse(handle.get());
   }
   return handle;
 }
@@ -482,6 +636,9 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
 lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDataPtr& data, bool read_only) {
   if (DonationRegistry::Get().Armed()) {
     ThrowIfConsumed(data.get());
+    if (ReportReuse(data.get())) {
+      State().reused.push_back({self->data(), data.get()});
+    }
   }
   return create_tensor_node.As<abi::CreateTensorNodeFn>()(self, data, read_only);
 }
@@ -490,6 +647,8 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   DonationRegistry& registry = DonationRegistry::Get();
   ThreadState& state = State();
   AbandonLeftover(state);
+  ForgetReused(state);
+  state.last_spared = 0;
   state.DropList();
   if (registry.Armed()) {
     registry.Sweep();
@@ -504,7 +663,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
   if (DonationRegistry::Get().Armed()) {
     ThreadState& state = State();
     if (!state.listing) {
-      state.DropList();  // the program goes on; whoever made the list has finished
+      ForgetReused(state);  // the op that used them has its result
+      state.DropList();     // the program goes on; whoever made the list has finished
     } else if (state.noting) {
       state.live.push_back(data);
       state.order.push_back(data.get());
@@ -516,7 +676,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
-  if (DonationRegistry::Get().HasNotices() && Callbacks().step_ended) {
+  const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
+  if (to_tell && Callbacks().step_ended) {
     Callbacks().step_ended();
   }
 }
@@ -600,6 +761,16 @@ std::string SwitchedOffReason() {
   return TheSwitch().reason;
 }
 
+void OrderParameters(std::vector<const lazy::BackendData*> first) {
+  State().first_parameters = std::move(first);
+  State().ordered_parameters.clear();
+}
+
+std::vector<const lazy::BackendData*> TakeOrder() {
+  State().first_parameters.reset();
+  return std::exchange(State().ordered_parameters, {});
+}
+
 void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph) {
   ThreadState& state = State();
   AbandonLeftover(state);
@@ -632,9 +803,58 @@ std::optional<abi::CompiledGraph> TakeInspected() {
   return std::exchange(state.inspected, std::nullopt);
 }
 
-void PushDonationDisabled() { ++State().disabled; }
-void PopDonationDisabled() { --State().disabled; }
-bool DonationDisabled() { return State().disabled > 0; }
+void PushDonationDisabled(Disabling wishes) {
+  ThreadState& state = State();
+  ++state.disabled;
+  state.reporting += wishes.report_reuse ? 1 : 0;
+  state.checking += wishes.check_outputs ? 1 : 0;
+}
+
+void PopDonationDisabled(Disabling wishes) {
+  ThreadState& state = State();
+  --state.disabled;
+  state.reporting -= wishes.report_reuse ? 1 : 0;
+  state.checking -= wishes.check_outputs ? 1 : 0;
+  if (!state.Checking()) {
+    OutputCheck::OfThisThread().Drop();
+  }
+}
+
+std::string DisabledReason() {
+  const ThreadState& state = State();
+  return state.checking > 0   ? "donation is disabled (debug_nans())"
+         : state.disabled > 0 ? "donation is disabled (donation_disabled())"
+         : DonationDisabled() ? "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)"
+                              : "";
+}
+
+bool DonationDisabled() { return State().disabled > 0 || State().Checking(); }
+
+void SetDebugProcess(bool on) { debug_process.store(on, std::memory_order_relaxed); }
+
+std::vector<BadOutput> TakeBadOutputs(bool infs) {
+  std::vector<BadOutput> bad = OutputCheck::OfThisThread().Check(infs);
+  if (!bad.empty()) {
+    DonationRegistry::Get().Forgive(State().last_spared);
+  }
+  return bad;
+}
+
+bool ReportReuse(const lazy::BackendData* buffer) {
+  const DonationRegistry& registry = DonationRegistry::Get();
+  ThreadState& state = State();
+  if (!registry.HasSpared() || state.telling || !Callbacks().report_reuse) {
+    return false;
+  }
+  const auto [donor, step] = registry.FindSpared(buffer);
+  if (donor == nullptr) {
+    return false;
+  }
+  state.telling = true;
+  const auto leave = c10::make_scope_exit([&state] { state.telling = false; });
+  Callbacks().report_reuse(*donor, step);
+  return true;
+}
 
 void ThrowIfConsumed(const lazy::BackendData* buffer) {
   DonationRegistry& registry = DonationRegistry::Get();

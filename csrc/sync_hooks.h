@@ -6,16 +6,16 @@
 //   CurrentDataHandle        asked of every live tensor; outside a step, whoever reads a tensor comes through here
 //   RunPostOrder             the graph and its parameters are known: donors are chosen and put into the donor set
 //   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are given back
-//   Async::Async             the commit point: this graph will run with these parameters
+//   Async::Async             the commit point: this graph will run with these parameters; debug_nans notes its outputs
 //   MultiWait::Completer     gives the function that runs the graph: what became of the donors is read at its end
-//   MarkStep                 the step is over: unusable donations are told
+//   MarkStep                 the step is over: unusable donations are told, noted outputs checked
 // and CreateTensorNode is how an op first uses a materialised tensor.
 //
 // Ownership: the patches belong to this file; Uninstall() or the end of the process undoes them.
 // Threads: Install() and Uninstall() may be called from any thread; what belongs to a step is kept per thread.
 // Errors: Install() throws std::runtime_error and leaves nothing behind. Inside a hook the only exceptions of ours are
-//   DonatedBufferAccess, where somebody touches a donated tensor, and what the step callback throws at the end of a
-//   step. All else is caught, and the step runs without donation.
+//   DonatedBufferAccess, where somebody touches a donated tensor, what the reuse callback throws there, and what the
+//   step callback throws at the end of a step. All else is caught, and the step runs without donation.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "donation_registry.h"
+#include "output_check.h"
 
 namespace torch_xla_donate {
 
@@ -51,7 +52,10 @@ struct HookCallbacks {
   PyObject* donated_buffer_error = nullptr;  // exception type, immortal
   // The message for a use of a consumed buffer. Called without locks; may take the GIL.
   std::function<std::string(const Donor&, std::uint64_t step)> describe_use;
-  // Called at the end of a step when there is something to tell. May take the GIL and throw.
+  // Called where somebody uses a buffer that a step would have consumed, had donation not been disabled. Called without
+  // locks; may take the GIL and throw.
+  std::function<void(const Donor&, std::uint64_t step)> report_reuse;
+  // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.
   std::function<void()> step_ended;
 };
 void SetHookCallbacks(HookCallbacks callbacks);
@@ -65,6 +69,11 @@ struct DonatedBufferAccess : torch::PyTorchError {
 
 // Throws DonatedBufferAccess if a step has consumed the buffer. Waits for the step where its outcome is not known yet.
 void ThrowIfConsumed(const lazy::BackendData* buffer);
+
+// Until the matching TakeOrder() the graphs that this thread looks at have these parameters first, in this order: XLA
+// pairs donors and outputs of equal bytes by theirs. TakeOrder() gives the parameters of the last of these graphs.
+void OrderParameters(std::vector<const lazy::BackendData*> first);
+std::vector<const lazy::BackendData*> TakeOrder();
 
 // The next run of a compiled graph on this thread (torch.compile's, or a replay) consumes the buffers given, which are
 // marked by the call; the graph has been compiled with exactly them as donors. Ends with DisarmRun().
@@ -82,10 +91,27 @@ std::optional<abi::CompiledGraph> TakeInspected();
 // The data of this thread's last list of live tensors, as long as nothing has happened since.
 std::vector<std::shared_ptr<abi::TensorData>> ListedTensors();
 
-// While a thread's depth is above zero, its steps donate nothing of ours.
-void PushDonationDisabled();
-void PopDonationDisabled();
+// Calls the reuse callback if a step would have consumed the buffer; returns whether it has.
+bool ReportReuse(const lazy::BackendData* buffer);
+
+// While a thread's depth is above zero, its steps donate nothing of ours. Depths are counted for each wish, so that an
+// inner context adds to what an outer one asks for.
+struct Disabling {
+  bool report_reuse = false;   // uses of what would have been donated are told
+  bool check_outputs = false;  // the outputs of its runs are noted for TakeBadOutputs()
+};
+void PushDonationDisabled(Disabling wishes);
+void PopDonationDisabled(Disabling wishes);
 bool DonationDisabled();
+// Who has disabled it; empty if nobody has.
+std::string DisabledReason();
+// Both wishes, for every thread.
+void SetDebugProcess(bool on);
+
+// The outputs of this thread's runs since the last call that hold a NaN or, if asked for, an infinity. Waits for the
+// device; the caller must not hold the GIL. If there are any, the donors of the thread's last step may be used again:
+// whoever looks for the cause needs them.
+std::vector<BadOutput> TakeBadOutputs(bool infs);
 
 // A setting that makes torch_xla ignore every donor; empty if there is none. Process-wide.
 void SetSwitchedOff(std::string reason);

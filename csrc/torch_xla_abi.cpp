@@ -124,6 +124,13 @@ void InvalidateViews(const at::Tensor& tensor) {
   }
 }
 
+void WaitForHandOver(const lazy::BackendDevice& device) {
+  Executor::SyncTensorCollection nothing;
+  nothing.device = device;
+  // Takes the device's lock, which whoever starts a run keeps until it is done with that.
+  static_cast<Executor*>(lazy::LazyGraphExecutor::Get())->PassBarrier(&nothing);
+}
+
 bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; }
 
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
@@ -153,6 +160,44 @@ Resolution Resolve(const at::Tensor& tensor) {
   const DeviceDataInfo* info = InfoOf(*result.buffer);
   result.state = info != nullptr && info->read_only ? TensorState::kReadOnly : TensorState::kMaterialized;
   return result;
+}
+
+void Prefetch(const std::vector<const at::Tensor*>& tensors) {
+  namespace functional = at::functionalization::impl;
+  std::vector<const char*> next;
+  next.reserve(tensors.size());
+  for (const at::Tensor* tensor : tensors) {
+    const c10::TensorImpl* impl = tensor->unsafeGetTensorImpl();
+    if (functional::isFunctionalTensor(*tensor)) {
+      const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(*tensor);
+      __builtin_prefetch(reinterpret_cast<const char*>(wrapper->storage().unsafeGetStorageImpl()) +
+                         sizeof(c10::StorageImpl));
+      impl = wrapper->value().unsafeGetTensorImpl();
+    }
+    next.push_back(reinterpret_cast<const char*>(impl));
+    __builtin_prefetch(next.back());
+    __builtin_prefetch(next.back() + sizeof(c10::TensorImpl));
+  }
+  std::vector<const lazy::LazyTensor*> lazy_tensors;
+  lazy_tensors.reserve(next.size());
+  for (const char* impl : next) {
+    const lazy::LazyTensorPtr* found = LazyTensorOf(*reinterpret_cast<const c10::TensorImpl*>(impl));
+    if (found != nullptr && *found != nullptr) {
+      lazy_tensors.push_back(found->get());
+      __builtin_prefetch(lazy_tensors.back());
+    }
+  }
+  std::vector<const TensorData*> held;
+  held.reserve(lazy_tensors.size());
+  for (const lazy::LazyTensor* tensor : lazy_tensors) {
+    held.push_back(tensor->data().get());
+    for (std::size_t line = 0; line < sizeof(HostTensorData); line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(held.back()) + line);
+    }
+  }
+  for (const TensorData* data : held) {
+    __builtin_prefetch(data->handle.get());
+  }
 }
 
 std::string DescribeBuffer(const lazy::BackendData& buffer) {

@@ -32,6 +32,9 @@ struct Executor : lazy::LazyGraphExecutor {
   using LazyGraphExecutor::Async;
   using LazyGraphExecutor::PostOrderData;
   using LazyGraphExecutor::SyncTensorCollection;
+
+  // Torch's own function, whatever hooks there are.
+  void PassBarrier(SyncTensorCollection* collection) { LazyGraphExecutor::TensorCollectionBarrier(collection); }
 };
 
 // Member functions as the free functions they are in the Itanium C++ ABI: `this` comes first.
@@ -76,6 +79,10 @@ struct Resolution {
 // What a tensor holds. Applies pending view updates first, as torch_xla does before it looks at a tensor.
 Resolution Resolve(const at::Tensor& tensor);
 
+// Brings what Resolve() reads of these tensors into the cache. A step leaves nothing of a thousand tensors there, and
+// in Resolve() each miss waits for the one before.
+void Prefetch(const std::vector<const at::Tensor*>& tensors);
+
 // The device data that a lazy tensor holds, directly or as the only node of its graph; null if there is none.
 lazy::BackendDataPtr BufferOf(const TensorData& tensor);
 
@@ -83,6 +90,10 @@ lazy::BackendDataPtr BufferOf(const TensorData& tensor);
 // before has a buffer of its own in torch_xla, and would not notice that its base is gone. Does nothing without
 // functionalization, and to a tensor that is a view itself.
 void InvalidateViews(const at::Tensor& tensor);
+
+// Waits until whatever is being started on the device has been handed over to it, and its buffers let go. The caller
+// must not hold the GIL. Passes on what made an earlier step fail, as torch_xla does where it waits for it.
+void WaitForHandOver(const lazy::BackendDevice& device);
 
 // Whether the tensor is, or has, a view that shares its graph. Only without functionalization.
 bool HasView(const TensorData& tensor);

@@ -9,7 +9,13 @@ from collections.abc import Callable, Iterator
 # Before anything imports torch_xla.
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-for setting in ("TORCH_XLA_DONATE_STRICT", "XLA_ENABLE_PARAM_ALIASING", "XLA_AUTO_SPMD", "XLA_FLAGS"):
+for setting in (
+    "TORCH_XLA_DONATE_DEBUG_NANS",
+    "TORCH_XLA_DONATE_STRICT",
+    "XLA_ENABLE_PARAM_ALIASING",
+    "XLA_AUTO_SPMD",
+    "XLA_FLAGS",
+):
     os.environ.pop(setting, None)
 
 import pytest
@@ -19,7 +25,7 @@ import torch
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """After each test: no new mark, no notice, hooks in place, donation enabled."""
-    from torch_xla_donate import _C, _report
+    from torch_xla_donate import _C, _report, _reuse
 
     # The traceback of a failed test keeps its tensors, and so its marks.
     before = len(_C.pending())
@@ -28,6 +34,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
     gc.collect()
     marks, notices = _C.pending(), _C.take_notices()
     _report._warned_sites.clear()
+    _reuse._told.clear()
+    _reuse._told.clear()
     assert _C.installed()
     assert not _C.disabled()
     assert all(hook["slots"] == hook["in_place"] for hook in _C.hooks())

@@ -79,6 +79,22 @@ def test_peak_memory_runs_every_variant_in_a_process_of_its_own(tmp_path: Path) 
         assert_ratio(row["time"])
 
 
+@pytest.mark.slow
+def test_jax_side_by_side_compares_every_variant_with_donating_jax(tmp_path: Path) -> None:
+    printed, found = run("jax_side_by_side.py", tmp_path, "--tiny")
+    assert "peak / live" in printed
+    assert_neutral(found)
+    variants = ["jax", "jax_donated", "lazy", "lazy_donated", "pure_donated", "openxla_donated"]
+    assert [row["variant"] for row in found["rows"]] == variants * 2
+    assert [row["update"] for row in found["rows"]] == ["sgd"] * 6 + ["adam"] * 6
+    for row in found["rows"]:
+        assert row["live_bytes"] > 0
+        assert row["peak_over_live"] >= 0
+        assert 0 < row["dispatch_ms"] <= row["step_ms"]
+        assert_ratio(row["step"])
+        assert_ratio(row["dispatch"])
+
+
 def test_run_runs_the_benchmarks_that_are_named_and_refuses_others(tmp_path: Path) -> None:
     printed, _ = run("run.py", tmp_path, "--tiny", "mark_cost")
     assert "mark_cost" in printed

@@ -33,10 +33,13 @@ def test_doctor_shows_versions_and_every_hook():
 
 
 def test_doctor_names_a_setting_that_switches_donation_off_and_fails():
-    done = run("doctor", env={"XLA_ENABLE_PARAM_ALIASING": "0", "XLA_AUTO_SPMD": "1"})
+    done = run(
+        "doctor", env={"XLA_ENABLE_PARAM_ALIASING": "0", "XLA_AUTO_SPMD": "1", "TORCH_XLA_DONATE_DEBUG_NANS": "yes"}
+    )
     assert done.returncode == 1
     assert "PROBLEM: XLA_ENABLE_PARAM_ALIASING=0 switches donation off; unset it" in done.stdout
     assert "PROBLEM: XLA_AUTO_SPMD is set" in done.stdout
+    assert "PROBLEM: TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off" in done.stdout
 
 
 def test_help_lists_the_commands():

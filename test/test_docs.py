@@ -33,6 +33,7 @@ RUNNER = """
             warnings.simplefilter("always", torch_xla_donate.DonationWarning)
             warnings.showwarning = lambda message, category, *rest: print(f"{category.__name__}: {message}")
             torch_xla_donate._report._warned_sites.clear()
+            torch_xla_donate._reuse._told.clear()
             try:
                 exec(compile(source, "example.py", "exec"), namespace)
             except Exception as error:
@@ -137,7 +138,7 @@ def constants(node: ast.expr) -> list[str]:
 
 def python_messages() -> Iterator[tuple[str, str]]:
     errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
-    for name in ("_config", "_donate", "_host", "_into", "_report"):
+    for name in ("_arguments", "_compile", "_config", "_debug", "_donate", "_errors", "_host", "_into", "_report"):
         path = ROOT / "torch_xla_donate" / f"{name}.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Call) and (
@@ -146,7 +147,14 @@ def python_messages() -> Iterator[tuple[str, str]]:
             )
             if called and node.args and constants(node.args[0]):
                 yield f"{path.name}:{node.lineno}", max(constants(node.args[0]), key=len)
-            if isinstance(node, ast.FunctionDef) and node.name in ("explain", "describe_use", "_unusable_text"):
+            if isinstance(node, ast.FunctionDef) and node.name in (
+                "explain",
+                "describe_use",
+                "describe_reuse",
+                "_line",
+                "_text",
+                "_unusable_text",
+            ):
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Return) and inner.value is not None and constants(inner.value):
                         yield f"{path.name}:{inner.lineno}", max(constants(inner.value), key=len)

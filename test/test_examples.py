@@ -14,7 +14,7 @@ from helpers import run_script
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-COVERED = {"quickstart.py", "train_digits.py"}
+COVERED = {"jax_quickstart.py", "quickstart.py", "train_digits.py"}
 
 # The example itself, as a script of its own process: `run_script` takes source.
 RUN = """
@@ -52,10 +52,37 @@ def test_the_quickstart_shows_the_pointer_the_error_and_the_report() -> None:
     assert report.startswith("1 of 1 donors donated, 4.0 MiB (100.0% of the bytes offered)")
 
 
-def test_the_quickstart_prints_no_addresses_and_no_absolute_paths() -> None:
-    output = run_example("quickstart.py", timeout=120).stdout
+@pytest.mark.parametrize("name", ["quickstart.py", "jax_quickstart.py"])
+def test_the_quickstarts_print_no_addresses_and_no_absolute_paths(name: str) -> None:
+    output = run_example(name, timeout=120).stdout
     assert str(EXAMPLES.parent) not in output
     assert not re.search(r"0x[0-9a-f]+|(?<![\w.])/\w+/", output)
+
+
+def test_the_examples_of_jaxs_page_do_what_its_page_says() -> None:
+    output = run_example("jax_quickstart.py", timeout=120).stdout
+    parts = dict(part.split("\n", maxsplit=1) for part in output.removeprefix("-- ").split("\n-- "))
+    assert parts["the result takes y's memory"].split("\n") == [
+        "  x donated: False, y donated: True",
+        "  z in y's memory: True",
+    ]
+    assert parts["arguments given by keyword are donated, too"] == "  params donated: True, state donated: True"
+    assert parts["of a pytree, every array"].split("\n") == [
+        "  donated: [True, True]",
+        "  named: xs[0] (argument 0 of add_ones), xs[1] (argument 0 of add_ones)",
+    ]
+    error = parts["a donated array cannot be used again"]
+    assert error.startswith("  DonatedBufferError: f32[2,3] tensor 'y (argument 1 of add)' has no buffer any more")
+    more, other = parts["more donors than outputs"], parts["a donor of another shape than the output"]
+    unusable = (
+        r"  DonationWarning: Some donated buffers were not usable: {} \(donated at jax_quickstart.py:\d+, step \d\)"
+    )
+    assert re.match(unusable.format(r"f32\[2,3\]"), more)
+    assert "more donors than outputs of its size: 2 donors and 1 output of 24 bytes." in more
+    assert more.endswith("  donated: 1 of 2")
+    assert re.match(unusable.format(r"f32\[1,3\]"), other)
+    assert other.endswith("  y donated: False, and still [[1.0, 1.0, 1.0]]")
+    assert parts["a training loop"].rstrip("\n").split("\n") == ["  the same memory: True", "  weight[0, 0]: 6.0"]
 
 
 class Training:

@@ -212,6 +212,8 @@ def test_marks_made_while_another_thread_steps_do_no_harm():
     run(
         """
         idle = [make(16) for _ in range(8)]
+        donate_buffer(idle)  # the first donation verifies the layouts with a tensor of its own
+        cancel_donation(idle)
         stop = threading.Event()
         errors, rounds = [], [0]
         def mark():

@@ -4,9 +4,10 @@ from torch_xla_donate import _host
 
 _C = _host.load()
 
-from torch_xla_donate import _report
+from torch_xla_donate import _debug, _reuse
 from torch_xla_donate import hlo as hlo
 from torch_xla_donate._compile import compile as compile
+from torch_xla_donate._debug import debug_nans as debug_nans
 from torch_xla_donate._donate import cancel_donation as cancel_donation
 from torch_xla_donate._donate import donate_buffer as donate_buffer
 from torch_xla_donate._donate import donation_disabled as donation_disabled
@@ -29,6 +30,7 @@ __all__ = [
     "Donor",
     "cancel_donation",
     "compile",
+    "debug_nans",
     "donate_buffer",
     "donation_disabled",
     "donation_report",
@@ -36,5 +38,6 @@ __all__ = [
     "is_donated",
 ]
 
-_C.set_callbacks(DonatedBufferError, describe_use, _report.tell)
+_C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended)
 _host.install_hooks()
+_debug.start()

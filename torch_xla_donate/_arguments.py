@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +61,7 @@ def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:
 def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
     if value is None:
         return ()
-    names = (value,) if isinstance(value, str) else tuple(value)
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(f"{argument} is {value!r}; it must be a string or a sequence of strings.")
     return names
@@ -68,6 +69,8 @@ def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
 
 def function_name(f: Callable[..., Any]) -> str:
     """What messages call a callable."""
+    while isinstance(f, functools.partial):
+        f = f.func
     return getattr(f, "__name__", None) or type(f).__name__
 
 
@@ -93,7 +96,7 @@ class Arguments:
     ) -> None:
         self.function = function_name(f)
         self._positional: list[str] = []  # names of the positional parameters
-        self._by_name: set[str] = set()  # parameters that a keyword can give
+        self._by_name: list[str] = []  # parameters that a keyword can give
         self._varargs: str | None = None
         self._has_varkw = False
         self._known = True
@@ -109,7 +112,7 @@ class Arguments:
             elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 self._has_varkw = True
             if parameter.kind in _NAMED:
-                self._by_name.add(parameter.name)
+                self._by_name.append(parameter.name)
         donated = self._resolve("donate", donate_argnums, donate_argnames)
         static = self._resolve("static", static_argnums, static_argnames)
         self._donated_numbers, self._donated_names = donated
@@ -118,15 +121,14 @@ class Arguments:
             str(number) for number in self._donated_numbers & self._static_numbers
         )
         if both:
-            raise ValueError(
-                f"argument {both[0]} of {self.function} is both static and donated: a static argument has no buffer. "
-                "Take it out of static_argnums/static_argnames or out of donate_argnums/donate_argnames."
-            )
+            raise self._static_and_donated(both[0])
         self._plans: dict[tuple[int, tuple[str, ...]], Plan] = {}
 
-    @property
-    def donates(self) -> bool:
-        return bool(self._donated_numbers or self._donated_names)
+    def _static_and_donated(self, argument: str | int) -> ValueError:
+        return ValueError(
+            f"argument {argument} of {self.function} is both static and donated: a static argument has no buffer. "
+            "Take it out of static_argnums/static_argnames or out of donate_argnums/donate_argnames."
+        )
 
     def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
         """Numbers and names, each completed by the other."""
@@ -140,18 +142,17 @@ class Arguments:
                 )
             return numbers, names
         count = len(self._positional)
-        for number in numbers:
+        for number in sorted(numbers):
             if self._varargs is None and not -count <= number < count:
                 raise ValueError(
                     f"{what}_argnums={argnums!r}: {number} is out of range; {self.function} accepts {count} "
                     f"positional argument{'' if count == 1 else 's'}."
                 )
-        for name in names - self._by_name:
+        for name in sorted(names.difference(self._by_name)):
             if not self._has_varkw:
-                known = ", ".join(name for name in self._positional + sorted(self._by_name - {*self._positional}))
                 raise ValueError(
                     f"{what}_argnames={argnames!r}: {self.function} has no parameter {name!r} that can be given by "
-                    f"name (parameters: {known})."
+                    f"name (those that can: {', '.join(self._by_name) or 'none'})."
                 )
         if self._varargs is None:
             numbers = {number % count for number in numbers}
@@ -178,13 +179,15 @@ class Arguments:
             for numbers in (self._donated_numbers, self._static_numbers)
         )
         if not self._known or self._varargs is not None:
-            given_by_name = {self._positional.index(name) for name in keywords if name in self._positional}
-            missing = [n for n in donated_numbers if not (0 <= n < count or n in given_by_name)]
-            if missing and not all(n < len(self._positional) for n in missing):
-                raise ValueError(
-                    f"donate_argnums names argument {missing[0]} of {self.function}, which was called with {count} "
-                    f"positional argument{'' if count == 1 else 's'}."
-                )
+            known = range(len(self._positional))  # these may have defaults
+            for number in sorted(self._donated_numbers):
+                if not -count <= number < count and number not in known:
+                    raise ValueError(
+                        f"donate_argnums names argument {number} of {self.function}, which was called with {count} "
+                        f"positional argument{'' if count == 1 else 's'}."
+                    )
+            if both := donated_numbers & static_numbers:
+                raise self._static_and_donated(min(both))
         donated: list[Slot] = []
         kept: list[Slot] = []
         static: list[Slot] = []

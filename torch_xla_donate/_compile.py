@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import functools
+import itertools
+import numbers
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from torch_xla_donate import _C, _arguments, _config, _donate, _leaves, _log, _report  # type: ignore[no-redef]
+from torch_xla_donate import _C, _arguments, _config, _debug, _donate, _leaves, _log, _report  # type: ignore[no-redef]
 from torch_xla_donate._arguments import ArgNames, ArgNums, Arguments, CallNames, Plan
 from torch_xla_donate._errors import DonationError, DonationWarning
 
@@ -30,14 +33,27 @@ _scope = _Scope()
 
 
 class Donated:
-    """The donated leaves of one call, and their names."""
+    """The donated leaves of one call, and their names.
 
-    def __init__(self, compiled: Compiled, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    parts: what `_leaves.structure` gives for each argument, first those donated, then those kept.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        plan: Plan,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parts: Sequence[tuple[list[Any], Hashable]] | None = None,
+    ) -> None:
         self._plan, self._compiled = plan, compiled
+        if parts is None:
+            parts = [_leaves.structure(_arguments.value(slot, args, kwargs)) for slot in (*plan.donated, *plan.kept)]
+        count = len(plan.donated)
+        self.leaves = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[:count]))
+        self._kept = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[count:]))
         values = [_arguments.value(slot, args, kwargs) for slot in plan.donated]
-        parts = [_leaves.structure(value) for value in values]
-        self.leaves = [_leaves.without_wrapper(leaf) for leaves, _ in parts for leaf in leaves]
-        self.names = compiled.names(plan, values, [structure for _, structure in parts])
+        self.names = compiled.names(plan, values, [structure for _, structure in parts[:count]])
 
     def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, held: bool) -> _C.Call:
         """Marks them, all or none. Held marks are for a run of a compiled graph; steps leave them alone.
@@ -47,10 +63,11 @@ class Donated:
             DonationError: a leaf is pending.
             DonatedBufferError: a leaf has been donated already.
         """
-        kept: list[Any] = []
-        for slot in self._plan.kept:
-            kept += _leaves.leaves_of(_arguments.value(slot, args, kwargs))
-        marked = _C.mark_arguments(self.leaves, kept, where, self._compiled.is_strict(), held, self.names)
+        strict = self._compiled.is_strict()
+        marked = _C.mark_arguments(self.leaves, self._kept, where, strict, held, self.names)
+        if not isinstance(marked, _C.Call) and marked[1] == "not_xla":
+            self.leaves = [_leaves.without_wrapper(leaf) for leaf in self.leaves]
+            marked = _C.mark_arguments(self.leaves, self._kept, where, strict, held, self.names)
         if isinstance(marked, _C.Call):
             return marked
         if len(marked) == 3:
@@ -101,8 +118,13 @@ class Compiled:
         finally:
             _scope.inside = False
         try:
+            if plan.donated and self.is_strict():
+                # Else the error would come out of some later step, and without this call's result.
+                _C.wait_for_steps()
             if _C.has_notices():
                 _report.tell()
+            if _C.disabled():
+                _debug.check_outputs()
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):
                 error.result = result
@@ -151,14 +173,30 @@ class Compiled:
         return _config.strict_by_default() if self._strict is None else self._strict
 
     def names(self, plan: Plan, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
-        """The names of a call's donated leaves; worked out once for each structure, since that takes a while."""
+        """The names of a call's donated leaves; worked out once for each structure, since that takes a while.
+
+        Raises:
+            TypeError: a leaf is an object that might hold tensors.
+        """
         key = (id(plan), *structures)
         found = self._names.get(key)
         if found is None:
             flat = [_leaves.flatten(value) for value in values]
-            parts = [(slot, len(leaves), names) for slot, (leaves, names) in zip(plan.donated, flat)]
-            found = self._names[key] = CallNames(parts)
+            found = CallNames([(slot, len(leaves), names) for slot, (leaves, names) in zip(plan.donated, flat)])
+            _refuse_opaque([leaf for leaves, _ in flat for leaf in leaves], found)
+            self._names[key] = found
         return found
+
+
+_HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)
+
+
+def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
+    """TypeError for a donated leaf that may hold tensors which nobody sees, such as an unregistered dataclass."""
+    for index, leaf in enumerate(leaves):
+        tensor = _leaves.without_wrapper(leaf)
+        if not isinstance(tensor, _HARMLESS) and not callable(tensor):
+            raise _donate.refusal(leaf, "not_tensor", names.name(index))
 
 
 def _check_static(slot: _arguments.Slot, value: Any) -> None:
@@ -183,7 +221,13 @@ class LazyCompiled(Compiled):
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         calls: list[_C.Call] = []
-        result = self._step(plan, args, kwargs, where, calls)
+        try:
+            result = self._step(plan, args, kwargs, where, calls)
+        except BaseException:
+            # f has returned, and its step was refused (max_different_graphs) or has failed.
+            for call in calls:
+                _C.cancel_call(call)
+            raise
         for call in calls:
             _C.end_call(call, {}, NOT_READ, tell=True)
         return result
@@ -243,7 +287,7 @@ def compile(
         An object to be called like ``f``. Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers or names of another type.
+        TypeError: numbers or names of another type. At a call: a donated leaf is an object that is no pytree.
         ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
             without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
             argument that is not donated, too.

@@ -24,6 +24,11 @@ def strict_by_default() -> bool:
     return flag("TORCH_XLA_DONATE_STRICT")
 
 
+def debug_nans() -> bool:
+    """Whether every step is checked for NaN, and nothing donated (``TORCH_XLA_DONATE_DEBUG_NANS``)."""
+    return flag("TORCH_XLA_DONATE_DEBUG_NANS")
+
+
 def aliasing_switched_off() -> bool:
     """Whether ``XLA_ENABLE_PARAM_ALIASING`` is off, read as torch_xla reads it (2.9.0: a word, else C's atoi)."""
     value = os.environ.get("XLA_ENABLE_PARAM_ALIASING")

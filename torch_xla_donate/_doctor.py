@@ -54,4 +54,6 @@ def settings() -> list[str]:
         )
     if os.environ.get("XLA_AUTO_SPMD", "") not in ("", "0", "false"):
         found.append("XLA_AUTO_SPMD is set: with auto-sharding torch_xla ignores every donor; unset it")
+    if _config.debug_nans():
+        found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")
     return found

@@ -168,17 +168,23 @@ def is_donated(t: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def donation_disabled() -> Iterator[None]:
+def donation_disabled(*, report_reuse: bool = False) -> Iterator[None]:
     """Steps of this thread inside the context donate nothing of this package's.
 
     A mark that such a step reads is over, as always; the report gives the reason. No warning is made of it. What
     torch_xla aliases by itself (in-place updates) stays as it is.
+
+    Args:
+        report_reuse: whether the use of a tensor that such a step would have consumed is told by a `DonationWarning` at
+            the line of the use, also after the context has been left. The value is right, and stays. Whether XLA would
+            have consumed a donor is predicted: by the bytes per device of donors and outputs, in the order of the
+            graph's parameters. Inside another context: in addition to what that one asks for.
     """
-    _C.push_disabled()
+    _C.push_disabled(report_reuse, False)
     try:
         yield
     finally:
-        _C.pop_disabled()
+        _C.pop_disabled(report_reuse, False)
 
 
 def call_site() -> str:

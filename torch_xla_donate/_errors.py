@@ -23,7 +23,7 @@ class DonatedBufferError(DonationError):
 
 
 class DonationWarning(UserWarning):
-    """A donation that XLA could not use, or a setting that switches donation off."""
+    """A donation that XLA could not use, a setting that switches donation off, or a use that donation would forbid."""
 
 
 def warn(message: str, where: str) -> None:
@@ -41,6 +41,17 @@ def describe_use(name: str, array: str, where: str, step: int) -> str:
         "value, call .clone() before the step, or take the donation out. Shape and dtype are "
         "still readable, and copying a new value in as a whole (t.copy_(new)) makes the tensor "
         "usable again."
+    )
+
+
+def describe_reuse(name: str, array: str, where: str, step: int) -> str:
+    """The text of a warning: the same, where donation was disabled and nothing is lost."""
+    subject = f"{array} tensor{f' {name!r}' if name else ''}"
+    return (
+        f"{subject} is used although it was donated at {where}: step {step} would have consumed it, had donation not "
+        "been disabled. Its value is still right; with donation on, this line raises DonatedBufferError. Use the "
+        "step's result instead; to keep the old value, call .clone() before the step, or take the donation out. "
+        "See docs/debug_nans.md."
     )
 
 

@@ -196,10 +196,15 @@ def auto_sharding() -> bool:
 def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
     numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
+    return (numbers, *shardings(arguments))
+
+
+def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """How the tensors among the arguments are sharded; empty where nothing is."""
     if not runtime().is_spmd():
-        return (numbers,)
+        return ()
     tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
-    return (numbers, tuple(xlac()._get_xla_sharding_specs(tensors)))
+    return (tuple(xlac()._get_xla_sharding_specs(tensors)),)
 
 
 def extract_graph(
@@ -436,22 +441,40 @@ def compile_graph(
 
     Returns the hash by which `run_graph` finds it, a tensor for each of its inputs, and the places among them of the
     random seed. No hash if there is nothing to run.
+
+    XLA pairs donors and outputs of equal bytes in their order, and copies where pairs cross. So donors come first among
+    the inputs, in the order of the outputs of their shape and dtype, as JAX pairs them.
     """
     if not outputs:
         return None, [], []
+    from torch_xla_donate import _C
+
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
     saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
     xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
     xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
     try:
         with donor_flags(donors):
+            _C.order_parameters(_in_order_of(outputs, donors))
             graph_hash = xlac()._get_graph_hash(list(outputs))
             xlac()._xla_warm_up_cache(list(outputs), [])
     finally:
+        order = _C.take_order()
         xlac()._set_allow_execution(saved[1])
         xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
+    found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
+    assert found.keys() == set(order), "the hooks have not seen the graph"
+    ids, inputs = [found[buffer][0] for buffer in order], [found[buffer][1] for buffer in order]
     seed = xlac()._get_seed_info_id()
     return graph_hash, inputs, [place for place, tensor_id in enumerate(ids) if tensor_id == seed]
+
+
+def _in_order_of(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    free: dict[Any, list[torch.Tensor]] = {}
+    for donor in reversed(donors):
+        free.setdefault((donor.shape, donor.dtype), []).append(donor)
+    kinds = ((output.shape, output.dtype) for output in outputs)
+    return [free[kind].pop() for kind in kinds if free.get(kind)]
 
 
 def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:

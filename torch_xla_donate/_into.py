@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _host, _leaves
+from torch_xla_donate import _C, _host, _leaves, _reuse
 from torch_xla_donate._errors import DonatedBufferError, DonationError
 
 
@@ -43,7 +43,8 @@ class Pair:
         if not _C.has_value(target):
             return _C.state(target) == "donated"
         try:
-            pointer = _host.buffer_pointer(target)
+            with _reuse.unreported():
+                pointer = _host.buffer_pointer(target)
         except DonatedBufferError:
             return True
         self.kept = None if pointer is None else pointer == self._source_pointer

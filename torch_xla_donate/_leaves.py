@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
@@ -119,21 +118,15 @@ def structure(tree: Any) -> tuple[list[Any], Hashable]:
     if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
         return leaves, spec
     inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
-    return flatten(tree)[0], (spec, inside)
+    expanded, names = flatten(tree)
+    # The names, too: an optimizer has state only after its first step.
+    return expanded, (spec, inside, tuple(names.name(i) for i in range(len(expanded))))
 
 
 def _identity(collection: Any) -> Hashable:
-    number = _numbers.get(collection)
-    if number is None:
-        number = _numbers[collection] = next(_count)
-    if isinstance(collection, torch.nn.Module):
-        return (number, tuple(module.training for module in collection.modules()))
-    return number
-
-
-# Unlike id(), a number is never that of another collection later.
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_count = itertools.count()
+    # An id would be that of another one once this one is gone.
+    training = [m.training for m in collection.modules()] if isinstance(collection, torch.nn.Module) else []
+    return weakref.ref(collection), tuple(training)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Names]:

@@ -59,9 +59,9 @@ class Graph:
         if offer is not None and positions and self._refusal:  # found out while extracting
             offer.refuse(args, self._refusal)
             positions = ()
-        if offer is None or not positions:
+        if offer is None or self._refusal:
             return run(*args)
-        with offer.consumed([args[i] for i in positions], name):
+        with offer.consumed([args[i] for i in positions or offer.spared(args)], name):
             return run(*args)
 
     def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -268,7 +269,11 @@ class Program:
             try:
                 reads = HostReads(compiled.function)
                 with _host_reads_refused(compiled.function), modules, reads, recorder:
-                    results, self._structure = pytree.tree_flatten(compiled.trace(*args, **kwargs))
+                    tree = compiled.trace(*args, **kwargs)
+                    results, self._structure = pytree.tree_flatten(tree)
+                    plain = _C.flatten(tree)
+                    self._tokens = None if plain is None else plain[1]
+                    del tree
                 reads.check()
                 _refuse_gradients(compiled.function, results, recorder)
                 recorder.check()
@@ -307,6 +312,7 @@ class Program:
         self._signature = self._sign()
         self._modules = modules.found
         read = {source for _, source in self._arguments}
+        self._usable = read.difference(self.returned)
         self.donors = [i for i in donors if i in read]
         return False
 
@@ -354,6 +360,10 @@ class Program:
                 return False
         return True
 
+    def usable(self, positions: Sequence[int]) -> list[int]:
+        """Those of the arguments that a run reads and does not return: it may consume them."""
+        return [i for i in positions if i in self._usable]
+
     def run(self, leaves: Sequence[Any]) -> Any:
         inputs = list(self._inputs)
         for place, index in self._arguments:
@@ -371,6 +381,8 @@ class Program:
             pick[kind](source) if like is None else _like(pick[kind](source), like)
             for kind, source, like in self._results
         ]
+        if self._tokens is not None:  # the same in C++
+            return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)
 
 
@@ -525,6 +537,18 @@ def _refuse_gradients(function: str, results: Sequence[Any], recorder: Recorder)
             )
 
 
+class _Call:
+    """The arguments of a call, taken apart."""
+
+    def __init__(self, plan: Plan, args: Any, kwargs: Any, leaves: list[Any], structures: Sequence[Hashable]) -> None:
+        self.plan, self.args, self.kwargs = plan, args, kwargs
+        self.leaves, self.structures = leaves, structures
+        self.sign()
+
+    def sign(self) -> None:
+        self.signature, self.pending, self.others = _C.signature(self.leaves)
+
+
 class PureCompiled(Compiled):
     """Traces the function once for each signature, then runs the compiled graph on the arguments of each call."""
 
@@ -549,33 +573,32 @@ class PureCompiled(Compiled):
 
     def leaves(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Donated leaves first, then the others; static arguments have none."""
-        return self._flatten(plan, args, kwargs)[0]
+        return self._chain(self._parts(plan, args, kwargs))
 
     @staticmethod
-    def _flatten(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], list[Hashable]]:
-        leaves: list[Any] = []
-        structures: list[Hashable] = []
-        for slot in plan.donated + plan.kept:
-            found, structure = _leaves.structure(_arguments.value(slot, args, kwargs))
-            leaves += found if not _host.runtime().is_spmd() else [_leaves.without_wrapper(leaf) for leaf in found]
-            structures.append(structure)
-        return leaves, structures
+    def _parts(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[list[Any], Hashable]]:
+        return [_leaves.structure(_arguments.value(slot, args, kwargs)) for slot in plan.donated + plan.kept]
+
+    @staticmethod
+    def _chain(parts: Sequence[tuple[list[Any], Hashable]]) -> list[Any]:
+        leaves = list(itertools.chain.from_iterable(found for found, _ in parts))
+        return [_leaves.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves
 
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        leaves, structures = self._flatten(plan, args, kwargs)
-        signature, pending, others = _C.signature(leaves)
-        if pending:
+        parts = self._parts(plan, args, kwargs)
+        call = _Call(plan, args, kwargs, self._chain(parts), [structure for _, structure in parts])
+        if call.pending:
             torch_xla.sync()
-            signature, _, others = _C.signature(leaves)
-        offer = _runs.Offer(Donated(self, plan, args, kwargs), args, kwargs, where) if plan.donated else None
+            call.sign()
+        offer = _runs.Offer(Donated(self, plan, args, kwargs, parts), args, kwargs, where) if plan.donated else None
         try:
             try:
-                result = self._replay(plan, args, kwargs, leaves, structures, signature, others, offer)
+                result = self._replay(call, offer)
             except RuntimeError as error:
                 if not _host.is_evicted(error):
                     raise
                 self._programs.clear()  # what else was compiled before is likely to be gone, too
-                result = self._replay(plan, args, kwargs, leaves, structures, signature, others, offer)
+                result = self._replay(call, offer)
         except BaseException:
             if offer is not None:
                 offer.cancel()
@@ -584,47 +607,36 @@ class PureCompiled(Compiled):
             offer.end()
         return result
 
-    def _replay(
-        self,
-        plan: Plan,
-        args: Any,
-        kwargs: Any,
-        leaves: Sequence[Any],
-        structures: Sequence[Hashable],
-        signature: bytes,
-        others: Sequence[Any],
-        offer: _runs.Offer | None,
-    ) -> Any:
+    def _replay(self, call: _Call, offer: _runs.Offer | None) -> Any:
         while True:
-            positions = offer.positions(leaves) if offer is not None else ()
             key = (
-                id(plan),
-                *structures,
-                signature,
-                positions,
-                self._values(plan, others, args, kwargs),
+                id(call.plan),
+                *call.structures,
+                call.signature,
+                offer.choice() if offer is not None else None,
+                self._values(call),
                 torch.is_grad_enabled(),
                 torch.is_inference_mode_enabled(),
                 _host.autocast_state(),
-                _host.graph_key(leaves)[1:],
+                _host.shardings(call.leaves),
             )
             program = self._programs.get(key)
             if program is None or not program.is_current():
-                self._refuse_others(leaves)
-                program = self._trace_program(key, plan, args, kwargs, positions)
-            if not (positions and program.captured and offer and offer.refuse(program.captured, _CLOSED_OVER)):
+                program = self._trace_program(key, call, offer)
+            if offer is None or not program.captured or not offer.refuse(program.captured, _CLOSED_OVER):
                 break
         if offer is None:
-            return program.run(leaves)
+            return program.run(call.leaves)
         if program.returned:
-            offer.keep_returned([leaves[i] for i in program.returned])
-        with offer.consumed([leaves[i] for i in program.donors], program.name):
-            return program.run(leaves)
+            offer.keep_returned([call.leaves[i] for i in program.returned])
+        donors = program.donors or program.usable(offer.spared(call.leaves))
+        with offer.consumed([call.leaves[i] for i in donors], program.name):
+            return program.run(call.leaves)
 
-    def _values(self, plan: Plan, others: Sequence[Any], args: Any, kwargs: Any) -> Hashable:
+    def _values(self, call: _Call) -> Hashable:
         """What is no tensor is a part of the program, as are static arguments; 1, 1.0 and True are told apart."""
-        values = [*others, *(_arguments.value(slot, args, kwargs) for slot in plan.static)]
-        for value in others:
+        values = [*call.others, *(_arguments.value(slot, call.args, call.kwargs) for slot in call.plan.static)]
+        for value in call.others:
             try:
                 hash(value)
             except TypeError:
@@ -644,11 +656,13 @@ class PureCompiled(Compiled):
                     f"{leaf.device}: its value would become a constant of the graph. Move it with .to('xla')."
                 )
 
-    def _trace_program(self, key: Hashable, plan: Plan, args: Any, kwargs: Any, offered: Sequence[int]) -> Program:
+    def _trace_program(self, key: Hashable, call: _Call, offer: _runs.Offer | None) -> Program:
+        self._refuse_others(call.leaves)
         if self._limit is not None and key not in self._programs and len(self._programs) >= self._limit:
             raise RuntimeError(
                 f"{self.function} would get more than max_different_graphs={self._limit} graphs; its arguments differ "
                 "in structure, shape, dtype or value from those before."
             )
-        program = self._programs[key] = Program(self, plan, args, kwargs, offered)
+        offered = offer.positions(call.leaves) if offer is not None else ()
+        program = self._programs[key] = Program(self, call.plan, call.args, call.kwargs, offered)
         return program

@@ -199,6 +199,11 @@ def later() -> Iterator[None]:
         _postponed.depth -= 1
 
 
+def is_postponed() -> bool:
+    """Whether `later` holds on this thread."""
+    return _postponed.depth > 0
+
+
 _warned_sites: set[str] = set()
 
 
@@ -214,7 +219,7 @@ def tell() -> None:
 
     The hooks call this at the end of a step, if there is something to tell. Inside of `later` it waits.
     """
-    if _postponed.depth:
+    if is_postponed():
         return
     failures: list[str] = []
     raised: BaseException | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,8 +41,10 @@ class Offer:
         except BaseException:
             self.cancel()
             raise
+        for leaf in self._call.constants:
+            self._refused[leaf] = "torch_xla shares this buffer between tensors (a cached constant)"
         # Why this call donates nothing at all; empty if it does.
-        self._off = "donation is disabled (donation_disabled())" if _C.disabled() else _C.switched_off()
+        self._off = _C.disabled_reason() or _C.switched_off()
 
     def _refuse_shared(self) -> None:
         if not _C.perhaps_shared(self._call):
@@ -57,10 +59,19 @@ class Offer:
                 "b.copy_(t)); donate both, or clone one of them"
             )
 
+    def choice(self) -> Hashable:
+        """What `positions` depends on beyond the kind of the arguments and which of them share a buffer."""
+        return None if self._off else frozenset(self._refused)
+
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """Which arguments of a graph may be consumed by its run."""
-        if self._off:
-            return ()
+        return () if self._off else self._fit(arguments)
+
+    def spared(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+        """Which of them would be consumed if the user had not disabled donation."""
+        return self._fit(arguments) if _C.disabled() else ()
+
+    def _fit(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         return tuple(position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused)
 
     def refuse(self, arguments: Sequence[Any], reason: str) -> bool:
@@ -72,7 +83,7 @@ class Offer:
 
     @contextlib.contextmanager
     def consumed(self, donors: Sequence[torch.Tensor], graph: str) -> Iterator[None]:
-        """The run of a graph in this context consumes the donors."""
+        """The run of a graph in this context consumes the donors; the hooks remember them where they are spared."""
         if not donors:
             yield
             return

@@ -1,0 +1,87 @@
+// Reads the texts of abi::DescribeBuffer.
+#include "array_text.h"
+
+#include <sstream>
+#include <utility>
+#include <vector>
+
+namespace torch_xla_donate {
+
+namespace {
+
+constexpr std::pair<at::ScalarType, const char*> kElements[] = {
+    {at::ScalarType::Bool, "pred"},
+    {at::ScalarType::Byte, "u8"},
+    {at::ScalarType::Char, "s8"},
+    {at::ScalarType::Short, "s16"},
+    {at::ScalarType::Int, "s32"},
+    {at::ScalarType::Long, "s64"},
+    {at::ScalarType::UInt16, "u16"},
+    {at::ScalarType::UInt32, "u32"},
+    {at::ScalarType::UInt64, "u64"},
+    {at::ScalarType::Half, "f16"},
+    {at::ScalarType::BFloat16, "bf16"},
+    {at::ScalarType::Float, "f32"},
+    {at::ScalarType::Double, "f64"},
+    {at::ScalarType::ComplexFloat, "c64"},
+    {at::ScalarType::ComplexDouble, "c128"},
+    {at::ScalarType::Float8_e4m3fn, "f8e4m3fn"},
+    {at::ScalarType::Float8_e5m2, "f8e5m2"},
+};
+
+// The numbers between `open` and the next ']'; nothing if there is no such list.
+std::optional<std::vector<std::int64_t>> Numbers(const std::string& text, const std::string& open) {
+  const std::size_t begin = text.find(open);
+  const std::size_t end = text.find(']', begin);
+  if (begin == std::string::npos || end == std::string::npos) {
+    return std::nullopt;
+  }
+  std::vector<std::int64_t> numbers;
+  std::istringstream list(text.substr(begin + open.size(), end - begin - open.size()));
+  for (std::int64_t number = 0; list >> number; list.ignore(1)) {
+    numbers.push_back(number);
+  }
+  return list.eof() ? std::optional(numbers) : std::nullopt;
+}
+
+}  // namespace
+
+const char* ElementName(at::ScalarType dtype) {
+  for (const auto& [known, name] : kElements) {
+    if (known == dtype) {
+      return name;
+    }
+  }
+  return c10::toString(dtype);
+}
+
+std::optional<at::ScalarType> ElementType(const std::string& array) {
+  const std::string found = array.substr(0, array.find('['));
+  for (const auto& [dtype, name] : kElements) {
+    if (found == name) {
+      return dtype;
+    }
+  }
+  return std::nullopt;
+}
+
+std::string WithoutLayout(const std::string& array) { return array.substr(0, array.find(']') + 1); }
+
+std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
+  const std::optional<at::ScalarType> dtype = ElementType(array);
+  const std::size_t sharding = array.find(" sharding=");
+  const auto sizes = Numbers(array.substr(0, sharding), "[");
+  if (!dtype || !sizes) {
+    return std::nullopt;
+  }
+  // Tiles beyond the array's rank are copies.
+  const auto tiles = sharding == std::string::npos ? std::nullopt : Numbers(array.substr(sharding), "devices=[");
+  auto bytes = static_cast<std::int64_t>(c10::elementSize(*dtype));
+  for (std::size_t i = 0; i < sizes->size(); ++i) {
+    const std::int64_t pieces = tiles && i < tiles->size() ? (*tiles)[i] : 1;
+    bytes *= ((*sizes)[i] + pieces - 1) / pieces;
+  }
+  return bytes;
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,53 @@
+"""compile() where donation is disabled: outputs are checked at the end of the call, later uses are told."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch_xla
+
+from torch_xla_donate import DonationWarning, compile, debug_nans, donation_disabled, donation_report, is_donated
+
+WAYS = [{}, {"pure": True}, {"backend": "openxla"}]
+EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=["lazy", "pure", "openxla"])
+
+
+@EACH_WAY
+def test_a_use_of_what_a_call_would_have_consumed_is_told_at_its_line(make, way):
+    step = compile(lambda x, y: x + y, donate_argnums=0, **way)
+    x, y = make(3), make(3)
+    with donation_disabled(report_reuse=True):
+        result = step(x, y)
+        with pytest.warns(DonationWarning, match=r"f32\[3\] tensor 'x \(argument 0 of <lambda>\)' is used although"):
+            assert (x + 1).tolist() == [1, 2, 3]
+        assert (y + 1).tolist() == [1, 2, 3]
+    assert result.tolist() == [0, 2, 4] and not is_donated(x)
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.outcome, donor.reason) == ("unusable", "donation is disabled (donation_disabled())")
+
+
+@EACH_WAY
+def test_disabled_donation_alone_tells_nothing_and_ends_with_its_context(make, way):
+    step = compile(lambda x: x * 2, donate_argnums=0, **way)
+    x = make(3)
+    with warnings.catch_warnings(), donation_disabled():
+        warnings.simplefilter("error")
+        step(x)
+        assert (x + 1).tolist() == [1, 2, 3]
+    torch_xla.sync()
+    kept = step(x)
+    assert is_donated(x)
+    del kept
+
+
+@EACH_WAY
+def test_a_nan_is_found_at_the_end_of_the_call_and_the_arguments_are_alive(make, way):
+    step = compile(lambda x: (x / x, x + 1), donate_argnums=0, **way)
+    x = make(3)
+    with debug_nans(), pytest.raises(FloatingPointError, match=r"f32\[3\]: 1 NaN of 3 values"):
+        step(x)
+    assert x.tolist() == [0, 1, 2]
+    assert not torch_xla._XLAC._get_use_eager_mode() and torch_xla._XLAC._get_allow_execution()
+    assert torch.equal(step(x + 1)[1].cpu(), torch.tensor([2.0, 3.0, 4.0]))
