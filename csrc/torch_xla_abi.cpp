@@ -152,7 +152,9 @@ Resolution Resolve(const at::Tensor& tensor) {
     result.state = TensorState::kViewed;
     return result;
   }
-  result.buffer = BufferOf(*result.tensor);
+  // A clone has its source's graph until a step gives it a buffer of its own.
+  const bool is_clone = result.tensor->handle == nullptr && AsHost(*result.tensor).is_cloned;
+  result.buffer = is_clone ? nullptr : BufferOf(*result.tensor);
   if (result.buffer == nullptr) {
     result.state = TensorState::kPending;
     return result;

@@ -144,3 +144,11 @@ def test_lowered_modules_are_written_once_under_names_that_files_bear(tmp_path):
     assert len(names) == 2 and all(name.startswith("a_b_c_d.") and name.endswith(".hlo.txt") for name in names)
     texts = [(tmp_path / "ir" / name).read_text() for name in names]
     assert sorted(len(hlo.parse(text).donors) for text in texts) == [0, 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_arguments_on_another_device_are_not_lowered(device):
+    with pytest.raises(
+        ValueError, match=rf"cannot be lowered for float32\[3\] on {device}: .*create_placeholder_tensor"
+    ):
+        compile(lambda x: x + 1).lower(torch.ones(3, device=device))

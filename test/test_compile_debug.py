@@ -51,3 +51,27 @@ def test_a_nan_is_found_at_the_end_of_the_call_and_the_arguments_are_alive(make,
     assert x.tolist() == [0, 1, 2]
     assert not torch_xla._XLAC._get_use_eager_mode() and torch_xla._XLAC._get_allow_execution()
     assert torch.equal(step(x + 1)[1].cpu(), torch.tensor([2.0, 3.0, 4.0]))
+
+
+@EACH_WAY
+def test_a_pending_clone_is_an_argument_of_its_own(make, way):
+    step = compile(lambda x, y: x + y, donate_argnums=0, **way)
+    x = make(3)
+    clone = x.clone()
+    result = step(x, clone)
+    assert is_donated(x) and result.tolist() == [0, 2, 4] and clone.tolist() == [0, 1, 2]
+    y = make(3)
+    result = step(y.clone(), y)
+    assert not is_donated(y) and result.tolist() == [0, 2, 4] and y.tolist() == [0, 1, 2]
+
+
+@EACH_WAY
+def test_a_use_inside_of_a_compiled_function_is_told_at_the_line_that_calls_it(make, way):
+    step, again = compile(lambda x: x + 1, donate_argnums=0, **way), compile(lambda x: x * 2, **way)
+    x = make(3)
+    with donation_disabled(report_reuse=True):
+        kept = step(x)
+        with pytest.warns(DonationWarning) as caught:
+            again(x)
+    assert {warning.filename for warning in caught} == {__file__}
+    del kept

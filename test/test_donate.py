@@ -688,3 +688,33 @@ def test_reports_and_questions_from_another_thread_do_not_disturb_the_loop(make)
     assert errors == []
     assert value[0].item() == 50
     assert re.fullmatch(r"f32\[256\]", donation_report(steps=1).donors[0].array)
+
+
+def test_a_view_and_a_generator_are_refused_with_a_way_out(make):
+    base = torch.arange(4.0, device="xla")
+    torch_xla.sync()
+    view = base[1:3]
+    torch_xla.sync()
+    with pytest.raises(DonationError, match=r"float32\[2\] on xla:0, a view, .* Donate the base; or a .clone\(\)"):
+        donate_buffer(view)
+    with pytest.raises(TypeError, match="of type generator, which can be gone through once only. Pass a list of it"):
+        donate_buffer(torch.nn.Linear(2, 2).to("xla").parameters())
+    copy = view.clone()
+    torch_xla.sync()
+    donate_buffer(copy)
+    result = copy + 1
+    torch_xla.sync()
+    assert is_donated(copy) and result.tolist() == [2, 3] and base.tolist() == [0, 1, 2, 3]
+
+
+def test_a_clone_that_has_not_been_computed_is_pending_and_its_source_is_left_alone(make):
+    source = make(3)
+    clone = source.clone()
+    with pytest.raises(DonationError, match="not materialised"):
+        donate_buffer(clone)
+    torch_xla.sync()
+    donate_buffer(clone)
+    result = clone * 2
+    torch_xla.sync()
+    assert (is_donated(clone), is_donated(source)) == (True, False)
+    assert result.tolist() == [0, 2, 4] and source.tolist() == [0, 1, 2]

@@ -63,6 +63,7 @@ class Lowered:
     def __init__(self, compiled: Compiled, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compiled = compiled
         self._plan = plan
+        _refuse_others(compiled.function, [*args, *kwargs.values()])
         # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
         self._args, self._kwargs = pytree.tree_map(_placeholder, (args, kwargs))
         self.args_info = _describe(plan, args, kwargs)
@@ -218,6 +219,15 @@ def _pending(tensors: Sequence[Any]) -> list[torch.Tensor]:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla" and _C.has_graph(tensor):
             found.setdefault(_C.identity(tensor)[0], tensor)
     return list(found.values())
+
+
+def _refuse_others(function: str, arguments: Sequence[Any]) -> None:
+    for leaf in pytree.tree_leaves(arguments):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
+            raise ValueError(
+                f"{function} cannot be lowered for {_leaves.array(leaf)} on {leaf.device}: arguments are on the XLA "
+                "device. For an array without memory use torch_xla.core.xla_builder.create_placeholder_tensor."
+            )
 
 
 def _is_materialised(leaf: Any) -> bool:

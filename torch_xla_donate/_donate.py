@@ -106,6 +106,11 @@ def _describe(tensor: torch.Tensor) -> str:
 def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
     """The error for a leaf that cannot be marked; obstacle as `_C.mark` gives it."""
     nothing = "Nothing was marked."
+    if obstacle == "not_tensor" and isinstance(leaf, Iterator):
+        return TypeError(
+            f"{name} is of type {type(leaf).__name__}, which can be gone through once only. Pass a list of it, or the "
+            f"module itself in the place of module.parameters(). {nothing}"
+        )
     if obstacle == "not_tensor":
         return TypeError(
             f"{name} is of type {type(leaf).__name__}, which is neither a tensor nor a registered pytree. "
@@ -120,6 +125,11 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
         return ValueError(
             f"{name} is {_describe(leaf)}{why}. Only plain XLA tensors have a buffer to donate: "
             f"{remedy}, or take this leaf out. {nothing}"
+        )
+    if obstacle == "pending" and leaf._is_view():
+        return DonationError(
+            f"{name} is {_describe(leaf)}, a view, whose value is worked out anew from its base and has no buffer of "
+            f"its own. Donate the base; or a .clone() of the view, after torch_xla.sync(). {nothing}"
         )
     if obstacle == "pending":
         return DonationError(
@@ -210,7 +220,7 @@ def donation_disabled(*, report_reuse: bool = False) -> Iterator[None]:
 def call_site() -> str:
     """``file:line`` of the nearest caller outside this package, torch and torch_xla."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_internal(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and is_internal(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

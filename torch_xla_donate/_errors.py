@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import types
 import warnings
 from typing import Any
 
@@ -55,15 +56,17 @@ def describe_reuse(name: str, array: str, where: str, step: int) -> str:
     )
 
 
-def is_internal(module: str) -> bool:
-    """Whether a module is not the user's: this package, torch, torch_xla, and what stands between them."""
-    return module.partition(".")[0] in ("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools")
+def is_internal(frame: types.FrameType) -> bool:
+    """Whether a frame is not the user's: of this package, torch, torch_xla, or what stands between them."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
+    return generated or package in ("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools")
 
 
 def line_of(error: BaseException) -> str:
     """``file:line`` of the innermost frame of the user's code that an error has passed."""
     found = "unknown line"
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if not is_internal(frame.f_globals.get("__name__", "")):
+        if not is_internal(frame):
             found = f"{frame.f_code.co_filename}:{line}"
     return found

@@ -9,9 +9,8 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-from torch_xla_donate._errors import DonationWarning, describe_reuse
+from torch_xla_donate._errors import DonationWarning, describe_reuse, is_internal
 
-_NOT_THE_USERS = {"torch", "torch_xla", "torch_xla_donate"}
 _told: set[tuple[str, str, int]] = set()
 
 
@@ -65,6 +64,6 @@ def _user_frame() -> FrameType | None:
 
 
 def _outside(frame: FrameType | None) -> FrameType | None:
-    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _NOT_THE_USERS:
+    while frame is not None and is_internal(frame):
         frame = frame.f_back
     return frame

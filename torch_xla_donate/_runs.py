@@ -53,7 +53,12 @@ class Offer:
         if any(_host.xlac()._check_device_tensor_need_materialization(device)):
             torch_xla.sync()  # what is pending may read them
             _host.xlac()._check_device_tensor_need_materialization(device)
-        for leaf in _C.shared_with_listed(self._call):
+        shared = _C.shared_with_listed(self._call)
+        if shared:
+            torch_xla.sync()  # which gives a clone that nobody has read yet a buffer of its own
+            _host.xlac()._check_device_tensor_need_materialization(device)
+            shared = _C.shared_with_listed(self._call)
+        for leaf in shared:
             self._refused[leaf] = (
                 "another live tensor, which was not donated, holds the same buffer (as after a whole copy, "
                 "b.copy_(t)); donate both, or clone one of them"
