@@ -9,7 +9,7 @@ from pathlib import Path
 import _common
 import click
 
-BENCHMARKS = ("mark_cost", "step_overhead", "peak_memory", "jax_side_by_side")
+BENCHMARKS = ("mark_cost", "call_cost", "step_overhead", "peak_memory", "jax_side_by_side")
 
 
 @click.command()

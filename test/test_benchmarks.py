@@ -95,6 +95,16 @@ def test_jax_side_by_side_compares_every_variant_with_donating_jax(tmp_path: Pat
         assert_ratio(row["dispatch"])
 
 
+def test_call_cost_compares_the_ways_to_call_a_function(tmp_path: Path) -> None:
+    printed, found = run("call_cost.py", tmp_path, "--tiny")
+    assert "call_cost" in printed
+    assert_neutral(found)
+    assert [row["call"] for row in found["rows"]] == ["torch_xla.compile", "lazy", "pure", "arguments and marks"]
+    for row in found["rows"]:
+        assert row["ms"] > 0
+        assert_ratio(row["ratio"])
+
+
 def test_run_runs_the_benchmarks_that_are_named_and_refuses_others(tmp_path: Path) -> None:
     printed, _ = run("run.py", tmp_path, "--tiny", "mark_cost")
     assert "mark_cost" in printed

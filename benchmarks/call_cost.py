@@ -1,0 +1,113 @@
+"""Processor time of a call of compile(f, donate_argnums=0), beside torch_xla.compile(f) without donation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _common
+import click
+import torch
+import torch_xla
+
+import torch_xla_donate
+from torch_xla_donate import _C, _compile
+
+AIM_MS = 1.0
+
+
+def update(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    return {layer: {name: value * 0.999 for name, value in parts.items()} for layer, parts in state.items()}
+
+
+def make_state(leaves: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Small dictionaries in a large one, as a model's state."""
+    state = {f"layer{i}": {name: torch.ones(2).to("xla") for name in "wb"} for i in range(leaves // 2)}
+    _common.step()
+    return state
+
+
+def call(function: Callable[[Any], Any], leaves: int) -> _common.Timed:
+    """A loop of one call a sample, each with the result of the one before, as a training loop does."""
+    state = make_state(leaves)
+    for _ in range(3):
+        state = function(state)
+
+    def run() -> float:
+        nonlocal state
+        start = time.thread_time_ns()
+        state = function(state)
+        taken = time.thread_time_ns() - start
+        _common.step()
+        return taken / 1e9
+
+    return run
+
+
+def arguments_alone(leaves: int) -> _common.Timed:
+    """What `compile` adds: the arguments are taken apart and marked; taken back outside the clock."""
+    state = make_state(leaves)
+    compiled = torch_xla_donate.compile(update, donate_argnums=0)
+    torch_xla_donate.donate_buffer(state)  # verifies the layouts
+    torch_xla_donate.cancel_donation(state)
+
+    def run() -> float:
+        start = time.thread_time_ns()
+        plan = compiled._arguments.plan((state,), {})
+        marks = _compile.Donated(compiled, plan, (state,), {}).mark((state,), {}, "call_cost.py:1", held=False)
+        taken = time.thread_time_ns() - start
+        _C.cancel_call(marks)
+        return taken / 1e9
+
+    run()
+    return run
+
+
+@click.command()
+@_common.tiny_option
+@_common.results_option
+def main(tiny: bool, results: Path) -> None:
+    """Cost of a call."""
+    leaves, rounds = (4, 2) if tiny else (1_000, 31)
+    variants = {
+        "torch_xla.compile": call(torch_xla.compile(update), leaves),
+        "lazy": call(torch_xla_donate.compile(update, donate_argnums=0), leaves),
+        "pure": call(torch_xla_donate.compile(update, donate_argnums=0, pure=True), leaves),
+        "arguments and marks": arguments_alone(leaves),
+    }
+    samples = _common.side_by_side(variants, rounds)
+    rows = [
+        {
+            "call": name,
+            "leaves": leaves,
+            "ms": statistics.median(seconds) * 1e3,
+            "ratio": _common.ratio(seconds, samples["torch_xla.compile"]),
+        }
+        for name, seconds in samples.items()
+    ]
+    result = _common.describe("call_cost", "python benchmarks/call_cost.py", {"tiny": tiny})
+    result["clock"] = "processor time of the calling thread"
+    result["rows"] = rows
+    alone = next(row["ms"] for row in rows if row["call"] == "arguments and marks")
+    result["aim"] = {
+        "text": "arguments and marks of 1,000 leaves under 1 ms",
+        "limit": AIM_MS,
+        "met": alone < AIM_MS,
+    }
+    _common.finish(
+        results,
+        result,
+        _common.table_of(
+            f"call_cost: {leaves:,} donated leaves",
+            ("call", "ms", "ratio (95%)"),
+            [(row["call"], f"{row['ms']:.2f}", _common.shown(row["ratio"])) for row in rows],
+            f"Aim: arguments and marks under {AIM_MS:.0f} ms: {'met' if result['aim']['met'] else 'not met'}.",
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()
