@@ -238,3 +238,15 @@ def test_a_pending_source_is_refused(make):
     with pytest.raises(DonationError, match="not materialised"):
         donate_buffer(pending, into=pending + 1)
     assert _C.pending() == []
+
+
+def test_other_names_are_refused_and_other_containers_of_the_same_names_are_not(make):
+    a, b = make(3), make(3)
+    with pytest.raises(
+        ValueError, match=r"into\['c'\] has no counterpart in tensors, whose leaves are \['a'\], \['b'\]"
+    ):
+        donate_buffer({"a": a, "b": b}, into={"a": a + 1, "c": b + 1})
+    new = (a + 1, b + 2)
+    donate_buffer([a, b], into=new)
+    torch_xla.sync()
+    assert all(map(is_donated, (a, b))) and new[1].tolist() == [2, 3, 4]

@@ -106,6 +106,12 @@ def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> 
         wished = [names.name(i) for i in range(len(leaves))]
         if by_name.keys() == set(wished):
             targets = [by_name[name] for name in wished]
+        elif isinstance(names, _leaves.Paths) and isinstance(target_names, _leaves.Paths):
+            strange = next(name for name in by_name if name not in wished)
+            raise ValueError(
+                f"into{strange} has no counterpart in tensors, whose leaves are {', '.join(wished[:5])}"
+                f"{', ...' if len(wished) > 5 else ''}. Leaves with the same names belong together. Nothing was marked."
+            )
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for index, (leaf, target) in enumerate(zip(leaves, targets)):
         if leaf is None or target is None:
