@@ -106,7 +106,7 @@ def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> 
         wished = [names.name(i) for i in range(len(leaves))]
         if by_name.keys() == set(wished):
             targets = [by_name[name] for name in wished]
-        elif isinstance(names, _leaves.Paths) and isinstance(target_names, _leaves.Paths):
+        elif all("'" in name for name in (*by_name, *wished)):  # keys on both sides; positions would be paired as such
             strange = next(name for name in by_name if name not in wished)
             raise ValueError(
                 f"into{strange} has no counterpart in tensors, whose leaves are {', '.join(wished[:5])}"
