@@ -107,7 +107,7 @@ def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> 
         if by_name.keys() == set(wished):
             targets = [by_name[name] for name in wished]
         elif all("'" in name for name in (*by_name, *wished)):  # keys on both sides; positions would be paired as such
-            strange = next(name for name in by_name if name not in wished)
+            strange = next((name for name in by_name if name not in wished), "")
             raise ValueError(
                 f"into{strange} has no counterpart in tensors, whose leaves are {', '.join(wished[:5])}"
                 f"{', ...' if len(wished) > 5 else ''}. Leaves with the same names belong together. Nothing was marked."
