@@ -424,9 +424,8 @@ PYBIND11_MODULE(_C, m) {
         SetHookCallbacks(std::move(callbacks));
       },
       py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
-      "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used and "
-      "at "
-      "the end of a step.");
+      "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used "
+      "and at the end of a step.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {
@@ -592,17 +591,6 @@ PYBIND11_MODULE(_C, m) {
       py::arg("leaves"), py::arg("tokens"), "The tree of a structure that flatten gave, with other leaves.");
   m.def("signature", &Signature, py::arg("leaves"),
         "(bytes that differ if a graph traced for these tensors does, whether one is pending, what is no tensor).");
-  m.def(
-      "any_pending",
-      [](const py::list& tensors) {
-        for (py::handle item : tensors) {
-          if (abi::Resolve(TensorOf(item)).state == abi::TensorState::kPending) {
-            return true;
-          }
-        }
-        return false;
-      },
-      py::arg("tensors"), "Whether one of the tensors is not materialised.");
   m.def(
       "identity",
       [](py::handle tensor) {

@@ -158,8 +158,7 @@ class DonationRegistry {
   // Those whose buffers one of these tensors holds without having been marked.
   std::vector<std::uint32_t> SharedWith(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                         const CallSite* site) const;
-  // The leaf of this call that marked the buffer, if that is still pending and a run may consume it: none of a constant
-  // that torch_xla shares between tensors.
+  // The leaf of this call that marked the buffer, if that is still pending.
   std::optional<std::uint32_t> LeafOf(const lazy::BackendData* buffer, const CallSite* site) const;
 
   bool IsPending(const lazy::BackendData* buffer) const;

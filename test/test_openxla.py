@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
 import torch._dynamo
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
-from helpers import dump_env, pointer, run_script
+from helpers import assert_keeps_nothing, dump_env, pointer, run_script
 from torch_xla import _XLAC
 from torch_xla._dynamo import config
 
@@ -467,25 +464,7 @@ def test_random_numbers_go_on(make):
 
 def test_a_graph_keeps_no_argument_alive_and_the_registry_stays_flat(make):
     g, one = give_away(lambda x, y: x + y), make(10)
-    x, y = make(10), make(10)
-    gone = [weakref.ref(x), weakref.ref(y)]
-    result = g(x, y)
-    del x, y
-    gc.collect()
-    assert [reference() for reference in gone] == [None, None]
-
-    def alive():
-        gc.collect()
-        xm.wait_device_ops()
-        return metrics.counter_value("CreateXlaTensor") - metrics.counter_value("DestroyXlaTensor")
-
-    for _ in range(10):
-        result = g(result, one)
-    before, sizes = alive(), _C.sizes()
-    for _ in range(2000):
-        result = g(result, one)
-    assert alive() == before
-    assert all(count <= sizes[name] + 2 * 64 for name, count in _C.sizes().items())
+    assert_keeps_nothing(g, one, make)
 
 
 def test_calls_from_several_threads_in_turn(make):

@@ -32,7 +32,7 @@ class ArgInfo:
     donated: bool
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}[{','.join(map(str, self.shape))}]"
+        return _leaves.array(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +163,8 @@ class Observer(Recorder):
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__(function, arguments)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._gradients = [(leaf, leaf.grad) for leaf in arguments if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
-        self._before += [Before(grad) for _, grad in self._gradients if grad is not None and _is_materialised(grad)]
+        gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
+        self._before += [Before(grad) for grad in gradients if grad is not None and _is_materialised(grad)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -173,16 +173,11 @@ class Observer(Recorder):
             if leaf.device.type == "cpu" and id(leaf) not in self._on_host:
                 self._on_host[id(leaf)] = (leaf, leaf.detach().clone())
             elif leaf.device.type == "xla":
-                known = len(self.captured)
                 self._read(leaf)
-                if len(self.captured) > known and leaf.is_leaf:
-                    self._gradients.append((leaf, leaf.grad))
         return func(*args, **(kwargs or {}))
 
     def restore(self) -> None:
         super().restore()
-        for tensor, gradient in self._gradients:
-            tensor.grad = gradient
         with torch.no_grad():
             for tensor, value in self._on_host.values():
                 if not torch.equal(tensor, value):
@@ -222,12 +217,12 @@ def _pending(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _refuse_others(function: str, arguments: Sequence[Any]) -> None:
-    for leaf in pytree.tree_leaves(arguments):
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
-            raise ValueError(
-                f"{function} cannot be lowered for {_leaves.array(leaf)} on {leaf.device}: arguments are on the XLA "
-                "device. For an array without memory use torch_xla.core.xla_builder.create_placeholder_tensor."
-            )
+    elsewhere = _leaves.elsewhere(pytree.tree_leaves(arguments))
+    if elsewhere is not None:
+        raise ValueError(
+            f"{function} cannot be lowered for {_leaves.array(elsewhere)} on {elsewhere.device}: arguments are on the "
+            "XLA device. For an array without memory use torch_xla.core.xla_builder.create_placeholder_tensor."
+        )
 
 
 def _is_materialised(leaf: Any) -> bool:

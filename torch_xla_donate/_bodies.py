@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -41,6 +41,15 @@ class Body:
             "loop it has no buffer of its own, and XLA reuses its memory anyway. Donate an argument of the body as it "
             "came. Nothing was marked."
         )
+
+
+def chosen(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str, ...]:
+    """The arguments of a loop that `donate` names. ValueError if it names another."""
+    names = (donate,) if isinstance(donate, str) else tuple(donate)
+    for name in names:
+        if name not in arguments:
+            raise ValueError(f'donate is {donate!r}; it takes "{arguments[0]}", "{arguments[1]}" or both.')
+    return names
 
 
 class _Current(threading.local):

@@ -33,11 +33,14 @@ def warn(message: str, where: str) -> None:
     warnings.warn_explicit(message, DonationWarning, filename, int(line))
 
 
+def _tensor(name: str, array: str) -> str:
+    return f"{array} tensor{f' {name!r}' if name else ''}"
+
+
 def describe_use(name: str, array: str, where: str, step: int) -> str:
     """The text of a DonatedBufferError: what was touched, who gave it away, and what to do."""
-    subject = f"{array} tensor{f' {name!r}' if name else ''}"
     return (
-        f"{subject} has no buffer any more: it was donated at {where} and consumed by step {step}, "
+        f"{_tensor(name, array)} has no buffer any more: it was donated at {where} and consumed by step {step}, "
         "whose output now lives in that memory. Use the step's result instead; to keep the old "
         "value, call .clone() before the step, or take the donation out. Shape and dtype are "
         "still readable, and copying a new value in as a whole (t.copy_(new)) makes the tensor "
@@ -47,11 +50,11 @@ def describe_use(name: str, array: str, where: str, step: int) -> str:
 
 def describe_reuse(name: str, array: str, where: str, step: int) -> str:
     """The text of a warning: the same, where donation was disabled and nothing is lost."""
-    subject = f"{array} tensor{f' {name!r}' if name else ''}"
     return (
-        f"{subject} is used although it was donated at {where}: step {step} would have consumed it, had donation not "
-        "been disabled. Its value is still right; with donation on, this line raises DonatedBufferError. Use the "
-        "step's result instead; to keep the old value, call .clone() before the step, or take the donation out. "
+        f"{_tensor(name, array)} is used although it was donated at {where}: step {step} would have consumed it, had "
+        "donation not been disabled. Its value is still right; with donation on, this line raises DonatedBufferError. "
+        "Use the step's result instead; to keep the old value, call .clone() before the step, or take the donation "
+        "out. "
         "See docs/debug_nans.md."
     )
 

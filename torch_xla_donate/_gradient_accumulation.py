@@ -43,10 +43,7 @@ def gradient_accumulation(
         DonationError: a donated tensor is pending, or a tensor donated in the step is none of its arguments.
     """
     where = _donate.call_site()
-    chosen = (donate,) if isinstance(donate, str) else tuple(donate)
-    for name in chosen:
-        if name not in _ARGUMENTS:
-            raise ValueError(f'donate is {donate!r}; it takes "iterable_tensors", "carried_tensors" or both.')
+    chosen = _bodies.chosen(donate, _ARGUMENTS)
     arguments = {
         f"{argument}[{index}]": tensor
         for argument, tensors in zip(_ARGUMENTS, (iterable_tensors, carried_tensors))

@@ -160,7 +160,21 @@ def without_wrapper(leaf: Any) -> Any:
     return getattr(leaf, "global_tensor", leaf)
 
 
-def array(tensor: torch.Tensor) -> str:
+def elsewhere(leaves: Sequence[Any]) -> torch.Tensor | None:
+    """The first tensor that is not on the XLA device; None if all are."""
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla"), None)
+
+
+class Array(Protocol):
+    """What has torch's shape and dtype: a tensor, or a record of one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def array(tensor: Array) -> str:
     """``float32[8,4]``, for messages."""
     return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(str(size) for size in tensor.shape)}]"
 

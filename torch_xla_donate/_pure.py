@@ -649,12 +649,12 @@ class PureCompiled(Compiled):
         return tuple((type(value), value.hex() if type(value) is float else value) for value in values)
 
     def _refuse_others(self, leaves: Sequence[Any]) -> None:
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla":
-                raise ValueError(
-                    f"{self.function} is declared pure, and one of its arguments holds {_leaves.array(leaf)} on "
-                    f"{leaf.device}: its value would become a constant of the graph. Move it with .to('xla')."
-                )
+        elsewhere = _leaves.elsewhere(leaves)
+        if elsewhere is not None:
+            raise ValueError(
+                f"{self.function} is declared pure, and one of its arguments holds {_leaves.array(elsewhere)} on "
+                f"{elsewhere.device}: its value would become a constant of the graph. Move it with .to('xla')."
+            )
 
     def _trace_program(self, key: Hashable, call: _Call, offer: _runs.Offer | None) -> Program:
         self._refuse_others(call.leaves)

@@ -88,10 +88,7 @@ def scan(
     from torch_xla.experimental.scan import scan as host_scan
 
     where = _donate.call_site()
-    names = (donate,) if isinstance(donate, str) else tuple(donate)
-    for name in names:
-        if name not in _ARGUMENTS:
-            raise ValueError(f'donate is {donate!r}; it takes "init", "xs" or both.')
+    names = _bodies.chosen(donate, _ARGUMENTS)
     body = _wrapped.get(fn)
     if body is None or not is_fn_pure:
         body = _wrapped[fn] = _Wrapped(fn)
