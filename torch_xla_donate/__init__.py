@@ -6,6 +6,7 @@ _C = _host.load()
 
 from torch_xla_donate import _debug, _reuse
 from torch_xla_donate import hlo as hlo
+from torch_xla_donate._call_jax import call_jax as call_jax
 from torch_xla_donate._compile import compile as compile
 from torch_xla_donate._debug import debug_nans as debug_nans
 from torch_xla_donate._donate import cancel_donation as cancel_donation
@@ -22,6 +23,7 @@ from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import donation_report as donation_report
 from torch_xla_donate._scan import scan as scan
 from torch_xla_donate._scan import scan_layers as scan_layers
+from torch_xla_donate._user_computation import user_computation as user_computation
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ __all__ = [
     "DonationReport",
     "DonationWarning",
     "Donor",
+    "call_jax",
     "cancel_donation",
     "compile",
     "debug_nans",
@@ -42,6 +45,7 @@ __all__ = [
     "is_donated",
     "scan",
     "scan_layers",
+    "user_computation",
 ]
 
 _C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended)

@@ -32,6 +32,11 @@ class _Scope(threading.local):
 _scope = _Scope()
 
 
+def inside() -> bool:
+    """Whether this thread is tracing a compiled function, whose arguments alone are donated."""
+    return _scope.inside
+
+
 class Donated:
     """The donated leaves of one call, and their names.
 
@@ -79,10 +84,7 @@ class Donated:
         for slot in self._plan.kept:
             leaves, names = _leaves.flatten(_arguments.value(slot, args, kwargs))
             parts.append((slot, len(leaves), names))
-        raise ValueError(
-            f"{self.names.name(donated)} is donated, and {CallNames(parts).name(kept)}, which is not, has the same "
-            "buffer. Donate both, or pass a .clone() as one of them. Nothing was donated."
-        )
+        raise _donate.passed_twice(self.names.name(donated), CallNames(parts).name(kept))
 
 
 class Compiled:

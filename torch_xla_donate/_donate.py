@@ -85,18 +85,36 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         _into.watch(paired, where)
 
 
-def mark_named(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str], strict: bool | None) -> None:
-    """`donate_buffer` for tensors that messages know by a name of their own, each donated at its place."""
+def mark_named(
+    tensors: Mapping[str, torch.Tensor],
+    places: Mapping[str, str],
+    strict: bool | None,
+    targets: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """`donate_buffer` for tensors that messages know by a name of their own, each donated at its place.
+
+    targets: the outputs that should take buffers over, as with ``into=``, by the names of the tensors.
+    """
     if strict is None:
         strict = _config.strict_by_default()
+    if _into.open_pairs():
+        _into.resolve_pairs(wait=False)
     for where in sorted({places[name] for name in tensors}):
         prepare(where)
         names = [name for name in tensors if places[name] == where]
         leaves = [_leaves.without_wrapper(tensors[name]) for name in names]
-        refused = _C.mark(leaves, where, strict, _leaves.Listed(names), {})
+        listed: _leaves.Names = _leaves.Listed(names)
+        paired: _into.Paired | None = None
+        wanted: dict[int, torch.Tensor] = {}
+        if targets:
+            paired, wanted = _into.pair(leaves, listed, [targets.get(name) for name in names], where)
+            listed = paired
+        refused = _C.mark(leaves, where, strict, listed, wanted)
         if refused is not None:
             index, obstacle = refused
             raise refusal(leaves[index], obstacle, names[index])
+        if paired is not None:
+            _into.watch(paired, where)
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -147,6 +165,14 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
             f"(XLA_DISABLE_FUNCTIONALIZATION): they share its graph. Donate a tensor without views. {nothing}"
         )
     raise AssertionError(f"unknown obstacle {obstacle}")
+
+
+def passed_twice(donated: str, kept: str) -> ValueError:
+    """The error for a buffer that is to be given away and kept."""
+    return ValueError(
+        f"{donated} is donated, and {kept}, which is not, has the same buffer. Donate both, or pass a .clone() as one "
+        "of them. Nothing was donated."
+    )
 
 
 def cancel_donation(tensors: Any) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import operator
 import re
 import sys
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from torch_xla_donate._hlo import HloShape
 
 SUPPORTED = ((2, 7), (2, 8), (2, 9))
 _REBUILD = (
@@ -580,6 +584,50 @@ def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) ->
     return text.replace(", entry_computation_layout=", f", buffer_donor={{ {entries} }}, entry_computation_layout=", 1)
 
 
+def is_computation(value: Any) -> bool:
+    """Whether a value is a computation of torch_xla's builder."""
+    return isinstance(value, xlac().XlaComputation)
+
+
+def computation_text(computation: Any) -> str:
+    """The HLO of a computation, as its module was given: with donors, aliases and names."""
+    return str(xlac()._xla_computation_text(computation))
+
+
+def call_computation(name: str, inputs: Sequence[torch.Tensor], computation: Any) -> list[torch.Tensor]:
+    """The results of a computation, pending. torch_xla wants a namespace in an operation's name."""
+    qualified = name if "::" in name else f"xla::{name}"
+    return list(xlac()._xla_user_computation(qualified, list(inputs), computation))
+
+
+def calling(computation: Any, parameters: Sequence[HloShape]) -> Any:
+    """A computation that takes the arrays of these parameters one by one, and calls the one given with them.
+
+    Raises RuntimeError if torch_xla's builder cannot take the computation in. Names without a dot end the process.
+    """
+    from torch_xla.core import xla_builder
+
+    name = "call"
+    builder = xla_builder.create_builder(name)  # type: ignore[no-untyped-call]
+    numbers = itertools.count()
+
+    def operand(shape: HloShape) -> Any:
+        if shape.is_tuple:
+            return xla_builder.Op.tuple([operand(element) for element in shape.elements], builder=builder)  # type: ignore[no-untyped-call]
+        dynamic = [number in shape.dynamic for number in range(len(shape.dims))] if shape.dynamic else None
+        array = xla_builder.mkshape(shape.dtype, shape.dims, dynamic)  # type: ignore[no-untyped-call]
+        return xla_builder.mkparam(builder, next(numbers), array)  # type: ignore[no-untyped-call]
+
+    operands = [operand(parameter) for parameter in parameters]
+    return xla_builder.Op.call(computation, operands, builder=builder).build(name)  # type: ignore[no-untyped-call]
+
+
+def array_of(tensor: torch.Tensor) -> HloShape:
+    """An XLA tensor's shape on its device."""
+    shape = xlac()._xla_op_tensor_shape(tensor, "")
+    return HloShape(shape["type"], tuple(shape["sizes"]))
+
+
 def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like the one given, without memory."""
     from torch_xla.core import xla_builder
@@ -587,3 +635,41 @@ def placeholder(tensor: torch.Tensor) -> torch.Tensor:
     shape = tuple(tensor.shape)
     empty: torch.Tensor = xla_builder.create_placeholder_tensor(shape, tensor.dtype)  # type: ignore[no-untyped-call]
     return empty.requires_grad_(tensor.requires_grad)
+
+
+@functools.cache
+def jax() -> tuple[Any, Any]:
+    """jax and torchax, imported as torch_xla has it done. ImportError says what is missing for call_jax."""
+    try:
+        from torch_xla._internal import jax_workarounds
+    except ImportError:
+        raise ImportError(
+            f"call_jax needs torch_xla 2.8 or 2.9; found torch_xla {importlib.metadata.version('torch_xla')}."
+        ) from None
+    jax_workarounds.jax_import_guard()  # type: ignore[no-untyped-call]
+    with jax_workarounds.jax_env_context():
+        try:
+            import jax
+            import torchax.interop
+            import torchax.ops.mappings
+        except ImportError as error:
+            raise ImportError(
+                f"call_jax needs jax and torchax: {error}. Install what it was tested with, on Python 3.11 or newer: "
+                "pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
+            ) from error
+    jax_workarounds.maybe_get_jax(log=False)  # sets what would make JAX trace again if it were set later
+    return jax, torchax
+
+
+def call_jax(f: Callable[..., Any], args: Any, kwargs: Any, name: str | None, override_hash: Any) -> Any:
+    """torch_xla's call_jax."""
+    from torch_xla.core import xla_builder
+
+    return xla_builder.call_jax(f, args, kwargs, name, override_hash)
+
+
+def jax_environment() -> contextlib.AbstractContextManager[None]:
+    """What torch_xla has set while JAX traces."""
+    from torch_xla._internal import jax_workarounds
+
+    return jax_workarounds.jax_env_context()
