@@ -650,6 +650,7 @@ def jax() -> tuple[Any, Any]:
     with jax_workarounds.jax_env_context():
         try:
             import jax
+            import torchax  # by itself first: the error names what is missing
             import torchax.interop
             import torchax.ops.mappings
         except ImportError as error:
@@ -657,7 +658,8 @@ def jax() -> tuple[Any, Any]:
                 f"call_jax needs jax and torchax: {error}. Install what it was tested with, on Python 3.11 or newer: "
                 "pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
             ) from error
-    jax_workarounds.maybe_get_jax(log=False)  # sets what would make JAX trace again if it were set later
+    # Sets what would make JAX trace again if it were set later.
+    jax_workarounds.maybe_get_jax(log=False)  # type: ignore[no-untyped-call]
     return jax, torchax
 
 
