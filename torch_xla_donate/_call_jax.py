@@ -24,9 +24,9 @@ def call_jax(
     """`torch_xla.core.xla_builder.call_jax`, which donates what a jitted function's ``donate_argnums`` name.
 
     Each tensor of an argument that ``jax.jit(f, donate_argnums=..., donate_argnames=...)`` donates is given to the next
-    step, as with `donate_buffer`. JAX pairs donors and outputs of the same shape and dtype; the step pairs those of the
-    same bytes. Only ``f``'s own jit counts: a jitted function that is called inside of ``f`` donates nothing, as under
-    ``jax.jit``. Without donation it is torch_xla's function.
+    step, as with `donate_buffer`, and asks for the output that JAX would put there, as ``into=`` does. Only ``f``'s own
+    jit counts: a jitted function that is called inside of ``f`` donates nothing, as under ``jax.jit``. Without donation
+    it is torch_xla's function.
 
     Args:
         f: a JAX function, traced once for each set of shapes, dtypes and other values among its arguments.
@@ -54,8 +54,19 @@ def call_jax(
     offered = _offered(f, leaves, tree, override_hash)
     donated = _user_computation.to_donate(leaves, offered.donors, offered, where, strict)
     results = _host.call_jax(f, args, kwargs, name, override_hash)
-    _user_computation.give(leaves, donated, offered, where, strict, {})
+    if donated:
+        targets = _paired(leaves, donated, jax.tree.leaves(results))
+        _user_computation.give(leaves, donated, offered, where, strict, targets)
     return results
+
+
+def _paired(leaves: Sequence[Any], donated: Sequence[int], results: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """The output that each donor is to become, as JAX has it: the next one of its shape and dtype."""
+    free: dict[Any, list[int]] = {}
+    for index in reversed(donated):
+        free.setdefault((leaves[index].shape, leaves[index].dtype), []).append(index)
+    kinds = [((result.shape, result.dtype), result) for result in results if isinstance(result, torch.Tensor)]
+    return {free[kind].pop(): result for kind, result in kinds if free.get(kind)}
 
 
 class _Offered:
