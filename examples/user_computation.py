@@ -20,10 +20,14 @@ def momentum(params, velocity, gradients, *, rate):
     return jax.tree.map(lambda p, v: p - rate * v, params, velocity), velocity
 
 
+def loss_of(params):
+    return (inputs @ params["weight"] + params["bias"] - targets).pow(2).mean()
+
+
 def train_step(params, velocity):
-    leaves = {name: value.requires_grad_() for name, value in params.items()}
-    loss = (inputs @ leaves["weight"] + leaves["bias"] - targets).pow(2).mean()
-    gradients = dict(zip(leaves, torch.autograd.grad(loss, leaves.values())))
+    # Autograd's own thread may hold gradients into the step, where they would compete for the donated memory.
+    with torch.autograd.set_multithreading_enabled(False):
+        gradients, loss = torch.func.grad_and_value(loss_of)(params)
     return loss, *call_jax(momentum, (params, velocity, gradients), {"rate": 0.05})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from helpers import run_script
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-COVERED = {"jax_quickstart.py", "quickstart.py", "train_digits.py"}
+COVERED = {"jax_quickstart.py", "quickstart.py", "train_digits.py", "user_computation.py"}
 
 # The example itself, as a script of its own process: `run_script` takes source.
 RUN = """
@@ -83,6 +84,19 @@ def test_the_examples_of_jaxs_page_do_what_its_page_says() -> None:
     assert re.match(unusable.format(r"f32\[1,3\]"), other)
     assert other.endswith("  y donated: False, and still [[1.0, 1.0, 1.0]]")
     assert parts["a training loop"].rstrip("\n").split("\n") == ["  the same memory: True", "  weight[0, 0]: 6.0"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 and torchax need Python 3.11")
+def test_a_jax_update_keeps_parameters_and_velocities_in_their_memory() -> None:
+    output = run_example("user_computation.py", timeout=120).stdout
+    first, kept, report = output.split("\n", maxsplit=2)
+    before, after = (float(loss) for loss in re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)", first).groups())
+    assert after < before / 10
+    assert kept == "parameters and velocities in their first memory: 20 of 20 steps"
+    assert report.startswith("4 of 4 donors donated, 144 B (100.0% of the bytes offered)")
+    assert report.count("donated, into kept") == 4
+    assert "error: f32[8,2] tensor \"args[0]['weight'] of momentum\" has no buffer any more" in report
+    assert report.endswith("halved in the same memory: True\n")
 
 
 class Training:

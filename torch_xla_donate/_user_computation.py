@@ -202,7 +202,7 @@ def to_donate(
         elif strict is not False:
             raise error
         else:
-            unfit[index] = str(error)
+            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # others are marked
     if unfit:
         lines = "\n  ".join(unfit.values())
         arrays = ", ".join(f"{_leaves.array(tensors[index])} {names.name(index)}" for index in unfit)
