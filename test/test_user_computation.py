@@ -289,6 +289,18 @@ def test_a_module_that_the_step_could_not_call_is_refused_before(make):
     assert other.tolist() == [1, 2]
 
 
+def test_a_donor_that_is_a_tuple_is_refused(make):
+    text = """HloModule m, buffer_donor={ (0, {}) }, entry_computation_layout={((f32[4]{0}))->f32[4]{0}}
+
+    ENTRY main.1 {
+      a.2 = (f32[4]{0}) parameter(0)
+      ROOT b.3 = f32[4]{0} get-tuple-element(a.2), index=0
+    }
+    """
+    with pytest.raises(ValueError, match=r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"):
+        user_computation("text", [make(4)], from_text(text))
+
+
 def refused(make):
     base = make(4)
     return {

@@ -619,7 +619,9 @@ def calling(computation: Any, parameters: Sequence[HloShape]) -> Any:
         return xla_builder.mkparam(builder, next(numbers), array)  # type: ignore[no-untyped-call]
 
     operands = [operand(parameter) for parameter in parameters]
-    return xla_builder.Op.call(computation, operands, builder=builder).build(name)  # type: ignore[no-untyped-call]
+    caller = xla_builder.Op.call(computation, operands, builder=builder).build(name)  # type: ignore[no-untyped-call]
+    computation_text(caller)  # reads the module that the builder has made, and so checks it
+    return caller
 
 
 def array_of(tensor: torch.Tensor) -> HloShape:

@@ -87,16 +87,23 @@ class _Module:
         header = _hlo.parse(text)
         self._name = header.name
         self._check_names(text)
-        places = {place: index for index, place in enumerate(header.leaves)}
+        self._places = {place: index for index, place in enumerate(header.leaves)}
         self._shapes = list(header.leaves.values())
         self.aliases = {
-            places[alias.parameter_number, alias.parameter_index]: alias.output_index[0] if alias.output_index else 0
-            for alias in header.aliases
+            self._input(alias.donor): alias.output_index[0] if alias.output_index else 0 for alias in header.aliases
         }
-        donors = {places[donor.parameter_number, donor.parameter_index] for donor in header.donors}
-        self.donors = sorted(donors | self.aliases.keys())
+        self.donors = sorted({self._input(donor) for donor in header.donors} | self.aliases.keys())
         self.callable = self._callable(computation, header.parameters)
         self._fits: set[tuple[Any, ...]] = set()
+
+    def _input(self, donor: _hlo.BufferDonor) -> int:
+        place = (donor.parameter_number, donor.parameter_index)
+        if place not in self._places:
+            raise ValueError(
+                f"computation {self._name} donates {donor}, which is a tuple and not an array. Let it name the arrays "
+                f"in it, such as {_hlo.BufferDonor(donor.parameter_number, (*donor.parameter_index, 0))}."
+            )
+        return self._places[place]
 
     def _check_names(self, text: str) -> None:
         # torch_xla's builder ends the process for such a name, at the step.
@@ -113,11 +120,11 @@ class _Module:
             caller = _host.calling(computation, parameters)
         except RuntimeError as error:
             # It would have come out of the step, which loses all that is pending then.
-            reason = str(error).splitlines()[0].rstrip(": ")
+            reason = str(error).partition("\n")[0].rstrip(": ")
             raise ValueError(
-                f"torch_xla cannot call computation {self._name}: {reason}. The id of a module has to be that of its "
-                "entry computation, which it is not if the module was made from HLO text; it is in modules of "
-                "jax.jit(f).lower(...) and xla_builder.create_computation."
+                f"torch_xla cannot call computation {self._name}: {reason}. Its builder wants the ids of computations "
+                "and instructions to differ, and in a module that was parsed from HLO text they do not. Make the module "
+                "by jax.jit(f).lower(...) or xla_builder.create_computation."
             ) from None
         return caller if any(parameter.is_tuple for parameter in parameters) else computation
 
