@@ -123,8 +123,8 @@ class _Module:
             reason = str(error).partition("\n")[0].rstrip(": ")
             raise ValueError(
                 f"torch_xla cannot call computation {self._name}: {reason}. Its builder wants the ids of computations "
-                "and instructions to differ, and in a module that was parsed from HLO text they do not. Make the module "
-                "by jax.jit(f).lower(...) or xla_builder.create_computation."
+                "and instructions to differ, and in a module that was parsed from HLO text they do not. Make the "
+                "module by jax.jit(f).lower(...) or xla_builder.create_computation."
             ) from None
         return caller if any(parameter.is_tuple for parameter in parameters) else computation
 
