@@ -4,8 +4,9 @@ from torch_xla_donate import _host
 
 _C = _host.load()
 
-from torch_xla_donate import _debug, _reuse
+from torch_xla_donate import _auto, _debug, _reuse
 from torch_xla_donate import hlo as hlo
+from torch_xla_donate._auto import auto_donate as auto_donate
 from torch_xla_donate._compile import compile as compile
 from torch_xla_donate._debug import debug_nans as debug_nans
 from torch_xla_donate._donate import cancel_donation as cancel_donation
@@ -31,6 +32,7 @@ __all__ = [
     "DonationReport",
     "DonationWarning",
     "Donor",
+    "auto_donate",
     "cancel_donation",
     "compile",
     "debug_nans",
@@ -44,6 +46,9 @@ __all__ = [
     "scan_layers",
 ]
 
-_C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended)
+_C.set_callbacks(
+    DonatedBufferError, describe_use, _reuse.report, _debug.step_ended, _auto.prepare, _auto.step_ended
+)
 _host.install_hooks()
 _debug.start()
+_auto.start()

@@ -1,0 +1,107 @@
+// Donors that nobody has marked: inputs of a step that nothing can read again once its graph has run.
+//
+// At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
+// So a parameter that no live tensor holds, by its data or by a graph that the step leaves pending, is out of reach for
+// the program. Reference counts are not asked: what earlier runs still hold flips with their timing, and each flip
+// would be another graph.
+//
+// Which of the dead parameters are asked for is decided once for each graph and dead set: as many of each size as there
+// are outputs that no other donor takes, each close to the output that is made of it. A loop whose dead set flips (the
+// garbage collector frees a cycle at odd times) is held to kMaxChoices graphs, and to the choice that fits from then
+// on.
+//
+// Ownership: a Liveness belongs to one step. The plans live as long as the process, the last kKeptPlans of them.
+// Threads: AutoPlans is guarded by a mutex of its own; Liveness belongs to one thread.
+// Errors: none of its own.
+#pragma once
+
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "donation_registry.h"
+#include "torch_xla_abi.h"
+
+namespace torch_xla_donate {
+
+// Which parameters of a graph somebody can still reach.
+class Liveness {
+ public:
+  explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);
+
+  // Somebody holds the buffer, whichever it is.
+  void Hold(const lazy::BackendData* buffer);
+  // What the tensor holds: its buffer, or whatever its pending graph reads.
+  void HoldAllOf(const abi::TensorData& tensor);
+  // By position of the parameter.
+  const std::vector<bool>& Held() const { return held_; }
+
+ private:
+  ska::flat_hash_map<const lazy::BackendData*, std::size_t> position_of_;
+  std::vector<bool> held_;
+  std::unordered_map<const lazy::Node*, bool> seen_;
+};
+
+// What a step looks like to whoever chooses its automatic donors.
+struct AutoQuestion {
+  const abi::Executor::PostOrderData& graph;
+  const std::vector<lazy::Value>& roots;
+  lazy::hash_t hash;  // of the graph without its donors
+  bool sharded;       // SPMD: what the compiler shards is not known before
+  bool orders;        // whether the order of the parameters may be chosen, too
+  // By position of the parameter:
+  std::vector<bool> held;                                   // cannot be donated
+  std::vector<bool> donors;                                 // is a donor without being asked for here
+  std::vector<std::optional<std::size_t>> output_replaced;  // by such a donor, where that is known
+};
+
+// The parameters to ask for.
+struct AutoChoice {
+  std::vector<std::size_t> parameters;
+  std::vector<DonorPtr> prototypes;  // what the report will say of each; without a buffer
+  std::vector<std::size_t> order;    // the parameters to put first, so that XLA pairs each with its output; or empty
+  std::int64_t bytes = 0;
+};
+
+class AutoPlans {
+ public:
+  static constexpr std::size_t kMaxChoices = 4;
+  static constexpr std::size_t kKeptPlans = 1024;
+
+  // Never destroyed: hooks may run until the process ends.
+  static AutoPlans& Get();
+
+  // Never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
+  std::shared_ptr<const AutoChoice> Choose(const AutoQuestion& question);
+
+  std::size_t Size() const;
+
+ private:
+  using ChoicePtr = std::shared_ptr<const AutoChoice>;
+  struct Plan {
+    std::vector<std::string> arrays;                              // the parameters, as abi::DescribeBuffer writes them
+    std::vector<std::optional<std::int64_t>> bytes;               // of a parameter; nothing if it cannot be told
+    std::vector<std::optional<std::int64_t>> output_bytes;        // the same for outputs
+    std::vector<bool> fits;                                       // an output of this size is free
+    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // answers given, newest first
+    std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
+    std::vector<bool> always_dead;
+  };
+
+  static Plan Look(const AutoQuestion& question);
+  static ChoicePtr Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
+  static ChoicePtr Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
+
+  mutable std::mutex mutex_;
+  std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
+  std::deque<lazy::hash_t> order_;
+};
+
+}  // namespace torch_xla_donate
