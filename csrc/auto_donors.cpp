@@ -91,6 +91,56 @@ void Liveness::HoldAllOf(const abi::TensorData& tensor) {
   }
 }
 
+OutdatedTensors& OutdatedTensors::Get() {
+  static OutdatedTensors* tensors = new OutdatedTensors();
+  return *tensors;
+}
+
+std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const auto& weak : tensors_) {
+    known.insert(weak._unsafe_get_target());
+  }
+  std::size_t found = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (known.count(tensor.unsafeGetTensorImpl()) == 0 &&
+        abi::OutdatedValue(*tensor.unsafeGetTensorImpl(), 0) != nullptr) {
+      tensors_.emplace_back(tensor.getIntrusivePtr());
+      ++found;
+    }
+  }
+  return found;
+}
+
+std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(long holders) {
+  // Let go of after the lock: the last owner of a tensor may take the GIL.
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> alive;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_gone = [&alive](const auto& weak) {
+      auto tensor = weak.lock();
+      const bool gone = tensor == nullptr;
+      alive.push_back(std::move(tensor));
+      return gone;
+    };
+    tensors_.erase(std::remove_if(tensors_.begin(), tensors_.end(), is_gone), tensors_.end());
+  }
+  std::unordered_set<const abi::TensorData*> values;
+  for (const auto& tensor : alive) {
+    const auto value = tensor == nullptr ? nullptr : abi::OutdatedValue(*tensor, holders);
+    if (value != nullptr) {
+      values.insert(value.get());
+    }
+  }
+  return values;
+}
+
+std::size_t OutdatedTensors::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return tensors_.size();
+}
+
 AutoPlans& AutoPlans::Get() {
   static AutoPlans* plans = new AutoPlans();
   return *plans;
@@ -266,7 +316,14 @@ AutoPlans::ChoicePtr AutoPlans::Settle(Plan& plan, const AutoQuestion& question,
   return best != nullptr ? best : adopt(Decide(plan, question, std::vector<bool>(dead.size(), false)));
 }
 
-std::shared_ptr<const AutoChoice> AutoPlans::Choose(const AutoQuestion& question) {
+void AutoPlans::Searched(lazy::hash_t plan, bool found) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto entry = plans_.find(plan); entry != plans_.end()) {
+    entry->second.search_helps = found;
+  }
+}
+
+AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   const lazy::hash_t key = lazy::HashCombine(
       lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence)), lazy::Hash(question.donors));
   std::lock_guard<std::mutex> lock(mutex_);
@@ -285,23 +342,37 @@ std::shared_ptr<const AutoChoice> AutoPlans::Choose(const AutoQuestion& question
   }
   Plan& plan = found->second;
   std::vector<bool> dead(question.held.size());
+  std::size_t held = 0;
   for (std::size_t i = 0; i < dead.size(); ++i) {
     dead[i] = plan.fits[i] && !question.held[i];
+    held += plan.fits[i] && question.held[i] ? 1 : 0;
     if (!dead[i]) {
       plan.always_dead[i] = false;
     }
   }
+  AutoAnswer answer{nullptr, key};
+  if (plan.search_helps && held > plan.held) {
+    plan.wait = 0;
+    plan.pause = 1;
+  }
+  plan.held = held;
+  if (held > 0 && plan.wait-- == 0) {
+    answer.search = true;
+    plan.wait = plan.pause;
+    plan.pause *= 2;
+  }
   const auto same = [&dead](const auto& entry) { return entry.first == dead; };
   const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);
   if (given != plan.by_dead.end()) {
-    return given->second;
+    answer.choice = given->second;
+    return answer;
   }
-  ChoicePtr choice = Settle(plan, question, dead);
-  plan.by_dead.emplace_front(dead, choice);
+  answer.choice = Settle(plan, question, dead);
+  plan.by_dead.emplace_front(dead, answer.choice);
   if (plan.by_dead.size() > kKnownDeadSets) {
     plan.by_dead.pop_back();
   }
-  return choice;
+  return answer;
 }
 
 }  // namespace torch_xla_donate

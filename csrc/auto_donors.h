@@ -24,6 +24,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "donation_registry.h"
@@ -49,6 +50,23 @@ class Liveness {
   std::unordered_map<const lazy::Node*, bool> seen_;
 };
 
+// Tensors that have been found out of date once: caches that are written slice by slice, most often, and will be again.
+class OutdatedTensors {
+ public:
+  // Never destroyed: hooks may run until the process ends.
+  static OutdatedTensors& Get();
+
+  // Remembers those of these tensors that are out of date now; how many of them are new here.
+  std::size_t Remember(const std::vector<at::Tensor>& tensors);
+  // Their old values, which nobody can read; `holders` as for abi::OutdatedValue.
+  std::unordered_set<const abi::TensorData*> Values(long holders);
+  std::size_t Size() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> tensors_;
+};
+
 // What a step looks like to whoever chooses its automatic donors.
 struct AutoQuestion {
   const abi::Executor::PostOrderData& graph;
@@ -70,6 +88,13 @@ struct AutoChoice {
   std::int64_t bytes = 0;
 };
 
+// A choice, and whether it may pay to look for tensors that hold more inputs without a need.
+struct AutoAnswer {
+  std::shared_ptr<const AutoChoice> choice;
+  lazy::hash_t plan;
+  bool search = false;
+};
+
 class AutoPlans {
  public:
   static constexpr std::size_t kMaxChoices = 4;
@@ -78,8 +103,10 @@ class AutoPlans {
   // Never destroyed: hooks may run until the process ends.
   static AutoPlans& Get();
 
-  // Never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
-  std::shared_ptr<const AutoChoice> Choose(const AutoQuestion& question);
+  // The choice is never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
+  AutoAnswer Choose(const AutoQuestion& question);
+  // What a search that Choose() has asked for has come to.
+  void Searched(lazy::hash_t plan, bool found);
 
   std::size_t Size() const;
 
@@ -93,6 +120,10 @@ class AutoPlans {
     std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // answers given, newest first
     std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
     std::vector<bool> always_dead;
+    // When to search next. A search goes through all of Python's objects, so it is repeated ever more seldom, unless it
+    // has found something and more is held than the last time.
+    std::size_t held = 0, wait = 0, pause = 1;
+    bool search_helps = false;
   };
 
   static Plan Look(const AutoQuestion& question);

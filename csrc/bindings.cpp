@@ -435,10 +435,10 @@ PYBIND11_MODULE(_C, m) {
             return error.what();
           }
         };
-        callbacks.auto_step_ended = [auto_ended] {
+        callbacks.auto_step_ended = [auto_ended](bool search) {
           py::gil_scoped_acquire gil;
           try {
-            (*auto_ended)();
+            (*auto_ended)(search);
           } catch (py::error_already_set& error) {
             error.discard_as_unraisable("torch_xla_donate, at the end of a step");
           }
@@ -701,6 +701,7 @@ PYBIND11_MODULE(_C, m) {
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
         result["auto_plans"] = AutoPlans::Get().Size();
+        result["outdated"] = OutdatedTensors::Get().Size();
         return result;
       },
       "How many entries the registry holds.");
@@ -722,6 +723,17 @@ PYBIND11_MODULE(_C, m) {
         "Whether this thread's steps donate by liveness until the matching pop_auto_donate.");
   m.def("pop_auto_donate", &PopAutoDonate, "Ends the last push_auto_donate of this thread.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
+  m.def(
+      "remember_outdated",
+      [](const py::list& tensors) {
+        std::vector<at::Tensor> found;
+        for (py::handle tensor : tensors) {
+          found.push_back(TensorOf(tensor));
+        }
+        return OutdatedTensors::Get().Remember(found);
+      },
+      py::arg("tensors"),
+      "Remembers those of the tensors whose old value functionalization has left behind; how many are new.");
   m.def(
       "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
       "How many steps automatic donation has left alone, by reason.");

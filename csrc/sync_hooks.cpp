@@ -150,8 +150,9 @@ struct ThreadState {
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
-  std::vector<bool> auto_donates;  // the wishes of this thread's contexts
-  bool auto_donated = false;       // the step in progress has donors that nobody has marked
+  std::vector<bool> auto_donates;          // the wishes of this thread's contexts
+  bool auto_donated = false;               // the step in progress has donors that nobody has marked
+  std::optional<lazy::hash_t> search_for;  // the plan of the step in progress, which asks for a search at its end
   std::optional<WouldBe> would_be;
   const lazy::MultiWait* would_be_runner = nullptr;
   std::uint64_t last_spared = 0;  // the last step, if it has spared donors
@@ -395,13 +396,17 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
 
   // What was held when the list was made, what is held now, and what has been made since: whatever another thread does
   // meanwhile, a buffer is in one of them until nobody has it.
+  // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
+  const auto outdated = OutdatedTensors::Get().Values(/*holders=*/3);
   Liveness liveness(graph.parameters_data);
-  for (const lazy::BackendData* buffer : state.listed_buffers) {
-    liveness.Hold(buffer);
+  for (std::size_t i = 0; i < state.listed_buffers.size(); ++i) {
+    if (outdated.count(state.order[i]) == 0) {
+      liveness.Hold(state.listed_buffers[i]);
+    }
   }
   const std::unordered_set<const abi::TensorData*> written(outputs.begin(), outputs.end());
   const auto hold = [&](const std::shared_ptr<abi::TensorData>& data) {
-    if (data == nullptr) {
+    if (data == nullptr || outdated.count(data.get()) != 0) {
       return true;
     }
     if (data->ir_value && written.count(data.get()) == 0) {
@@ -436,7 +441,11 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
       question.held[i] = true;
     }
   }
-  const std::shared_ptr<const AutoChoice> choice = AutoPlans::Get().Choose(question);
+  const AutoAnswer answer = AutoPlans::Get().Choose(question);
+  const std::shared_ptr<const AutoChoice>& choice = answer.choice;
+  if (answer.search) {
+    state.search_for = answer.plan;
+  }
   std::vector<DonorPtr> donors;
   donors.reserve(choice->parameters.size());
   for (std::size_t i = 0; i < choice->parameters.size(); ++i) {
@@ -795,6 +804,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     state.arena = arena;
   }
   state.auto_donated = false;
+  state.search_for.reset();
   state.listing = true;
   const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
@@ -819,8 +829,13 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
-  if (std::exchange(State().auto_donated, false) && Callbacks().auto_step_ended) {
-    Callbacks().auto_step_ended();
+  const auto search_for = std::exchange(State().search_for, std::nullopt);
+  if ((std::exchange(State().auto_donated, false) || search_for.has_value()) && Callbacks().auto_step_ended) {
+    const std::size_t known = OutdatedTensors::Get().Size();
+    Callbacks().auto_step_ended(search_for.has_value());
+    if (search_for.has_value()) {
+      AutoPlans::Get().Searched(*search_for, OutdatedTensors::Get().Size() > known);
+    }
   }
   const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
   if (to_tell && Callbacks().step_ended) {

@@ -156,6 +156,23 @@ std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::B
   return result;
 }
 
+std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders) {
+  namespace functional = at::functionalization::impl;
+  if (!tensor.key_set().has(c10::DispatchKey::Functionalize)) {
+    return nullptr;
+  }
+  const auto& wrapper = static_cast<const at::FunctionalTensorWrapper&>(tensor);
+  if (wrapper.is_up_to_date() || wrapper.value().use_count() != 1) {
+    return nullptr;
+  }
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*wrapper.value().unsafeGetTensorImpl());
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr || lazy_tensor->use_count() != 1) {
+    return nullptr;
+  }
+  const std::shared_ptr<TensorData>& data = (*lazy_tensor)->data();
+  return data.use_count() <= 2 + holders ? data : nullptr;  // an XLATensor has two pointers to it
+}
+
 bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
 
 Resolution Resolve(const at::Tensor& tensor) {

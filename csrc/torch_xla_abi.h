@@ -80,6 +80,12 @@ struct Resolution {
 // The live tensors of a device that were made after the one of this id; `arena` is the executor's own.
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
 
+// What functionalization leaves behind: after `t[0] = x` the tensor t keeps its old value, in a lazy tensor that is
+// alive, until t is used again and takes the new one from its storage. Nobody can read the old value: whoever uses t
+// comes through the storage. Null if the tensor is up to date, or if anything else may hold its value; `holders` is how
+// many hold a live tensor's data for reasons of their own (the caller, the executor's list).
+std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders);
+
 // Whether nodes are kept for graphs to come (torch's torch_lazy_reuse_ir), with whatever they read.
 bool KeepsNodes();
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from types import TracebackType
+
+import torch
 
 from torch_xla_donate import _C, _config, _host
 
@@ -75,10 +78,13 @@ def prepare() -> str:
     return ""
 
 
-def step_ended() -> None:
-    """The hooks call this at the end of a step that has donated automatically."""
+def step_ended(search: bool) -> None:
+    """The hooks call this at the end of a step that has donated automatically, or that asks for a search."""
     # It holds the step's graph until torch_xla.sync() drops it, which is after the step closures have run.
     _host.forget_collectives()
+    if search:
+        # Nothing leads from a buffer to the tensors that functionalization keeps on top of it.
+        _C.remember_outdated([item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)])
 
 
 def start() -> None:
