@@ -72,16 +72,16 @@ void Liveness::Hold(const lazy::BackendData* buffer) {
   }
 }
 
-void Liveness::HoldAllOf(const abi::TensorData& tensor) {
-  Hold(tensor.handle.get());
-  if (!tensor.ir_value) {
+void Liveness::HoldGraph(const lazy::Value& root) {
+  if (root.node->operands().empty()) {  // most often the node of the tensor's own buffer
+    Hold(lazy::getBackend()->GetComputationDataFromNode(root.node.get()).get());
     return;
   }
-  std::vector<const lazy::Node*> open = {tensor.ir_value.node.get()};
+  std::vector<const lazy::Node*> open = {root.node.get()};
   while (!open.empty()) {
     const lazy::Node* node = open.back();
     open.pop_back();
-    if (node == nullptr || !seen_.emplace(node, true).second) {
+    if (node == nullptr || !seen_.insert(node).second) {
       continue;
     }
     Hold(lazy::getBackend()->GetComputationDataFromNode(node).get());
@@ -324,8 +324,9 @@ void AutoPlans::Searched(lazy::hash_t plan, bool found) {
 }
 
 AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
-  const lazy::hash_t key = lazy::HashCombine(
-      lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence)), lazy::Hash(question.donors));
+  const std::vector<bool> kind = {question.orders, question.sharded};
+  lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
+  key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(question.donors), lazy::Hash(kind)));
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = plans_.find(key);
   if (found == plans_.end() || found->second.bytes.size() != question.held.size() ||

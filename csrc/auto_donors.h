@@ -39,15 +39,15 @@ class Liveness {
 
   // Somebody holds the buffer, whichever it is.
   void Hold(const lazy::BackendData* buffer);
-  // What the tensor holds: its buffer, or whatever its pending graph reads.
-  void HoldAllOf(const abi::TensorData& tensor);
+  // Somebody may still run the graph, and read what it reads.
+  void HoldGraph(const lazy::Value& root);
   // By position of the parameter.
   const std::vector<bool>& Held() const { return held_; }
 
  private:
   ska::flat_hash_map<const lazy::BackendData*, std::size_t> position_of_;
   std::vector<bool> held_;
-  std::unordered_map<const lazy::Node*, bool> seen_;
+  std::unordered_set<const lazy::Node*> seen_;
 };
 
 // Tensors that have been found out of date once: caches that are written slice by slice, most often, and will be again.

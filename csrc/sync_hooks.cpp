@@ -364,6 +364,46 @@ void SpareDonors(ThreadState& state, Executor::Async& run) {
   state.would_be_runner = &run.mwait;
 }
 
+// Which parameters of the graph somebody can still reach, by position; nothing if that cannot be told.
+//
+// What was held when the list was made, what is held now, and what has been made since: whatever another thread does
+// meanwhile, a buffer is in one of them until nobody has it.
+std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const Executor::PostOrderData& graph,
+                                                const lazy::BackendDevice& device,
+                                                const std::vector<std::shared_ptr<abi::TensorData>>& live) {
+  // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
+  const auto outdated = OutdatedTensors::Get().Values(/*holders=*/3);
+  Liveness liveness(graph.parameters_data);
+  const auto hold = [&liveness, &outdated](const abi::TensorData* data, const lazy::BackendData* listed) {
+    if (data == nullptr) {
+      liveness.Hold(listed);
+      return true;
+    }
+    if (!outdated.empty() && outdated.count(data) != 0) {
+      return true;
+    }
+    liveness.Hold(data->handle.get());
+    if (listed != data->handle.get()) {
+      liveness.Hold(listed);
+    }
+    if (data->ir_value) {  // not of an output: its graph has become the step's
+      liveness.HoldGraph(data->ir_value);
+    }
+    return !abi::HasView(*data);
+  };
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    if (!hold(live[i].get(), state.listed_buffers[i])) {
+      return std::nullopt;
+    }
+  }
+  for (const auto& data : abi::TensorsSince(state.arena, device, state.newest)) {
+    if (!hold(data.get(), nullptr)) {
+      return std::nullopt;
+    }
+  }
+  return liveness.Held();
+}
+
 // The inputs that nobody can reach once the step has run, as far as it pays to donate them. `others` are the buffers
 // that are asked for already; without them the order of the parameters is chosen, too.
 std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderData& graph,
@@ -384,48 +424,23 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   if (outputs.empty()) {
     return refuse("the outputs of the step could not be matched with live tensors");
   }
+  std::optional<std::vector<bool>> held = HeldParameters(state, graph, collection.device, live);
+  if (!held.has_value()) {
+    return refuse("functionalization is off and a live tensor is a view, or has views, which share its graph");
+  }
   const std::size_t count = graph.parameters_data.size();
   AutoQuestion question{graph,
                         roots,
                         collection.hash,
                         /*sharded=*/collection.device.toString().rfind("SPMD", 0) == 0,
                         /*orders=*/others.empty(),
-                        /*held=*/{},
+                        /*held=*/std::move(*held),
                         /*donors=*/std::vector<bool>(count, false),
                         /*output_replaced=*/std::vector<std::optional<std::size_t>>(count)};
-
-  // What was held when the list was made, what is held now, and what has been made since: whatever another thread does
-  // meanwhile, a buffer is in one of them until nobody has it.
-  // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
-  const auto outdated = OutdatedTensors::Get().Values(/*holders=*/3);
-  Liveness liveness(graph.parameters_data);
-  for (std::size_t i = 0; i < state.listed_buffers.size(); ++i) {
-    if (outdated.count(state.order[i]) == 0) {
-      liveness.Hold(state.listed_buffers[i]);
-    }
-  }
-  const std::unordered_set<const abi::TensorData*> written(outputs.begin(), outputs.end());
-  const auto hold = [&](const std::shared_ptr<abi::TensorData>& data) {
-    if (data == nullptr || outdated.count(data.get()) != 0) {
-      return true;
-    }
-    if (data->ir_value && written.count(data.get()) == 0) {
-      liveness.HoldAllOf(*data);
-    } else {
-      liveness.Hold(data->handle.get());
-    }
-    return !abi::HasView(*data);
-  };
-  const auto newer = abi::TensorsSince(state.arena, collection.device, state.newest);
-  if (!std::all_of(live.begin(), live.end(), hold) || !std::all_of(newer.begin(), newer.end(), hold)) {
-    return refuse("functionalization is off and a live tensor is a view, or has views, which share its graph");
-  }
-
   std::unordered_map<std::int64_t, std::size_t> output_of_id;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     output_of_id.emplace(abi::AliasId(*outputs[i]), i);
   }
-  question.held = liveness.Held();
   for (std::size_t i = 0; i < count; ++i) {
     const lazy::BackendData& buffer = *graph.parameters_data[i];
     const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
@@ -995,8 +1010,11 @@ void PushAutoDonate(bool on) {
 }
 
 void PopAutoDonate() {
-  auto_wishes -= State().auto_donates.back() ? 1 : 0;
-  State().auto_donates.pop_back();
+  std::vector<bool>& wishes = State().auto_donates;
+  if (!wishes.empty()) {  // a context that is left on another thread than it was entered on
+    auto_wishes -= wishes.back() ? 1 : 0;
+    wishes.pop_back();
+  }
 }
 
 bool AutoDonates() {

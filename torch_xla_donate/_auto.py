@@ -43,7 +43,7 @@ class auto_donate:  # noqa: N801 (used as a function, too)
     def __init__(self, enabled: bool = True) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(
-                f"enabled is {enabled!r}, which is neither True nor False. auto_donate takes no tensors: it finds out "
+                f"enabled is of type {type(enabled).__name__}, not a bool. auto_donate takes no tensors: it finds out "
                 "by itself which inputs nobody can read any more; donate_buffer(tensors) marks some."
             )
         self._enabled = enabled
