@@ -46,9 +46,7 @@ __all__ = [
     "scan_layers",
 ]
 
-_C.set_callbacks(
-    DonatedBufferError, describe_use, _reuse.report, _debug.step_ended, _auto.prepare, _auto.step_ended
-)
+_C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended, _auto.prepare, _auto.step_ended)
 _host.install_hooks()
 _debug.start()
 _auto.start()
