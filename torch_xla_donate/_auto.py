@@ -10,7 +10,7 @@ import torch
 from torch_xla_donate import _C, _config, _host
 
 
-class auto_donate:  # noqa: N801 (used as a function, too)
+class auto_donate:
     """Donates every input of a step that no live tensor can reach once the step has run.
 
     Called as a function it holds for all threads from now on. As a context manager it holds for the steps that this
