@@ -12,7 +12,7 @@ export PJRT_DEVICE ?= CPU
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-cpp lint format bench soak build env clean
+.PHONY: help demo test test-cpp lint format bench soak fuzz build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,11 @@ bench: build  ## measure; prints tables and writes benchmarks/results/*.json
 
 soak: build  ## 20,000 donating steps; memory and registry must stay flat
 	$(BIN)/python benchmarks/soak.py
+
+fuzz: build  ## 20,000 random programs with and without automatic donation, about two hours
+	cd test && ../$(BIN)/python -m fuzz.run --programs 16000 --seed $$RANDOM --last ../build/last_program.txt
+	cd test && CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 \
+	  ../$(BIN)/python -m fuzz.run --programs 4000 --seed $$RANDOM --sharded --last ../build/last_program.txt
 
 # Configured once, or when the CMake files change; ninja knows what else is out of date.
 build: env $(VENV)/configured

@@ -3,7 +3,6 @@
 
 #include <sstream>
 #include <utility>
-#include <vector>
 
 namespace torch_xla_donate {
 
@@ -66,6 +65,10 @@ std::optional<at::ScalarType> ElementType(const std::string& array) {
 }
 
 std::string WithoutLayout(const std::string& array) { return array.substr(0, array.find(']') + 1); }
+
+std::vector<std::int64_t> SizesOf(const std::string& array) {
+  return Numbers(WithoutLayout(array), "[").value_or(std::vector<std::int64_t>());
+}
 
 std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
   const std::optional<at::ScalarType> dtype = ElementType(array);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace torch_xla_donate {
 
@@ -19,6 +20,9 @@ std::optional<at::ScalarType> ElementType(const std::string& array);
 
 // The text up to the layout: "f32[8,4]".
 std::string WithoutLayout(const std::string& array);
+
+// The sizes of the whole array; none for a scalar and where they are not understood.
+std::vector<std::int64_t> SizesOf(const std::string& array);
 
 // Bytes of the largest shard, which is what XLA compares when it pairs donors with outputs.
 std::optional<std::int64_t> BytesPerDevice(const std::string& array);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "auto_donors.h"
 #include "donation_registry.h"
 #include "sync_hooks.h"
 #include "torch_xla_abi.h"
@@ -64,7 +65,8 @@ std::string NamesOf(const Donor& donor) {
   return result;
 }
 
-std::string WhereOf(const Donor& donor) { return donor.holders.front().site->where; }
+// Where the donor was marked; empty for one that nobody has marked.
+std::string WhereOf(const Donor& donor) { return donor.holders.empty() ? "" : donor.holders.front().site->where; }
 
 const at::Tensor& TensorOf(py::handle object) {
   if (!THPVariable_Check(object.ptr())) {
@@ -333,6 +335,7 @@ py::dict DonorDict(const Donor& donor) {
   result["outcome"] = states[static_cast<int>(donor.state)];
   result["reason"] = donor.reason;
   result["told"] = donor.told;
+  result["automatic"] = donor.automatic;
   return result;
 }
 
@@ -406,13 +409,16 @@ PYBIND11_MODULE(_C, m) {
 
   m.def(
       "set_callbacks",
-      [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended) {
+      [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended,
+         py::object prepare_auto, py::object auto_step_ended) {
         HookCallbacks callbacks;
         callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
         // Kept for the life of the process, as the hooks are.
         auto* format = new py::object(std::move(format_use));
         auto* reuse = new py::object(std::move(report_reuse));
         auto* ended = new py::object(std::move(step_ended));
+        auto* prepare = new py::object(std::move(prepare_auto));
+        auto* auto_ended = new py::object(std::move(auto_step_ended));
         callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
           return DescribeUse(donor, step, *format);
         };
@@ -421,11 +427,28 @@ PYBIND11_MODULE(_C, m) {
           py::gil_scoped_acquire gil;
           (*ended)();
         };
+        callbacks.prepare_auto = [prepare]() -> std::string {
+          py::gil_scoped_acquire gil;
+          try {
+            return (*prepare)().cast<std::string>();
+          } catch (const std::exception& error) {
+            return error.what();
+          }
+        };
+        callbacks.auto_step_ended = [auto_ended](bool search) {
+          py::gil_scoped_acquire gil;
+          try {
+            (*auto_ended)(search);
+          } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("torch_xla_donate, at the end of a step");
+          }
+        };
         SetHookCallbacks(std::move(callbacks));
       },
       py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
-      "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used "
-      "and at the end of a step.");
+      py::arg("prepare_auto"), py::arg("auto_step_ended"),
+      "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used, at "
+      "the end of a step, before the first step that donates automatically, and at the end of each of these.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {
@@ -677,6 +700,8 @@ PYBIND11_MODULE(_C, m) {
         result["spared"] = counts.spared;
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
+        result["auto_plans"] = AutoPlans::Get().Size();
+        result["outdated"] = OutdatedTensors::Get().Size();
         return result;
       },
       "How many entries the registry holds.");
@@ -692,6 +717,26 @@ PYBIND11_MODULE(_C, m) {
   m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
   m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
+  m.def("set_auto_donate", &SetAutoDonate, py::arg("on"), "Whether steps of all threads donate by liveness.");
+  m.def("auto_donate_is_default", &AutoDonateIsDefault, "What set_auto_donate has set.");
+  m.def("push_auto_donate", &PushAutoDonate, py::arg("on"),
+        "Whether this thread's steps donate by liveness until the matching pop_auto_donate.");
+  m.def("pop_auto_donate", &PopAutoDonate, "Ends the last push_auto_donate of this thread.");
+  m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
+  m.def(
+      "remember_outdated",
+      [](const py::list& tensors) {
+        std::vector<at::Tensor> found;
+        for (py::handle tensor : tensors) {
+          found.push_back(TensorOf(tensor));
+        }
+        return OutdatedTensors::Get().Remember(found);
+      },
+      py::arg("tensors"),
+      "Remembers those of the tensors whose old value functionalization has left behind; how many are new.");
+  m.def(
+      "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
+      "How many steps automatic donation has left alone, by reason.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
         "Whether donation is disabled, uses are reported and outputs noted on every thread.");
   m.def(

@@ -378,8 +378,11 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
   for (const DonorPtr& donor : asked) {
-    const lazy::BackendData* buffer = donor->buffer.lock().get();
     donor->state = DonorState::kClaimed;
+    if (donor->automatic) {
+      continue;  // nothing holds it any more, so nobody will ask
+    }
+    const lazy::BackendData* buffer = donor->buffer.lock().get();
     pending_.erase(buffer);
     consumed_[buffer] = {donor, step};
   }
@@ -502,6 +505,16 @@ void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::Backe
   }
   Refresh();
   settled_.notify_all();
+}
+
+void DonationRegistry::NoteAutoRefusal(const std::string& reason) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++auto_refusals_[reason];
+}
+
+std::map<std::string, std::uint64_t> DonationRegistry::AutoRefusals() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return auto_refusals_;
 }
 
 void DonationRegistry::WaitForSteps() {

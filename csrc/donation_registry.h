@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -65,8 +66,9 @@ struct Donor {
   std::int64_t bytes = 0;  // of the whole array, before any sharding
   lazy::BackendDevice device;
   DonorState state = DonorState::kPending;
-  std::string reason;  // why it is unusable, where this side knows; empty if XLA found no use for it
-  bool told = false;   // somebody knows that it is unusable: handed out by TakeNotices(), or switched off by the user
+  std::string reason;      // why it is unusable, where this side knows; empty if XLA found no use for it
+  bool automatic = false;  // found by liveness: nobody has marked it, and there are no holders
+  bool told = false;  // somebody knows that it is unusable: handed out by TakeNotices(), or switched off by the user
 
   // "f32[8,4]"
   std::string Shape() const;
@@ -209,7 +211,13 @@ class DonationRegistry {
   // The step will not run: nothing was used.
   void Abandon(const StepPtr& step, const std::string& failure);
 
+  // Automatic donation has left a step alone, for this reason.
+  void NoteAutoRefusal(const std::string& reason);
+
   // --- For readers ---
+
+  // How many steps automatic donation has left alone, by reason.
+  std::map<std::string, std::uint64_t> AutoRefusals() const;
 
   // Waits until no step is on its way to the device any more. The caller must not hold the GIL.
   void WaitForSteps();
@@ -256,6 +264,7 @@ class DonationRegistry {
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;
   std::deque<std::string> outcome_order_;
+  std::map<std::string, std::uint64_t> auto_refusals_;
 };
 
 }  // namespace torch_xla_donate

@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "auto_donors.h"
 #include "got_patch.h"
 #include "parameter_order.h"
 #include "would_be.h"
@@ -96,6 +97,33 @@ struct Reused {
 
 std::atomic<bool> debug_process{false};
 
+// Automatic donation: the wish of the process, how many wishes for it there are in all, and whether it can be had.
+std::atomic<bool> auto_default{false};
+std::atomic<int> auto_wishes{0};
+struct AutoObstacle {
+  std::atomic<bool> asked{false};
+  std::atomic<bool> known{false};
+  std::string text;  // written before it is known, and never again
+};
+AutoObstacle& TheAutoObstacle() {
+  static AutoObstacle* value = new AutoObstacle();
+  return *value;
+}
+
+// Asks whether it can be had, once. Nobody waits for the answer: whoever asks takes the GIL, which others may hold
+// here.
+bool AutoObstacleKnown() {
+  AutoObstacle& obstacle = TheAutoObstacle();
+  if (!obstacle.asked.exchange(true)) {
+    obstacle.text = Callbacks().prepare_auto ? Callbacks().prepare_auto() : "it has not been set up";
+    obstacle.known.store(true, std::memory_order_release);
+  }
+  return obstacle.known.load(std::memory_order_acquire);
+}
+
+// Whether any hook has something to look for. Two loads where there is nothing.
+bool Watching() { return DonationRegistry::Get().Armed() || auto_wishes.load(std::memory_order_relaxed) > 0; }
+
 struct ThreadState {
   std::optional<ArmedRun> armed;
   // What OrderParameters() asks for, and what came of it.
@@ -112,13 +140,19 @@ struct ThreadState {
   // The data of the live tensors in the executor's order, how many of them have been asked for what they hold, and how
   // many questions have followed.
   std::vector<std::weak_ptr<abi::TensorData>> live;
-  std::vector<const abi::TensorData*> order;  // the same for comparing, never followed
+  std::vector<const abi::TensorData*> order;             // the same for comparing, never followed
+  std::vector<const lazy::BackendData*> listed_buffers;  // what they held then, likewise
+  std::int64_t newest = 0;                               // the last id among them
+  void* arena = nullptr;                                 // of the executor, which has made the list
   std::size_t asked = 0;
   std::size_t asked_again = 0;
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
+  std::vector<bool> auto_donates;          // the wishes of this thread's contexts
+  bool auto_donated = false;               // the step in progress has donors that nobody has marked
+  std::optional<lazy::hash_t> search_for;  // the plan of the step in progress, which asks for a search at its end
   std::optional<WouldBe> would_be;
   const lazy::MultiWait* would_be_runner = nullptr;
   std::uint64_t last_spared = 0;  // the last step, if it has spared donors
@@ -159,6 +193,8 @@ struct ThreadState {
     noting = false;
     live.clear();
     order.clear();
+    listed_buffers.clear();
+    newest = 0;
     asked = asked_again = 0;
   }
 };
@@ -328,11 +364,119 @@ void SpareDonors(ThreadState& state, Executor::Async& run) {
   state.would_be_runner = &run.mwait;
 }
 
-void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t roots,
+// Which parameters of the graph somebody can still reach, by position; nothing if that cannot be told.
+//
+// What was held when the list was made, what is held now, and what has been made since: whatever another thread does
+// meanwhile, a buffer is in one of them until nobody has it.
+std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const Executor::PostOrderData& graph,
+                                                const lazy::BackendDevice& device,
+                                                const std::vector<std::shared_ptr<abi::TensorData>>& live) {
+  // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
+  const auto outdated = OutdatedTensors::Get().Values(/*holders=*/3);
+  Liveness liveness(graph.parameters_data);
+  const auto hold = [&liveness, &outdated](const abi::TensorData* data, const lazy::BackendData* listed) {
+    if (data == nullptr) {
+      liveness.Hold(listed);
+      return true;
+    }
+    if (!outdated.empty() && outdated.count(data) != 0) {
+      return true;
+    }
+    liveness.Hold(data->handle.get());
+    if (listed != data->handle.get()) {
+      liveness.Hold(listed);
+    }
+    if (data->ir_value) {  // not of an output: its graph has become the step's
+      liveness.HoldGraph(data->ir_value);
+    }
+    return !abi::HasView(*data);
+  };
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    if (!hold(live[i].get(), state.listed_buffers[i])) {
+      return std::nullopt;
+    }
+  }
+  for (const auto& data : abi::TensorsSince(state.arena, device, state.newest)) {
+    if (!hold(data.get(), nullptr)) {
+      return std::nullopt;
+    }
+  }
+  return liveness.Held();
+}
+
+// The inputs that nobody can reach once the step has run, as far as it pays to donate them. `others` are the buffers
+// that are asked for already; without them the order of the parameters is chosen, too.
+std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderData& graph,
+                                      const std::vector<lazy::Value>& roots, Executor::SyncTensorCollection& collection,
+                                      const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                                      const std::vector<const abi::TensorData*>& outputs,
+                                      const std::unordered_set<const lazy::BackendData*>& others) {
+  const auto refuse = [](const std::string& reason) {
+    DonationRegistry::Get().NoteAutoRefusal(reason);
+    return std::vector<DonorPtr>();
+  };
+  if (!TheAutoObstacle().text.empty()) {
+    return refuse(TheAutoObstacle().text);
+  }
+  if (abi::KeepsNodes()) {
+    return refuse("torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs");
+  }
+  if (outputs.empty()) {
+    return refuse("the outputs of the step could not be matched with live tensors");
+  }
+  std::optional<std::vector<bool>> held = HeldParameters(state, graph, collection.device, live);
+  if (!held.has_value()) {
+    return refuse("functionalization is off and a live tensor is a view, or has views, which share its graph");
+  }
+  const std::size_t count = graph.parameters_data.size();
+  AutoQuestion question{graph,
+                        roots,
+                        collection.hash,
+                        /*sharded=*/collection.device.toString().rfind("SPMD", 0) == 0,
+                        /*orders=*/others.empty(),
+                        /*held=*/std::move(*held),
+                        /*donors=*/std::vector<bool>(count, false),
+                        /*output_replaced=*/std::vector<std::optional<std::size_t>>(count)};
+  std::unordered_map<std::int64_t, std::size_t> output_of_id;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    output_of_id.emplace(abi::AliasId(*outputs[i]), i);
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const lazy::BackendData& buffer = *graph.parameters_data[i];
+    const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
+    if (others.count(&buffer) != 0) {
+      question.donors[i] = true;
+    } else if (info == nullptr ? buffer.info() != nullptr : info->read_only) {
+      question.held[i] = true;
+    } else if (info != nullptr && output_of_id.count(info->tensor_id) != 0) {
+      question.donors[i] = true;
+      question.output_replaced[i] = output_of_id[info->tensor_id];
+    }
+    if (!(buffer.device() == collection.device)) {
+      question.held[i] = true;
+    }
+  }
+  const AutoAnswer answer = AutoPlans::Get().Choose(question);
+  const std::shared_ptr<const AutoChoice>& choice = answer.choice;
+  if (answer.search) {
+    state.search_for = answer.plan;
+  }
+  std::vector<DonorPtr> donors;
+  donors.reserve(choice->parameters.size());
+  for (std::size_t i = 0; i < choice->parameters.size(); ++i) {
+    donors.push_back(std::make_shared<Donor>(*choice->prototypes[i]));
+    donors.back()->buffer = graph.parameters_data[choice->parameters[i]];
+  }
+  PutFirst(choice->order, graph, collection);
+  return donors;
+}
+
+void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
                  Executor::SyncTensorCollection* collection) {
   DonationRegistry& registry = DonationRegistry::Get();
   const auto marked = registry.PendingAmong(graph.parameters_data);
-  if (marked.empty()) {
+  const bool automatic = AutoDonates() && state.arena != nullptr && !DonationDisabled();
+  if (marked.empty() && !automatic) {
     return;
   }
   std::string refusal;  // of all of them
@@ -345,7 +489,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
     refusal = DisabledReason();
   }
   const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
-  const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots);
+  const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots.size());
   if (outputs.empty()) {
     spare = false;
   }
@@ -373,6 +517,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   std::vector<DonorPtr> asked;
   std::vector<DonationRegistry::Refusal> refused;
   std::vector<Candidate> spared;
+  std::unordered_set<const lazy::BackendData*> others;
   for (Candidate& candidate : candidates) {
     const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
@@ -389,11 +534,25 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
       continue;
     }
     asked.push_back(candidate.donor);
+    others.insert(candidate.buffer.get());
+  }
+  if (automatic && SwitchedOffReason().empty()) {
+    std::vector<DonorPtr> more = ChooseAutomatic(state, graph, roots, *collection, live, outputs, others);
+    state.auto_donated = !more.empty();
+    asked.insert(asked.end(), more.begin(), more.end());
+  }
+  if (asked.empty() && refused.empty()) {
+    return;
+  }
+  // The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
+  const auto ours = asked.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(*alias_ids.begin(), false);
+  progress->rewritten.reserve(asked.size());
+  for (const DonorPtr& donor : asked) {
+    const lazy::BackendDataPtr buffer = donor->buffer.lock();
+    const abi::DeviceDataInfo* info = abi::InfoOf(*buffer);
     if (info == nullptr || alias_ids.count(info->tensor_id) == 0) {
-      // The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
-      auto ours = std::make_shared<abi::DeviceDataInfo>(*alias_ids.begin(), /*read_only=*/false);
-      progress->rewritten.push_back({candidate.buffer, ours, nullptr});
-      progress->rewritten.back().before = candidate.buffer->SetInfo(ours);
+      progress->rewritten.push_back({buffer, ours, nullptr});
+      progress->rewritten.back().before = buffer->SetInfo(ours);
     }
   }
   progress->step = registry.Claim(std::move(asked), std::move(refused));
@@ -453,7 +612,7 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
   if (state.ListIsOfStep(roots.size()) && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
     try {
-      ClaimDonors(state, result, roots.size(), collection);
+      ClaimDonors(state, result, roots, collection);
     } catch (const std::exception&) {
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);
@@ -616,7 +775,7 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
 
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
   lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-  if (!DonationRegistry::Get().Armed()) {
+  if (!Watching()) {
     return handle;
   }
   ThreadState& state = State();
@@ -626,7 +785,7 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
     }
     state.DropList();
   }
-  if (handle != nullptr) {
+  if (handle != nullptr && DonationRegistry::Get().Armed()) {
     ThrowIfConsumed(handle.get());
     ReportReuse(handle.get());
   }
@@ -654,13 +813,20 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     registry.Sweep();
     state.noting = registry.Armed();
   }
+  state.arena = nullptr;
+  if (AutoDonates() && AutoObstacleKnown()) {  // asked before the list, as that makes a tensor of its own
+    state.noting = true;
+    state.arena = arena;
+  }
+  state.auto_donated = false;
+  state.search_for.reset();
   state.listing = true;
   const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
 }
 
 void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData> data) {
-  if (DonationRegistry::Get().Armed()) {
+  if (Watching()) {
     ThreadState& state = State();
     if (!state.listing) {
       ForgetReused(state);  // the op that used them has its result
@@ -668,6 +834,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
     } else if (state.noting) {
       state.live.push_back(data);
       state.order.push_back(data.get());
+      state.listed_buffers.push_back(data->handle.get());
+      state.newest = std::max(state.newest, data->unique_id);
     }
   }
   lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, std::move(data));
@@ -676,6 +844,14 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
+  const auto search_for = std::exchange(State().search_for, std::nullopt);
+  if ((std::exchange(State().auto_donated, false) || search_for.has_value()) && Callbacks().auto_step_ended) {
+    const std::size_t known = OutdatedTensors::Get().Size();
+    Callbacks().auto_step_ended(search_for.has_value());
+    if (search_for.has_value()) {
+      AutoPlans::Get().Searched(*search_for, OutdatedTensors::Get().Size() > known);
+    }
+  }
   const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
   if (to_tell && Callbacks().step_ended) {
     Callbacks().step_ended();
@@ -818,6 +994,35 @@ void PopDonationDisabled(Disabling wishes) {
   if (!state.Checking()) {
     OutputCheck::OfThisThread().Drop();
   }
+}
+
+void SetAutoDonate(bool on) {
+  if (auto_default.exchange(on) != on) {
+    auto_wishes += on ? 1 : -1;
+  }
+}
+
+bool AutoDonateIsDefault() { return auto_default.load(); }
+
+void PushAutoDonate(bool on) {
+  State().auto_donates.push_back(on);
+  auto_wishes += on ? 1 : 0;
+}
+
+void PopAutoDonate() {
+  std::vector<bool>& wishes = State().auto_donates;
+  if (!wishes.empty()) {  // a context that is left on another thread than it was entered on
+    auto_wishes -= wishes.back() ? 1 : 0;
+    wishes.pop_back();
+  }
+}
+
+bool AutoDonates() {
+  if (auto_wishes.load(std::memory_order_relaxed) == 0) {
+    return false;
+  }
+  const std::vector<bool>& wishes = State().auto_donates;
+  return wishes.empty() ? auto_default.load(std::memory_order_relaxed) : wishes.back();
 }
 
 std::string DisabledReason() {

@@ -55,6 +55,12 @@ struct HookCallbacks {
   // Called where somebody uses a buffer that a step would have consumed, had donation not been disabled. Called without
   // locks; may take the GIL and throw.
   std::function<void(const Donor&, std::uint64_t step)> report_reuse;
+  // Called before the first list of live tensors that automatic donation needs: verifies what it relies on. Returns why
+  // nothing can be donated automatically in this process; empty if it can. May take the GIL; must not throw.
+  std::function<std::string()> prepare_auto;
+  // Called at the end of a step that has donated automatically, or that asks for a search for tensors that are out of
+  // date. May take the GIL; must not throw.
+  std::function<void(bool search)> auto_step_ended;
   // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.
   std::function<void()> step_ended;
 };
@@ -112,6 +118,13 @@ void SetDebugProcess(bool on);
 // device; the caller must not hold the GIL. If there are any, the donors of the thread's last step may be used again:
 // whoever looks for the cause needs them.
 std::vector<BadOutput> TakeBadOutputs(bool infs);
+
+// Whether steps donate by liveness: on all threads, or on this one, where the last push counts before that.
+void SetAutoDonate(bool on);
+bool AutoDonateIsDefault();
+void PushAutoDonate(bool on);
+void PopAutoDonate();
+bool AutoDonates();
 
 // A setting that makes torch_xla ignore every donor; empty if there is none. Process-wide.
 void SetSwitchedOff(std::string reason);

@@ -3,6 +3,7 @@
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
+#include <torch/csrc/lazy/core/config.h>
 
 #include <atomic>
 #include <cstring>
@@ -135,6 +136,45 @@ bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; 
 
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
 
+std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id) {
+  struct Arena : Executor::DeviceContextArena {
+    using DeviceContextArena::DeviceContext;
+    using DeviceContextArena::ForAllDeviceContexts;
+  };
+  std::vector<std::shared_ptr<TensorData>> result;
+  // Torch's own function, whatever hooks there are.
+  static_cast<Arena*>(arena)->ForAllDeviceContexts(
+      [&result, id](Arena::DeviceContext* context) {
+        const std::lock_guard<std::mutex> lock(context->lock);
+        for (auto it = context->tensors_data.upper_bound(id); it != context->tensors_data.end(); ++it) {
+          if (std::shared_ptr<TensorData> data = it->second.lock()) {
+            result.push_back(std::move(data));
+          }
+        }
+      },
+      &device);
+  return result;
+}
+
+std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders) {
+  namespace functional = at::functionalization::impl;
+  if (!tensor.key_set().has(c10::DispatchKey::Functionalize)) {
+    return nullptr;
+  }
+  const auto& wrapper = static_cast<const at::FunctionalTensorWrapper&>(tensor);
+  if (wrapper.is_up_to_date() || wrapper.value().use_count() != 1) {
+    return nullptr;
+  }
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*wrapper.value().unsafeGetTensorImpl());
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr || lazy_tensor->use_count() != 1) {
+    return nullptr;
+  }
+  const std::shared_ptr<TensorData>& data = (*lazy_tensor)->data();
+  return data.use_count() <= 2 + holders ? data : nullptr;  // an XLATensor has two pointers to it
+}
+
+bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
+
 Resolution Resolve(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -214,6 +254,44 @@ std::string DescribeBuffer(const lazy::BackendData& buffer) {
   };
   const std::string sharding = field("OpSharding: ");
   return field("Data Shape: ") + (sharding.empty() ? "" : " sharding=" + sharding);
+}
+
+std::string DescribeNode(const lazy::Value& value) {
+  // "[] aten::add, xla_shape=f32[8,4]{1,0}, dynamic_dims: ()", or a tuple: "xla_shape=(f32[8]{0}, s32[])".
+  const std::string text = value.node->ToString();
+  const char* const label = "xla_shape=";
+  const std::size_t begin = text.find(label);
+  if (begin == std::string::npos) {
+    return {};
+  }
+  std::size_t at = begin + std::strlen(label);
+  const bool is_tuple = at < text.size() && text[at] == '(';
+  if (!is_tuple && value.index != 0) {
+    return {};
+  }
+  at += is_tuple ? 1 : 0;
+  std::size_t index = 0;
+  int depth = 0;
+  for (std::size_t end = at; end <= text.size(); ++end) {
+    const char next = end < text.size() ? text[end] : ')';
+    const bool ends = depth == 0 && (next == ',' || next == ')');
+    if (ends && index == value.index) {
+      at = text.find_first_not_of(' ', at);
+      return text.substr(at, end - at);
+    }
+    if (ends && !is_tuple) {
+      return {};
+    }
+    if (ends) {
+      ++index;
+      at = end + 1;
+    }
+    depth += next == '[' || next == '{' || next == '(' ? 1 : next == ']' || next == '}' || next == ')' ? -1 : 0;
+    if (depth < 0) {
+      return {};
+    }
+  }
+  return {};
 }
 
 CompiledGraph DescribeGraph(const Executor::Async& run) {

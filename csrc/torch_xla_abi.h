@@ -30,6 +30,7 @@ const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer);
 // The executor's nested types are protected; deriving is the way to name them.
 struct Executor : lazy::LazyGraphExecutor {
   using LazyGraphExecutor::Async;
+  using LazyGraphExecutor::DeviceContextArena;
   using LazyGraphExecutor::PostOrderData;
   using LazyGraphExecutor::SyncTensorCollection;
 
@@ -76,6 +77,18 @@ struct Resolution {
   lazy::BackendDataPtr buffer;         // set if kMaterialized or kReadOnly
 };
 
+// The live tensors of a device that were made after the one of this id; `arena` is the executor's own.
+std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
+
+// What functionalization leaves behind: after `t[0] = x` the tensor t keeps its old value, in a lazy tensor that is
+// alive, until t is used again and takes the new one from its storage. Nobody can read the old value: whoever uses t
+// comes through the storage. Null if the tensor is up to date, or if anything else may hold its value; `holders` is how
+// many hold a live tensor's data for reasons of their own (the caller, the executor's list).
+std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders);
+
+// Whether nodes are kept for graphs to come (torch's torch_lazy_reuse_ir), with whatever they read.
+bool KeepsNodes();
+
 // What a tensor holds. Applies pending view updates first, as torch_xla does before it looks at a tensor.
 Resolution Resolve(const at::Tensor& tensor);
 
@@ -105,6 +118,10 @@ std::int64_t AliasId(const TensorData& tensor);
 // Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", and " sharding={...}"
 // where there is one. Empty if the host's text is not understood.
 std::string DescribeBuffer(const lazy::BackendData& buffer);
+
+// Shape and layout of what a node's output will be, written alike, without a sharding. Empty if the text is not
+// understood.
+std::string DescribeNode(const lazy::Value& value);
 
 // A compiled graph in XLA's words: the optimised HLO module, and the bytes that a run takes.
 struct CompiledGraph {

@@ -31,7 +31,7 @@ def test_a_report_without_donors_is_false(monkeypatch):
     report = donation_report()
     assert not report
     assert (report.donors, report.donated_bytes, report.reused_fraction) == ((), 0, 0.0)
-    assert str(report) == "No step has read a marked buffer yet."
+    assert str(report) == "No step has had a donor yet."
 
 
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")

@@ -4,8 +4,9 @@ from torch_xla_donate import _host
 
 _C = _host.load()
 
-from torch_xla_donate import _debug, _reuse
+from torch_xla_donate import _auto, _debug, _reuse
 from torch_xla_donate import hlo as hlo
+from torch_xla_donate._auto import auto_donate as auto_donate
 from torch_xla_donate._call_jax import call_jax as call_jax
 from torch_xla_donate._compile import compile as compile
 from torch_xla_donate._debug import debug_nans as debug_nans
@@ -33,6 +34,7 @@ __all__ = [
     "DonationReport",
     "DonationWarning",
     "Donor",
+    "auto_donate",
     "call_jax",
     "cancel_donation",
     "compile",
@@ -48,6 +50,7 @@ __all__ = [
     "user_computation",
 ]
 
-_C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended)
+_C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended, _auto.prepare, _auto.step_ended)
 _host.install_hooks()
 _debug.start()
+_auto.start()

@@ -29,10 +29,25 @@ def debug_nans() -> bool:
     return flag("TORCH_XLA_DONATE_DEBUG_NANS")
 
 
-def aliasing_switched_off() -> bool:
-    """Whether ``XLA_ENABLE_PARAM_ALIASING`` is off, read as torch_xla reads it (2.9.0: a word, else C's atoi)."""
-    value = os.environ.get("XLA_ENABLE_PARAM_ALIASING")
+def auto_donate() -> bool:
+    """Whether steps donate by liveness from the start (``TORCH_XLA_DONATE_AUTO``)."""
+    return flag("TORCH_XLA_DONATE_AUTO")
+
+
+def _host_flag(name: str, default: bool) -> bool:
+    """A yes or no as torch_xla reads it (2.9.0: a word, else C's atoi)."""
+    value = os.environ.get(name)
     if value is None or value == "true":
-        return False
+        return default if value is None else True
     number = re.match(r"\s*[+-]?\d+", value)
-    return number is None or int(number.group()) == 0
+    return number is not None and int(number.group()) != 0
+
+
+def aliasing_switched_off() -> bool:
+    """Whether ``XLA_ENABLE_PARAM_ALIASING`` is off."""
+    return not _host_flag("XLA_ENABLE_PARAM_ALIASING", True)
+
+
+def functionalization_off() -> bool:
+    """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on, so that views share graphs instead of being worked out anew."""
+    return _host_flag("XLA_DISABLE_FUNCTIONALIZATION", False)

@@ -198,6 +198,11 @@ def auto_sharding() -> bool:
     return bool(xlac()._xla_get_auto_sharding())
 
 
+def forget_collectives() -> None:
+    """Drops the token that orders collectives within a step, as torch_xla.sync() does when the step is over."""
+    xlac()._set_all_reduce_token(xlac()._xla_get_default_device(), None)
+
+
 def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
     numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))

@@ -19,20 +19,21 @@ Outcome = Literal["donated", "unusable", "pending"]
 
 @dataclasses.dataclass(frozen=True)
 class Donor:
-    """One marked buffer.
+    """One marked buffer, or one that `auto_donate` has found.
 
     Attributes:
         name: of the leaf, such as ``['layer1'].weight``; several, joined by commas, for tied tensors; empty for a
             tensor that was donated by itself.
-        where: ``file:line`` of the donation.
+        where: ``file:line`` of the donation; empty for an automatic one.
         shape: sizes of the whole array, before any sharding.
         dtype: XLA's name of the element type, such as ``f32``.
         bytes: of the whole array.
         device: such as ``CPU:0``.
         outcome: ``donated``, ``unusable`` or ``pending``.
         reason: why it is not donated; empty if it is.
-        step: number of the step that read it, counted from 1 over steps that read marked buffers; None while pending.
+        step: number of the step that read it, counted from 1 over steps that have donors; None while pending.
         into_kept: whether the output named by ``into=`` took the buffer over; None without ``into=`` or if unknown.
+        automatic: whether nobody has marked it, and `auto_donate` has found that nothing can read it any more.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Donor:
     reason: str
     step: int | None
     into_kept: bool | None
+    automatic: bool
 
     @property
     def array(self) -> str:
@@ -54,17 +56,19 @@ class Donor:
 
 @dataclasses.dataclass(frozen=True)
 class DonationReport:
-    """Outcome of every donor of the last steps that read marked buffers, oldest first.
+    """Outcome of every donor of the last steps that had any, oldest first.
 
     ``bool(report)`` is True if there are donors and each was donated.
 
     Attributes:
         donors: read by a step.
         pending: marked, and not read by any step yet.
+        auto_refusals: how many steps of the process `auto_donate` has left alone, by reason; empty if none.
     """
 
     donors: tuple[Donor, ...]
     pending: tuple[Donor, ...]
+    auto_refusals: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def donated_bytes(self) -> int:
@@ -92,6 +96,7 @@ class DonationReport:
             "pending": [dataclasses.asdict(donor) for donor in self.pending],
             "donated_bytes": self.donated_bytes,
             "reused_fraction": self.reused_fraction,
+            "auto_refusals": dict(self.auto_refusals),
         }
 
 
@@ -102,7 +107,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     device to compute them.
 
     Args:
-        steps: how many steps to look back; at most, and by default, the last 8 that read marked buffers.
+        steps: how many steps to look back; at most, and by default, the last 8 that had donors.
 
     Raises:
         ValueError: ``steps`` is not positive.
@@ -118,7 +123,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     donors = [_donor(raw, step) for step in found for raw in step["donors"]]
     pending = [_donor(raw, None) for raw in _C.pending()]
     tell()
-    return DonationReport(tuple(donors), tuple(pending))
+    return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals())
 
 
 def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
@@ -141,6 +146,7 @@ def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
         reason=reason,
         step=None if step is None else step["number"],
         into_kept=next((value for value in kept if value is not None), None),
+        automatic=raw["automatic"],
     )
 
 

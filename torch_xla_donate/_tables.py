@@ -33,8 +33,12 @@ def size(count: int) -> str:
 
 def report(found: DonationReport) -> str:
     """The text of a report: one line of summary, then a row for each donor."""
+    left_alone = "".join(
+        f"\nauto_donate left {count} step{'s' if count > 1 else ''} alone: {reason}."
+        for reason, count in found.auto_refusals.items()
+    )
     if not found.donors and not found.pending:
-        return "No step has read a marked buffer yet."
+        return "No step has had a donor yet." + left_alone
     used = sum(donor.outcome == "donated" for donor in found.donors)
     summary = (
         f"{used} of {len(found.donors)} donors donated, {size(found.donated_bytes)} "
@@ -48,7 +52,7 @@ def report(found: DonationReport) -> str:
     # What went wrong first: with thousands of donors it must not drown.
     rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated")
     for donor in rows[:_ROWS]:
-        place = donor.where.rpartition("/")[2]
+        place = "(auto)" if donor.automatic else donor.where.rpartition("/")[2]
         kept = {True: ", into kept", False: ", into not kept", None: ""}[donor.into_kept]
         table.add_row(
             "" if donor.step is None else str(donor.step),
@@ -59,4 +63,6 @@ def report(found: DonationReport) -> str:
             donor.reason,
         )
     text = render(table)
-    return text if len(rows) <= _ROWS else f"{text}\n... and {len(rows) - _ROWS} more; see .to_dict()"
+    if len(rows) > _ROWS:
+        text += f"\n... and {len(rows) - _ROWS} more; see .to_dict()"
+    return text + left_alone

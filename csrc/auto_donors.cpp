@@ -1,0 +1,379 @@
+// Liveness of a step's parameters, and the choice among the dead ones.
+#include "auto_donors.h"
+
+#include <torch/csrc/lazy/backend/backend_interface.h>
+
+#include <algorithm>
+#include <map>
+#include <queue>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "array_text.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// How far from an output's root a parameter is looked for, in nodes. Updates are short; what is farther away has no
+// place where XLA could write over it early.
+constexpr std::size_t kNodesPerOutput = 64;
+constexpr std::size_t kKnownDeadSets = 16;
+
+struct Pair {
+  std::size_t distance, output, nearness, parameter;
+  bool operator<(const Pair& other) const {
+    return std::tie(distance, output, nearness) < std::tie(other.distance, other.output, other.nearness);
+  }
+};
+
+// The parameters near an output's root, nearest first: the output is most likely their next value.
+void FindNear(const lazy::Value& root, std::size_t output,
+              const std::unordered_map<const lazy::BackendData*, std::size_t>& position_of, std::vector<Pair>& pairs) {
+  std::queue<std::pair<const lazy::Node*, std::size_t>> open;
+  std::set<const lazy::Node*> seen;
+  const auto add = [&](const lazy::Node* node, std::size_t distance) {
+    if (node != nullptr && seen.size() < kNodesPerOutput && seen.insert(node).second) {
+      open.emplace(node, distance);
+    }
+  };
+  add(root.node.get(), 0);
+  for (std::size_t found = 0; !open.empty(); open.pop()) {
+    const auto [node, distance] = open.front();
+    if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
+      if (const auto position = position_of.find(data.get()); position != position_of.end()) {
+        pairs.push_back({distance, output, found++, position->second});
+      }
+      continue;
+    }
+    for (const lazy::Output& operand : node->operands()) {
+      add(operand.node, distance + 1);
+    }
+  }
+}
+
+bool IsSubset(const std::vector<std::size_t>& parameters, const std::vector<bool>& dead) {
+  return std::all_of(parameters.begin(), parameters.end(), [&dead](std::size_t i) { return dead[i]; });
+}
+
+}  // namespace
+
+Liveness::Liveness(const std::vector<lazy::BackendDataPtr>& parameters) : held_(parameters.size(), false) {
+  position_of_.reserve(parameters.size());
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    position_of_.emplace(parameters[i].get(), i);
+  }
+}
+
+void Liveness::Hold(const lazy::BackendData* buffer) {
+  if (const auto found = position_of_.find(buffer); found != position_of_.end()) {
+    held_[found->second] = true;
+  }
+}
+
+void Liveness::HoldGraph(const lazy::Value& root) {
+  if (root.node->operands().empty()) {  // most often the node of the tensor's own buffer
+    Hold(lazy::getBackend()->GetComputationDataFromNode(root.node.get()).get());
+    return;
+  }
+  std::vector<const lazy::Node*> open = {root.node.get()};
+  while (!open.empty()) {
+    const lazy::Node* node = open.back();
+    open.pop_back();
+    if (node == nullptr || !seen_.insert(node).second) {
+      continue;
+    }
+    Hold(lazy::getBackend()->GetComputationDataFromNode(node).get());
+    for (const lazy::Output& operand : node->operands()) {
+      open.push_back(operand.node);
+    }
+  }
+}
+
+OutdatedTensors& OutdatedTensors::Get() {
+  static OutdatedTensors* tensors = new OutdatedTensors();
+  return *tensors;
+}
+
+std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unordered_set<const c10::TensorImpl*> known;
+  for (const auto& weak : tensors_) {
+    known.insert(weak._unsafe_get_target());
+  }
+  std::size_t found = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (known.count(tensor.unsafeGetTensorImpl()) == 0 &&
+        abi::OutdatedValue(*tensor.unsafeGetTensorImpl(), 0) != nullptr) {
+      tensors_.emplace_back(tensor.getIntrusivePtr());
+      ++found;
+    }
+  }
+  return found;
+}
+
+std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(long holders) {
+  // Let go of after the lock: the last owner of a tensor may take the GIL.
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> alive;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto is_gone = [&alive](const auto& weak) {
+      auto tensor = weak.lock();
+      const bool gone = tensor == nullptr;
+      alive.push_back(std::move(tensor));
+      return gone;
+    };
+    tensors_.erase(std::remove_if(tensors_.begin(), tensors_.end(), is_gone), tensors_.end());
+  }
+  std::unordered_set<const abi::TensorData*> values;
+  for (const auto& tensor : alive) {
+    const auto value = tensor == nullptr ? nullptr : abi::OutdatedValue(*tensor, holders);
+    if (value != nullptr) {
+      values.insert(value.get());
+    }
+  }
+  return values;
+}
+
+std::size_t OutdatedTensors::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return tensors_.size();
+}
+
+AutoPlans& AutoPlans::Get() {
+  static AutoPlans* plans = new AutoPlans();
+  return *plans;
+}
+
+std::size_t AutoPlans::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return plans_.size();
+}
+
+AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
+  // Under SPMD the compiler shards what nobody has; two arrays of one size then most often end up alike.
+  const auto bytes_of = [&question](const std::string& array) {
+    return BytesPerDevice(question.sharded ? WithoutLayout(array) : array);
+  };
+  Plan plan;
+  for (const lazy::BackendDataPtr& parameter : question.graph.parameters_data) {
+    plan.arrays.push_back(abi::DescribeBuffer(*parameter));
+    plan.bytes.push_back(bytes_of(plan.arrays.back()));
+  }
+  std::map<std::int64_t, std::int64_t> free;
+  for (const lazy::Value& root : question.roots) {
+    plan.output_bytes.push_back(bytes_of(abi::DescribeNode(root)));
+    if (plan.output_bytes.back().has_value()) {
+      ++free[*plan.output_bytes.back()];
+    }
+  }
+  for (std::size_t i = 0; i < plan.bytes.size(); ++i) {
+    if (question.donors[i] && plan.bytes[i].has_value()) {
+      --free[*plan.bytes[i]];
+    }
+  }
+  for (std::size_t i = 0; i < plan.bytes.size(); ++i) {
+    plan.fits.push_back(!question.donors[i] && plan.bytes[i].value_or(0) > 0 && free[*plan.bytes[i]] > 0);
+  }
+  return plan;
+}
+
+AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead) {
+  auto choice = std::make_shared<AutoChoice>();
+  std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
+  for (std::size_t i = 0; i < dead.size(); ++i) {
+    if (dead[i]) {
+      position_of.emplace(question.graph.parameters_data[i].get(), i);
+    }
+  }
+  if (position_of.empty()) {
+    return choice;
+  }
+  // The donor of each output: first what is known, then neighbours, then whatever is left of its size.
+  std::vector<std::optional<std::size_t>> donor_of(question.roots.size());
+  std::vector<bool> taken(dead.size(), false);
+  std::map<std::int64_t, std::int64_t> free;
+  for (const auto& bytes : plan.output_bytes) {
+    if (bytes.has_value()) {
+      ++free[*bytes];
+    }
+  }
+  for (std::size_t i = 0; i < dead.size(); ++i) {
+    if (question.donors[i] && plan.bytes[i].has_value()) {
+      --free[*plan.bytes[i]];
+      if (question.output_replaced[i].has_value() && !donor_of[*question.output_replaced[i]].has_value()) {
+        donor_of[*question.output_replaced[i]] = i;
+      }
+    }
+  }
+  const auto pair = [&](std::size_t output, std::size_t parameter) {
+    const auto size = plan.bytes[parameter];
+    if (donor_of[output].has_value() || taken[parameter] || plan.output_bytes[output] != size || free[*size] <= 0) {
+      return;
+    }
+    donor_of[output] = parameter;
+    taken[parameter] = true;
+    --free[*size];
+    choice->parameters.push_back(parameter);
+    choice->bytes += *size;
+  };
+  std::vector<Pair> pairs;
+  for (std::size_t output = 0; output < question.roots.size(); ++output) {
+    if (plan.output_bytes[output].has_value() && !donor_of[output].has_value()) {
+      FindNear(question.roots[output], output, position_of, pairs);
+    }
+  }
+  std::sort(pairs.begin(), pairs.end());
+  for (const Pair& found : pairs) {
+    pair(found.output, found.parameter);
+  }
+  std::map<std::int64_t, std::deque<std::size_t>> left;
+  for (std::size_t i = 0; i < dead.size(); ++i) {
+    if (dead[i] && !taken[i]) {
+      left[*plan.bytes[i]].push_back(i);
+    }
+  }
+  for (std::size_t output = 0; output < question.roots.size(); ++output) {
+    if (!plan.output_bytes[output].has_value() || donor_of[output].has_value()) {
+      continue;
+    }
+    auto& rest = left[*plan.output_bytes[output]];
+    if (!rest.empty()) {
+      pair(output, rest.front());
+      rest.pop_front();
+    }
+  }
+  std::sort(choice->parameters.begin(), choice->parameters.end());
+
+  if (question.orders) {
+    // XLA goes through donors and outputs of a size in their order; left alone, the k-th gets the k-th.
+    std::map<std::int64_t, std::vector<std::size_t>> donors_of_size;
+    for (std::size_t i = 0; i < dead.size(); ++i) {
+      if ((taken[i] || question.donors[i]) && plan.bytes[i].has_value()) {
+        donors_of_size[*plan.bytes[i]].push_back(i);
+      }
+    }
+    std::map<std::int64_t, std::size_t> next;
+    bool as_it_is = true;
+    for (std::size_t output = 0; output < donor_of.size(); ++output) {
+      if (!plan.output_bytes[output].has_value()) {
+        continue;
+      }
+      const auto& donors = donors_of_size[*plan.output_bytes[output]];
+      const std::size_t k = next[*plan.output_bytes[output]]++;
+      as_it_is = as_it_is && (k >= donors.size() || !donor_of[output].has_value() || donors[k] == *donor_of[output]);
+      if (donor_of[output].has_value()) {
+        choice->order.push_back(*donor_of[output]);
+      }
+    }
+    if (as_it_is) {
+      choice->order.clear();
+    }
+  }
+
+  for (std::size_t i : choice->parameters) {
+    const std::string& array = plan.arrays[i];
+    auto donor = std::make_shared<Donor>(question.graph.parameters_data[i]->device());
+    donor->automatic = true;
+    donor->told = true;
+    donor->dtype = ElementType(array).value_or(at::ScalarType::Undefined);
+    const std::vector<std::int64_t> sizes = SizesOf(array);
+    donor->sizes.assign(sizes.begin(), sizes.end());
+    donor->bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
+    choice->prototypes.push_back(std::move(donor));
+  }
+  return choice;
+}
+
+// The answer for a dead set that has not been seen lately.
+AutoPlans::ChoicePtr AutoPlans::Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead) {
+  const auto adopt = [&plan](ChoicePtr made) {
+    const auto same = [&made](const ChoicePtr& other) { return other->parameters == made->parameters; };
+    const auto found = std::find_if(plan.choices.begin(), plan.choices.end(), same);
+    if (found != plan.choices.end()) {
+      return *found;
+    }
+    plan.choices.push_back(made);
+    return made;
+  };
+  if (plan.choices.size() < kMaxChoices) {
+    return adopt(Decide(plan, question, dead));
+  }
+  ChoicePtr best;
+  for (const ChoicePtr& choice : plan.choices) {
+    if (IsSubset(choice->parameters, dead) && (best == nullptr || choice->bytes > best->bytes)) {
+      best = choice;
+    }
+  }
+  if (best != nullptr && best->bytes > 0) {
+    return best;
+  }
+  // Nothing fits. What has been dead every time will do for good, in most loops; two more graphs at the most.
+  if (plan.choices.size() == kMaxChoices) {
+    return adopt(Decide(plan, question, plan.always_dead));
+  }
+  return best != nullptr ? best : adopt(Decide(plan, question, std::vector<bool>(dead.size(), false)));
+}
+
+void AutoPlans::Searched(lazy::hash_t plan, bool found) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto entry = plans_.find(plan); entry != plans_.end()) {
+    entry->second.search_helps = found;
+  }
+}
+
+AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
+  const std::vector<bool> kind = {question.orders, question.sharded};
+  lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
+  key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(question.donors), lazy::Hash(kind)));
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = plans_.find(key);
+  if (found == plans_.end() || found->second.bytes.size() != question.held.size() ||
+      found->second.output_bytes.size() != question.roots.size()) {
+    if (found == plans_.end()) {
+      order_.push_back(key);
+      if (order_.size() > kKeptPlans) {
+        plans_.erase(order_.front());
+        order_.pop_front();
+      }
+    }
+    found = plans_.insert_or_assign(key, Look(question)).first;
+    found->second.always_dead.assign(question.held.size(), true);
+  }
+  Plan& plan = found->second;
+  std::vector<bool> dead(question.held.size());
+  std::size_t held = 0;
+  for (std::size_t i = 0; i < dead.size(); ++i) {
+    dead[i] = plan.fits[i] && !question.held[i];
+    held += plan.fits[i] && question.held[i] ? 1 : 0;
+    if (!dead[i]) {
+      plan.always_dead[i] = false;
+    }
+  }
+  AutoAnswer answer{nullptr, key};
+  if (plan.search_helps && held > plan.held) {
+    plan.wait = 0;
+    plan.pause = 1;
+  }
+  plan.held = held;
+  if (held > 0 && plan.wait-- == 0) {
+    answer.search = true;
+    plan.wait = plan.pause;
+    plan.pause *= 2;
+  }
+  const auto same = [&dead](const auto& entry) { return entry.first == dead; };
+  const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);
+  if (given != plan.by_dead.end()) {
+    answer.choice = given->second;
+    return answer;
+  }
+  answer.choice = Settle(plan, question, dead);
+  plan.by_dead.emplace_front(dead, answer.choice);
+  if (plan.by_dead.size() > kKnownDeadSets) {
+    plan.by_dead.pop_back();
+  }
+  return answer;
+}
+
+}  // namespace torch_xla_donate

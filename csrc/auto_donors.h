@@ -1,0 +1,138 @@
+// Donors that nobody has marked: inputs of a step that nothing can read again once its graph has run.
+//
+// At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
+// So a parameter that no live tensor holds, by its data or by a graph that the step leaves pending, is out of reach for
+// the program. Reference counts are not asked: what earlier runs still hold flips with their timing, and each flip
+// would be another graph.
+//
+// Which of the dead parameters are asked for is decided once for each graph and dead set: as many of each size as there
+// are outputs that no other donor takes, each close to the output that is made of it. A loop whose dead set flips (the
+// garbage collector frees a cycle at odd times) is held to kMaxChoices graphs, and to the choice that fits from then
+// on.
+//
+// Ownership: a Liveness belongs to one step. The plans live as long as the process, the last kKeptPlans of them.
+// Threads: AutoPlans is guarded by a mutex of its own; Liveness belongs to one thread.
+// Errors: none of its own.
+#pragma once
+
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "donation_registry.h"
+#include "torch_xla_abi.h"
+
+namespace torch_xla_donate {
+
+// Which parameters of a graph somebody can still reach.
+class Liveness {
+ public:
+  explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);
+
+  // Somebody holds the buffer, whichever it is.
+  void Hold(const lazy::BackendData* buffer);
+  // Somebody may still run the graph, and read what it reads.
+  void HoldGraph(const lazy::Value& root);
+  // By position of the parameter.
+  const std::vector<bool>& Held() const { return held_; }
+
+ private:
+  ska::flat_hash_map<const lazy::BackendData*, std::size_t> position_of_;
+  std::vector<bool> held_;
+  std::unordered_set<const lazy::Node*> seen_;
+};
+
+// Tensors that have been found out of date once: caches that are written slice by slice, most often, and will be again.
+class OutdatedTensors {
+ public:
+  // Never destroyed: hooks may run until the process ends.
+  static OutdatedTensors& Get();
+
+  // Remembers those of these tensors that are out of date now; how many of them are new here.
+  std::size_t Remember(const std::vector<at::Tensor>& tensors);
+  // Their old values, which nobody can read; `holders` as for abi::OutdatedValue.
+  std::unordered_set<const abi::TensorData*> Values(long holders);
+  std::size_t Size() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> tensors_;
+};
+
+// What a step looks like to whoever chooses its automatic donors.
+struct AutoQuestion {
+  const abi::Executor::PostOrderData& graph;
+  const std::vector<lazy::Value>& roots;
+  lazy::hash_t hash;  // of the graph without its donors
+  bool sharded;       // SPMD: what the compiler shards is not known before
+  bool orders;        // whether the order of the parameters may be chosen, too
+  // By position of the parameter:
+  std::vector<bool> held;                                   // cannot be donated
+  std::vector<bool> donors;                                 // is a donor without being asked for here
+  std::vector<std::optional<std::size_t>> output_replaced;  // by such a donor, where that is known
+};
+
+// The parameters to ask for.
+struct AutoChoice {
+  std::vector<std::size_t> parameters;
+  std::vector<DonorPtr> prototypes;  // what the report will say of each; without a buffer
+  std::vector<std::size_t> order;    // the parameters to put first, so that XLA pairs each with its output; or empty
+  std::int64_t bytes = 0;
+};
+
+// A choice, and whether it may pay to look for tensors that hold more inputs without a need.
+struct AutoAnswer {
+  std::shared_ptr<const AutoChoice> choice;
+  lazy::hash_t plan;
+  bool search = false;
+};
+
+class AutoPlans {
+ public:
+  static constexpr std::size_t kMaxChoices = 4;
+  static constexpr std::size_t kKeptPlans = 1024;
+
+  // Never destroyed: hooks may run until the process ends.
+  static AutoPlans& Get();
+
+  // The choice is never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
+  AutoAnswer Choose(const AutoQuestion& question);
+  // What a search that Choose() has asked for has come to.
+  void Searched(lazy::hash_t plan, bool found);
+
+  std::size_t Size() const;
+
+ private:
+  using ChoicePtr = std::shared_ptr<const AutoChoice>;
+  struct Plan {
+    std::vector<std::string> arrays;                              // the parameters, as abi::DescribeBuffer writes them
+    std::vector<std::optional<std::int64_t>> bytes;               // of a parameter; nothing if it cannot be told
+    std::vector<std::optional<std::int64_t>> output_bytes;        // the same for outputs
+    std::vector<bool> fits;                                       // an output of this size is free
+    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // answers given, newest first
+    std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
+    std::vector<bool> always_dead;
+    // When to search next. A search goes through all of Python's objects, so it is repeated ever more seldom, unless it
+    // has found something and more is held than the last time.
+    std::size_t held = 0, wait = 0, pause = 1;
+    bool search_helps = false;
+  };
+
+  static Plan Look(const AutoQuestion& question);
+  static ChoicePtr Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
+  static ChoicePtr Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
+
+  mutable std::mutex mutex_;
+  std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
+  std::deque<lazy::hash_t> order_;
+};
+
+}  // namespace torch_xla_donate

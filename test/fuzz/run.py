@@ -1,0 +1,177 @@
+"""Runs random programs with automatic donation, without it and on the CPU, and compares: python -m fuzz.run.
+
+A difference between with and without is a failure, which hypothesis shrinks. Where torch_xla without donation differs
+from the CPU the program says nothing about donation; such programs are counted.
+
+torch_xla 2.9.0 gives one hash to graphs that differ in nothing but which input goes where (pytorch/xla#8353), so that a
+program may run what an earlier one has compiled. A difference must therefore be there in fresh processes, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as with_seed
+from hypothesis import strategies as st
+
+import torch_xla_donate
+from fuzz.programs import WEIGHTED, Machine, Program
+
+NUMBERS = st.integers(0, 23)
+PROGRAMS = st.lists(st.tuples(st.sampled_from(WEIGHTED), NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=28)
+counts = {"programs": 0, "of_stock": 0, "of_history": 0, "donors": 0, "donated": 0, "steps": 0}
+
+
+def _step(wait: bool) -> None:
+    torch_xla.sync(wait=wait)
+    counts["steps"] += 1
+    for donor in torch_xla_donate.donation_report(steps=1).donors if counts["steps"] % 7 == 0 else ():
+        counts["donors"] += 1
+        counts["donated"] += donor.outcome == "donated"
+
+
+def _outside(machine: Machine, x: torch.Tensor, number: int) -> None:
+    """A view of the buffer that torch_xla does not see as a tensor, and what it shows at the end."""
+    if x.dtype != torch.float32 or not x.dim() or x.requires_grad:
+        return
+    if machine.device == "cpu":
+        machine.put(machine.small(x + 1), number)
+    else:
+        from torch_xla.utils.dlpack import to_dlpack
+
+        fresh = machine.small(x + 1)  # stock torch_xla ends the process for a view
+        torch_xla.sync(wait=True)
+        view = torch.utils.dlpack.from_dlpack(to_dlpack(fresh))
+        machine.put(fresh, number)
+        machine.views.append((view, view.clone()))  # type: ignore[attr-defined]
+
+
+def _closure(machine: Machine, x: torch.Tensor, number: int) -> None:
+    value = x.detach()
+    if machine.device == "cpu":
+        machine.seen.append(("closure", value.tolist()))
+    else:
+        xm.add_step_closure(lambda t: machine.seen.append(("closure", t.cpu().tolist())), args=(value,))
+
+
+def _marked(machine: Machine, x: torch.Tensor, number: int) -> None:
+    """An explicit mark in the same step."""
+    fresh = machine.small(x.detach() + 1)
+    machine.step(True)
+    if machine.device != "cpu":
+        torch_xla_donate.donate_buffer(fresh)
+    machine.put(machine.small(fresh * 3), number)
+    del fresh
+    machine.step(True)
+
+
+def _shard(machine: Machine, x: torch.Tensor, number: int) -> None:
+    import numpy as np
+    import torch_xla.distributed.spmd as xs
+
+    if machine.device == "cpu" or x.dim() == 0 or x._is_view() or x.requires_grad:
+        return
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    dims = [i for i, size in enumerate(x.shape) if size % 4 == 0]
+    spec: list[Any] = [None] * x.dim()
+    if dims and number % 3:
+        spec[dims[number % len(dims)]] = "x"
+    xs.mark_sharding(x, mesh, tuple(spec))
+
+
+def _run(program: Program, device: str, sharded: bool) -> dict[str, Any]:
+    extra = {"closure": _closure, "marked": _marked}
+    if sharded:
+        extra["shard"] = _shard
+    else:
+        extra["outside"] = _outside
+    machine = Machine(device, _step if device != "cpu" else lambda wait: None, extra)
+    machine.views = []  # type: ignore[attr-defined]
+    result = machine.run(program)
+    # A closure runs at the end of a step, and the last has been: what is seen is the same, at another place.
+    result["closures"] = sorted(str(item) for item in result["seen"] if isinstance(item, tuple))
+    result["seen"] = [item for item in result["seen"] if not isinstance(item, tuple)]
+    result["outside"] = [bool(torch.equal(view, copy)) for view, copy in machine.views]  # type: ignore[attr-defined]
+    return result
+
+
+def differences(without: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """What automatic donation has changed of what a program computes."""
+    told = [] if all(found["outside"]) else ["memory seen from outside has changed"]
+    for key in without:
+        if found[key] != without[key]:
+            told.append(f"{key}: {found[key]} with automatic donation, {without[key]} without")
+    return told
+
+
+def replayed(program: Program, sharded: bool, automatic: bool) -> dict[str, Any]:
+    """The result of a program in a process of its own."""
+    command = [sys.executable, "-m", "fuzz.run", "--replay", repr(list(program))]
+    command += ["--sharded"] * sharded + ["--automatic"] * automatic
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def compare(program: Program, sharded: bool) -> None:
+    """AssertionError if automatic donation changes anything that the program computes."""
+    counts["programs"] += 1
+    expected = _run(program, "cpu", sharded)
+    without = _run(program, "xla", sharded)
+    if any(without[key] != expected[key] for key in expected if key != "outside"):
+        counts["of_stock"] += 1
+    with torch_xla_donate.auto_donate():
+        found = _run(program, "xla", sharded)
+    if differences(without, found):
+        told = differences(replayed(program, sharded, False), replayed(program, sharded, True))
+        assert not told, "\n".join(told)
+        counts["of_history"] += 1
+
+
+@click.command()
+@click.option("--programs", default=300, show_default=True, help="How many to try.")
+@click.option("--seed", default=0, show_default=True, help="Programs follow from it.")
+@click.option("--sharded", is_flag=True, help="Under SPMD, with operations that shard.")
+@click.option("--replay", help="Run this one program, and print what it computes.")
+@click.option("--automatic", is_flag=True, help="With --replay: with automatic donation.")
+@click.option("--last", type=click.Path(path_type=Path), help="Receives each program before it runs, for a crash.")
+def main(programs: int, seed: int, sharded: bool, replay: str | None, automatic: bool, last: Path | None) -> None:
+    if sharded:
+        import torch_xla.runtime as xr
+
+        xr.use_spmd()
+    if replay is not None:
+        with torch_xla_donate.auto_donate(automatic):
+            print(json.dumps(_run(ast.literal_eval(replay), "xla", sharded)))
+        return
+
+    @with_seed(seed)
+    @settings(
+        max_examples=programs,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(PROGRAMS)
+    def check(program: Program) -> None:
+        if last is not None:
+            last.write_text(repr(program))
+        compare(program, sharded)
+
+    check()
+    print(json.dumps(counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,577 @@
+"""auto_donate: what is donated by liveness, and what is not."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+from helpers import dump_env, pointer, run_script
+
+import torch_xla_donate
+from torch_xla_donate import _C, auto_donate, donate_buffer, donation_disabled, donation_report, hlo
+
+
+def compiles() -> int:
+    return int(metrics.metric_data("CompileTime")[0]) if metrics.metric_data("CompileTime") else 0
+
+
+def last_step():
+    return donation_report(steps=1).donors
+
+
+def donated() -> list[str]:
+    """The arrays that the last step has donated automatically."""
+    return [donor.array for donor in last_step() if donor.automatic and donor.outcome == "donated"]
+
+
+def steps_so_far() -> int:
+    donors = donation_report().donors
+    return donors[-1].step if donors else 0
+
+
+@pytest.fixture(autouse=True)
+def _auto():
+    with auto_donate():
+        yield
+
+
+# --- What is donated ---
+
+
+def test_an_input_that_nobody_holds_gives_its_memory_to_the_output(make):
+    p, g = make(8, 4), make(8, 4)
+    place = pointer(p)
+    p = p - 0.5 * g
+    torch_xla.sync()
+    assert pointer(p) == place
+    assert donated() == ["f32[8,4]"]
+    assert torch.equal(p.cpu(), torch.arange(32.0).reshape(8, 4) * 0.5)
+
+
+def test_the_hlo_of_the_step_has_the_donor_before_and_the_alias_after(tmp_path):
+    run_script(
+        """
+        import torch, torch_xla
+        p = torch.ones(8, 4).to("xla")
+        g = torch.ones(8, 4).to("xla")
+        torch_xla.sync(wait=True)
+        import torch_xla_donate
+        p = p - 0.5 * g
+        torch_xla.sync(wait=True)
+        """,
+        env={"TORCH_XLA_DONATE_AUTO": "1", **dump_env(tmp_path)},
+    )
+    modules = [m for m in hlo.read_dump(tmp_path) if m.before is not None and m.before.donors]
+    (module,) = modules
+    (donor,) = module.before.donors
+    (alias,) = module.after.aliases
+    assert alias.donor == donor
+
+
+def test_functional_adam_keeps_every_pointer_and_compiles_once(make):
+    p, m, v, g = make(16, 4), make(16, 4), make(16, 4), make(16, 4)
+    places = [pointer(t) for t in (p, m, v)]
+    counts = []
+    for _ in range(4):
+        m = 0.9 * m + 0.1 * g
+        v = 0.99 * v + 0.01 * g * g
+        p = p - 0.1 * m / (v.sqrt() + 1e-8)
+        torch_xla.sync()
+        counts.append(compiles())
+    assert [pointer(t) for t in (p, m, v)] == places
+    assert counts[0] == counts[-1]
+    assert donated() == ["f32[16,4]"] * 3
+
+
+def test_a_cache_that_is_written_by_slice_assignment_stays_where_it_is(make):
+    cache, key = make(6, 4), make(4)
+    places = []
+    for i in range(6):
+        cache[i] = key + i
+        torch_xla.sync(wait=True)
+        places.append(pointer(cache))
+    # The first step finds out that the tensor keeps its old value without a need.
+    assert len(set(places[1:])) == 1
+    assert cache.tolist() == [[i + k for k in range(4)] for i in range(6)]
+
+
+def test_caches_that_nobody_reads_in_between_are_written_in_place_too(make):
+    caches, key = [make(5, 4), make(5, 4)], make(4)
+    before = steps_so_far()
+    for i in range(5):
+        for cache in caches:
+            cache[i] = key + i
+        torch_xla.sync(wait=True)
+    assert steps_so_far() == before + 4 and donated() == ["f32[5,4]"] * 2
+    assert all(cache.tolist() == [[i + k for k in range(4)] for i in range(5)] for cache in caches)
+
+
+def test_an_average_of_weights_and_a_dropped_gradient_are_donated(make):
+    weight, average = make(8), make(8)
+    for _ in range(2):
+        average = 0.9 * average + 0.1 * weight
+        torch_xla.sync()
+        assert donated() == ["f32[8]"]
+
+
+# --- What is not ---
+
+
+def held_by_variable(t):
+    return t, lambda kept: kept
+
+
+def held_by_list(t):
+    return [t], lambda kept: kept[0]
+
+
+def held_by_closure(t):
+    return (lambda: t), lambda kept: kept()
+
+
+def held_by_cycle(t):
+    class Cycle:
+        pass
+
+    cycle = Cycle()
+    cycle.tensor, cycle.myself = t, cycle
+    reference = weakref.ref(cycle)
+    del cycle
+    return reference, lambda kept: kept().tensor
+
+
+def held_by_view(t):
+    return t[1:], lambda kept: kept._base if kept._base is not None else kept
+
+
+def held_by_detached(t):
+    return t.detach(), lambda kept: kept
+
+
+def held_by_data(t):
+    return t.data, lambda kept: kept
+
+
+def held_by_pending_clone(t):
+    return t.clone(), lambda kept: kept
+
+
+def held_by_whole_copy(t):
+    kept = torch.zeros_like(t)
+    kept.copy_(t)
+    return kept, lambda kept: kept
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        held_by_variable,
+        held_by_list,
+        held_by_closure,
+        held_by_cycle,
+        held_by_detached,
+        held_by_data,
+        held_by_pending_clone,
+        held_by_whole_copy,
+    ],
+    ids=lambda hold: hold.__name__,
+)
+def test_what_somebody_holds_keeps_its_value(make, hold):
+    gc.disable()
+    try:
+        t = make(6)
+        kept, get = hold(t)
+        t = t * 2
+        torch_xla.sync()
+        t = t * 2
+        torch_xla.sync()
+        assert get(kept).tolist() == [0, 1, 2, 3, 4, 5]
+        assert t.tolist() == [0, 4, 8, 12, 16, 20]
+    finally:
+        gc.enable()
+
+
+def test_a_view_keeps_the_value_of_its_base(make):
+    t = make(6)
+    view = t[2:]
+    t = t * 2
+    torch_xla.sync()
+    assert view.tolist() == [2, 3, 4, 5] and t.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_what_backward_will_read_is_kept(make):
+    x, w = make(4), make(4).requires_grad_()
+    y = (x * w).sum()
+    x = x + 1
+    torch_xla.sync()
+    y.backward()
+    assert w.grad.tolist() == [0, 1, 2, 3] and x.tolist() == [1, 2, 3, 4]
+
+
+def test_a_step_closure_reads_the_value_it_was_given(make):
+    seen = []
+    t = make(4)
+    xm.add_step_closure(lambda value: seen.append(value.tolist()), args=(t,))
+    t = t + 1
+    torch_xla.sync()
+    assert seen == [[0, 1, 2, 3]] and t.tolist() == [1, 2, 3, 4]
+
+
+def test_a_step_closure_may_reduce_after_a_step_that_has_reduced(make):
+    reduce = torch_xla._XLAC._xla_all_reduce
+    seen = []
+
+    def closure():
+        seen.append(reduce("sum", make(4), 1.0, [], False).tolist())
+
+    t = make(4)
+    t = reduce("sum", t, 1.0, [], False) + 1
+    xm.add_step_closure(closure)
+    torch_xla.sync()
+    assert donated() == ["f32[4]"]
+    assert seen == [[0, 1, 2, 3]] and t.tolist() == [1, 2, 3, 4]
+
+
+def test_a_partial_sync_donates_nothing(make):
+    before = steps_so_far()
+    t = make(4)
+    t = t + 1
+    assert t.sum().item() == 10
+    assert "1., 2." in str(t)
+    torch_xla._XLAC._xla_sync_multi([t], [], True, True)
+    assert steps_so_far() == before
+
+
+def test_work_that_a_partial_sync_leaves_pending_keeps_its_inputs(make):
+    t = make(4)
+    pending, other = t * 3, t + 1
+    del t
+    torch_xla._XLAC._xla_sync_multi([other], [], True, True)
+    torch_xla.sync()
+    assert pending.tolist() == [0, 3, 6, 9] and other.tolist() == [1, 2, 3, 4]
+
+
+def test_an_input_without_an_output_of_its_size_is_not_asked_for(make):
+    before = steps_so_far()
+    t = make(64)
+    total = t.sum()
+    del t
+    torch_xla.sync()
+    assert total.item() == 2016
+    assert steps_so_far() == before
+
+
+def test_no_more_inputs_are_asked_for_than_outputs_can_take(make):
+    inputs = [make(7) for _ in range(4)]
+    total = sum(inputs)
+    del inputs
+    torch_xla.sync()
+    assert donated() == ["f32[7]"] and total.tolist() == [4 * i for i in range(7)]
+
+
+def test_shared_constants_and_the_seed_survive(make):
+    t = torch.tensor(42.0, device="xla") + 1
+    torch_xla.sync()
+    u = torch.tensor(42.0, device="xla") + torch.rand((), device="xla") * 0
+    torch_xla.sync()
+    assert t.item() == 43 and u.item() == 42
+    assert torch.tensor(42.0, device="xla").item() == 42
+    assert 0 <= torch.rand((), device="xla").item() < 1
+
+
+def test_memory_that_dlpack_shows_does_not_change(make):
+    from torch_xla.utils.dlpack import to_dlpack
+
+    t = make(1024)
+    outside = torch.utils.dlpack.from_dlpack(to_dlpack(t))
+    t = t * 2
+    torch_xla.sync(wait=True)
+    assert outside.tolist() == list(range(1024)) and t[5].item() == 10
+
+
+def test_the_host_array_of_an_upload_does_not_change():
+    host = torch.arange(4096.0)
+    t = host.to("xla")
+    t = t * 2
+    torch_xla.sync(wait=True)
+    assert donated() == ["f32[4096]"]
+    assert torch.equal(host, torch.arange(4096.0)) and torch.equal(t.cpu(), 2 * host)
+
+
+def test_a_tensor_that_another_thread_holds_keeps_its_value(make):
+    t = make(4)
+    ready, go = threading.Event(), threading.Event()
+    seen = []
+
+    def other(held):
+        ready.set()
+        assert go.wait(60)
+        seen.append(held.tolist())
+
+    worker = threading.Thread(target=other, args=(t,))
+    worker.start()
+    assert ready.wait(60)
+    t = t + 1
+    torch_xla.sync(wait=True)
+    go.set()
+    worker.join()
+    assert seen == [[0, 1, 2, 3]] and t.tolist() == [1, 2, 3, 4]
+
+
+def test_tensors_updated_in_place_are_left_to_torch_xla(make):
+    before = steps_so_far()
+    t = make(4)
+    place = pointer(t)
+    t.add_(1)
+    torch_xla.sync(wait=True)
+    assert pointer(t) == place and steps_so_far() == before
+
+
+# --- With marks, and without ---
+
+
+def test_marks_come_first_and_the_report_tells_which_is_which(make):
+    dead, marked = make(9), make(9)
+    out = dead + marked
+    del dead
+    donate_buffer(marked)
+    torch_xla.sync()
+    (donor,) = last_step()
+    assert donor.outcome == "donated" and not donor.automatic and "test_auto.py" in donor.where
+    assert out.tolist() == [2 * i for i in range(9)]
+
+    dead, marked = make(9), make(9)
+    first, second = dead + marked, dead * marked
+    del dead
+    donate_buffer(marked)
+    torch_xla.sync()
+    assert sorted((donor.automatic, donor.outcome) for donor in last_step()) == [(False, "donated"), (True, "donated")]
+    assert first.tolist() == [2 * i for i in range(9)] and second.tolist() == [i * i for i in range(9)]
+    assert "(auto)" in str(donation_report(steps=1))
+    assert {item["automatic"] for item in donation_report(steps=1).to_dict()["donors"]} == {True, False}
+
+
+def test_a_wish_for_an_output_is_kept_beside_automatic_donors(make):
+    a, b, dead = make(9), make(9), make(9)
+    places = pointer(a), pointer(b)
+    first, second, third = a + b, a * b, dead + 1
+    del dead
+    donate_buffer([a, b], into=[second, first])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in last_step() if not donor.automatic] == [True, True]
+    assert (pointer(second), pointer(first)) == places
+    assert third.tolist() == list(range(1, 10))
+
+
+def test_nothing_is_donated_where_donation_is_disabled(make):
+    before = steps_so_far()
+    t = make(4)
+    with donation_disabled():
+        t = t + 1
+        torch_xla.sync()
+    with torch_xla_donate.debug_nans():
+        t = t + 1
+        torch_xla.sync()
+    with auto_donate(False):
+        t = t + 1
+        torch_xla.sync()
+        with auto_donate():
+            t = t + 1
+            torch_xla.sync()
+            assert steps_so_far() == before + 1
+        t = t + 1
+        torch_xla.sync()
+    assert steps_so_far() == before + 1 and t.tolist() == [5, 6, 7, 8]
+
+
+def test_as_a_context_it_holds_for_this_thread_and_as_a_function_for_all():
+    def on_another_thread():
+        seen = []
+        worker = threading.Thread(target=lambda: seen.append(_C.auto_donates()))
+        worker.start()
+        worker.join()
+        return seen[0]
+
+    assert _C.auto_donates() and not on_another_thread()
+    try:
+        auto_donate()
+        assert on_another_thread()
+        with auto_donate(False):
+            assert not _C.auto_donates() and on_another_thread()
+    finally:
+        auto_donate(False)
+    assert not on_another_thread()
+
+
+def test_other_than_yes_or_no_is_refused():
+    with pytest.raises(TypeError, match=r"enabled is of type Tensor, not a bool\..*donate_buffer"):
+        auto_donate(torch.tensor(1))  # type: ignore[arg-type]
+    assert not _C.auto_donate_is_default()
+
+
+# --- Graphs ---
+
+
+def test_a_dead_set_that_flips_costs_a_few_graphs_at_most():
+    inputs = [torch.arange(5.0).to("xla") for _ in range(6)]
+    torch_xla.sync(wait=True)
+    start, kept = compiles(), []
+    for i in range(40):
+        kept = [inputs[j] for j in range(6) if (i * 7 + 3) >> j & 1]
+        inputs = [t + 1 for t in inputs]
+        torch_xla.sync()
+        if i == 25:
+            settled = compiles()
+    assert compiles() - start <= 6 and compiles() == settled
+    assert all(t.tolist() == [40 + k for k in range(5)] for t in inputs)
+    del kept
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["waiting", "not_waiting"])
+def test_a_steady_loop_compiles_once_while_garbage_is_collected_at_odd_times(make, wait):
+    p = make(11)
+    start = None
+    for i in range(30):
+        old, p = p, p * 1.5
+        if i % 3 == 0:
+            cycle = [old]
+            cycle.append(cycle)
+            del cycle
+        del old
+        torch_xla.sync(wait=wait)
+        if i % 7 == 0:
+            gc.collect()
+        if i == 10:
+            start = compiles()
+    assert compiles() == start
+
+
+def test_a_loop_with_a_loader_thread_compiles_once(make):
+    from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+    data = [torch.full((4, 3), float(i)) for i in range(12)]
+    p = make(4, 3)
+    place, counts = pointer(p), []
+    for batch in MpDeviceLoader(data, "xla"):
+        p = p + batch
+        counts.append(compiles())
+    torch_xla.sync()
+    assert p.sum().item() == 66 + 12 * sum(range(12))
+    assert len(set(counts[3:])) == 1
+    assert pointer(p) == place
+
+
+def test_plans_do_not_pile_up(make):
+    t = make(3)
+    before = _C.sizes()
+    for _ in range(50):
+        t = t + 1
+        torch_xla.sync()
+    after = _C.sizes()
+    assert after["auto_plans"] <= before["auto_plans"] + 1 and after["outdated"] <= before["outdated"]
+
+
+# --- Settings ---
+
+
+def test_the_environment_switches_it_on():
+    done = run_script(
+        """
+        import torch, torch_xla, torch_xla_donate
+        t = torch.arange(4.0).to("xla")
+        t = t + 1
+        torch_xla.sync()
+        print([donor.automatic for donor in torch_xla_donate.donation_report().donors], t.tolist())
+        """,
+        env={"TORCH_XLA_DONATE_AUTO": "1"},
+    )
+    assert done.stdout == "[True] [1.0, 2.0, 3.0, 4.0]\n"
+
+
+def test_a_setting_that_is_neither_yes_nor_no_is_an_error():
+    done = run_script("import torch_xla_donate", env={"TORCH_XLA_DONATE_AUTO": "perhaps"}, exit_code=1)
+    assert "TORCH_XLA_DONATE_AUTO='perhaps' is neither yes nor no" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("XLA_DISABLE_FUNCTIONALIZATION", "1", "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1)"),
+        ("XLA_ENABLE_PARAM_ALIASING", "0", "XLA_ENABLE_PARAM_ALIASING=0 makes torch_xla ignore every donor"),
+    ],
+)
+def test_where_it_cannot_be_told_what_is_alive_the_report_says_so(name, value, reason):
+    done = run_script(
+        """
+        import torch, torch_xla, torch_xla_donate
+        t = torch.arange(4.0).to("xla")
+        for _ in range(2):
+            t = t + 1
+            torch_xla.sync()
+        assert t.tolist() == [2, 3, 4, 5]
+        report = torch_xla_donate.donation_report()
+        assert report.donors == ()
+        print(report)
+        """,
+        env={"TORCH_XLA_DONATE_AUTO": "1", name: value},
+    )
+    assert f"auto_donate left 2 steps alone: {reason}" in done.stdout
+
+
+def test_a_step_that_does_not_compile_leaves_nothing_behind():
+    run_script(
+        """
+        import torch, torch_xla, torch_xla_donate
+        from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
+        from torch_xla_donate import _C
+        t = torch.arange(8.0).to("xla")
+        broken = stablehlo_custom_call((t,), "no_such_target", [[8]], [torch.float32])
+        del t
+        try:
+            torch_xla.sync()
+        except Exception as error:
+            print(type(error).__name__)
+        del broken
+        u = torch.arange(4.0).to("xla")
+        u = u + 1
+        torch_xla.sync(wait=True)
+        assert u.tolist() == [1, 2, 3, 4]
+        donors = torch_xla_donate.donation_report().donors
+        assert [(d.outcome, d.reason) for d in donors] == [
+            ("unusable", "the step failed: it did not compile"), ("donated", "")], donors
+        assert _C.sizes()["consumed"] == 0
+        """,
+        env={"TORCH_XLA_DONATE_AUTO": "1"},
+    )
+
+
+def test_sharded_tensors_are_donated():
+    run_script(
+        """
+        import numpy as np, torch, torch_xla, torch_xla_donate
+        import torch_xla.runtime as xr, torch_xla.distributed.spmd as xs
+        xr.use_spmd()
+        mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+        p, g = torch.arange(32.0).reshape(8, 4).to("xla"), torch.ones(8, 4).to("xla")
+        for t in (p, g):
+            xs.mark_sharding(t, mesh, ("x", None))
+        torch_xla.sync(wait=True)
+        for i in range(3):
+            p = p - 0.5 * g
+            torch_xla.sync(wait=True)
+        donors = torch_xla_donate.donation_report().donors
+        assert [(d.automatic, d.outcome) for d in donors] == [(True, "donated")] * 3, donors
+        assert torch.equal(p.cpu(), torch.arange(32.0).reshape(8, 4) - 1.5)
+        """,
+        env={
+            "TORCH_XLA_DONATE_AUTO": "1",
+            "CPU_NUM_DEVICES": "4",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        },
+    )

@@ -1,0 +1,93 @@
+"""auto_donate: inputs that nothing can read after the step are donated without being marked."""
+
+from __future__ import annotations
+
+import gc
+from types import TracebackType
+
+import torch
+
+from torch_xla_donate import _C, _config, _host
+
+
+class auto_donate:
+    """Donates every input of a step that no live tensor can reach once the step has run.
+
+    Called as a function it holds for all threads from now on. As a context manager it holds for the steps that this
+    thread runs inside, whatever the process does otherwise; ``with auto_donate(False)`` leaves a part out. The
+    environment variable ``TORCH_XLA_DONATE_AUTO=1``, read when the package is imported, is as a call before
+    everything else.
+
+    At a step (``torch_xla.sync()``, ``xm.mark_step()``, the end of a ``torch_xla.compile``d function) torch_xla lists
+    all live tensors of the device. An input of the step's graph that none of them holds, by its buffer, as a view or
+    through work that is still pending, can never be read again: it joins the donor set, if an output of its size is
+    there to take it. Nothing is donated that torch_xla shares between tensors, and nothing in `donation_disabled` or
+    `debug_nans`. Marks of `donate_buffer` come first. `donation_report` shows automatic donors as such, and says where
+    a step was left alone.
+
+    Nothing changes in what a program computes, and there are no warnings of automatic donors. Which inputs are donated
+    follows from the live tensors alone, so that a loop compiles once; where these differ from step to step (the
+    garbage collector frees a cycle now and then) a graph is compiled for at most six sets of donors, and the one that
+    fits is taken from then on.
+
+    Runs of compiled graphs (``torch.compile``, ``compile(pure=True)``) are no steps: their inputs are arguments, which
+    the caller holds.
+
+    Args:
+        enabled: whether to donate.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(
+                f"enabled is of type {type(enabled).__name__}, not a bool. auto_donate takes no tensors: it finds out "
+                "by itself which inputs nobody can read any more; donate_buffer(tensors) marks some."
+            )
+        self._enabled = enabled
+        self._before = _C.auto_donate_is_default()
+        _C.set_auto_donate(enabled)
+
+    def __enter__(self) -> None:
+        _C.set_auto_donate(self._before)
+        _C.push_auto_donate(self._enabled)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _C.pop_auto_donate()
+
+
+def prepare() -> str:
+    """Why nothing can be donated automatically in this process; empty if it can.
+
+    The hooks ask this once, before the first step: by then the runtime has been set up.
+    """
+    try:
+        _host.verify_layouts()
+    except ImportError as error:
+        return str(error)
+    if _config.functionalization_off():
+        return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
+    if _config.aliasing_switched_off():
+        return "XLA_ENABLE_PARAM_ALIASING=0 makes torch_xla ignore every donor"
+    if _host.auto_sharding():
+        return "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True)) makes torch_xla ignore every donor"
+    return ""
+
+
+def step_ended(search: bool) -> None:
+    """The hooks call this at the end of a step that has donated automatically, or that asks for a search."""
+    # It holds the step's graph until torch_xla.sync() drops it, which is after the step closures have run.
+    _host.forget_collectives()
+    if search:
+        # Nothing leads from a buffer to the tensors that functionalization keeps on top of it.
+        _C.remember_outdated([item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)])
+
+
+def start() -> None:
+    """Switches it on for the process if the environment says so. ValueError if it says neither yes nor no."""
+    if _config.auto_donate():
+        auto_donate(True)
