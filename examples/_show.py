@@ -37,13 +37,7 @@ class Run:
 
     @property
     def planned_bytes(self) -> int:
-        """What XLA planned for the step: inputs, outputs and temporaries, in bytes."""
-        assert self.step.after is not None and self.step.after.path is not None, "the step was not compiled"
-        path = self.step.after.path
-        text = path.with_name(f"{path.stem}-memory-usage-report.txt").read_text(encoding="utf-8")
-        found = re.match(r"Total bytes used: (\d+)", text)
-        assert found is not None, f"no total in {path.name}'s memory report: {text[:60]!r}"
-        return int(found[1])
+        return planned_bytes(self.step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +111,7 @@ def _run_all(console: Console, demo: Demo, out: Path) -> list[Run] | None:
             if exit_code:
                 console.print(f"the run {mode!r} failed with exit code {exit_code}", style="bold red")
                 return None
-            runs.append(Run(Result.load(result), _step_module(folder / "hlo")))
+            runs.append(Run(Result.load(result), step_module(folder / "hlo")))
     return runs
 
 
@@ -134,8 +128,18 @@ def _run_one(command: Sequence[str], dump: Path, progress: Progress, task: TaskI
     return child.returncode
 
 
-def _step_module(dump: Path) -> hlo.DumpedModule:
-    """The training step among the modules of a run: the last one with the largest input."""
+def planned_bytes(step: hlo.DumpedModule) -> int:
+    """What XLA planned for a step on a device: inputs, outputs and temporaries, in bytes."""
+    assert step.after is not None and step.after.path is not None, "the step was not compiled"
+    path = step.after.path
+    text = path.with_name(f"{path.stem}-memory-usage-report.txt").read_text(encoding="utf-8")
+    found = re.match(r"Total bytes used: (\d+)", text)
+    assert found is not None, f"no total in {path.name}'s memory report: {text[:60]!r}"
+    return int(found[1])
+
+
+def step_module(dump: Path) -> hlo.DumpedModule:
+    """The step of a loop among the modules of a run: the last one with the largest input."""
 
     def input_bytes(module: hlo.DumpedModule) -> int:
         compiled = module.after or module.before

@@ -77,18 +77,24 @@ def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def split_heads(x: torch.Tensor, block: Tensors, heads: int) -> list[torch.Tensor]:
-    """Queries, keys and values [batch, heads, time, width / heads] of x [batch, time, width]."""
+    """Queries, keys and values [batch * heads, time, width / heads] of x [batch, time, width].
+
+    One dimension for batch and heads, as the matrix products have it: of a cache that has to be reshaped for them XLA
+    computes each update twice, once for the product and once for the cache, and copies the whole cache to do so.
+    """
     mixed = normalised(x, block["norm1"]) @ block["qkv"]
-    return [part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in mixed.chunk(3, dim=-1)]
+    return [part.unflatten(-1, (heads, -1)).transpose(1, 2).flatten(0, 1) for part in mixed.chunk(3, dim=-1)]
 
 
 def attended(
     x: torch.Tensor, block: Tensors, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
     """The rest of a block: attention to the positions that are `visible`, then the perceptron."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    # Keys first, so that it is the few queries that are transposed and not a whole cache of keys.
+    scores = (k @ q.transpose(-1, -2)).transpose(-1, -2) / math.sqrt(q.shape[-1])
     weights = scores.masked_fill(~visible, -1e9).softmax(-1)
-    x = x + (weights @ v).transpose(1, 2).flatten(-2) @ block["project"]
+    mixed = (weights @ v).unflatten(0, (len(x), -1)).transpose(1, 2).flatten(-2)
+    x = x + mixed @ block["project"]
     return x + F.gelu(normalised(x, block["norm2"]) @ block["up"], approximate="tanh") @ block["down"]
 
 
