@@ -1,9 +1,9 @@
-"""Trains a GAN on scikit-learn's digits: two optimizers and a moving average of the generator, all donated as one state.
+"""Trains a GAN on scikit-learn's digits: two optimizers and a moving average of the generator, donated as one state.
 
-Each step makes a new state: generator and discriminator, the two moments of an Adam for each, and the average (EMA) of the
-generator's weights. Nothing is updated in place, so torch_xla aliases none of it by itself. `donate_buffer(state, into=updated)`
-gives the whole old state to the step, and each new tensor the memory of its own old one: with so many tensors of one size
-XLA's own pairs cross, and it copies where they do.
+Each step makes a new state: generator and discriminator, the two moments of an Adam for each, and the average (EMA) of
+the generator's weights. Nothing is updated in place, so torch_xla aliases none of it by itself.
+`donate_buffer(state, into=updated)` gives the whole old state to the step, and each new tensor the memory of its own old
+one: with so many tensors of one size XLA's own pairs cross, and it copies where they do.
 
     python examples/ema_and_gan.py             # with and without donation, compared; pictures in out/
     python examples/ema_and_gan.py --donate    # one run, which ends with the donation report
@@ -83,7 +83,7 @@ def update(state: State, step: torch.Tensor, images: torch.Tensor, noise: torch.
         g_grads, g_value = torch.func.grad_and_value(g_loss)(state["g"], new["d"])
         new |= adam(state, "g", g_grads, step)
     new["ema"] = {key: DECAY * old + (1 - DECAY) * new["g"][key] for key, old in state["ema"].items()}
-    # One tensor of both, which has no donor's size: a single loss would take the memory of the discriminator's last bias.
+    # One tensor of both, which has no donor's size: a single loss would take the memory of the smallest bias.
     return new, torch.stack([d_value, g_value])
 
 

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, as plain functions of a dictionary of tensors: `train_transformer.py` and `kv_cache.py` use it."""
+"""A small GPT over bytes, as functions of a dictionary of tensors, for `train_transformer.py` and `kv_cache.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import pkgutil
 import sys
 
+import click
 import torch
 import torch.nn.functional as F
 
@@ -30,18 +31,22 @@ class Size:
     heads: int = 4
     context: int = 64
 
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise click.BadParameter(f"--width is {self.width}; it must be a multiple of {self.heads}, the heads")
+
 
 def read_text() -> bytes:
     """The source of some modules of the running Python: English and code, a few hundred kilobytes.
 
-    Raises RuntimeError if this Python has no sources, as frozen ones do not.
+    Ends the program with a message if this Python came without them.
     """
     sources = []
     for name in MODULES:
         try:
             sources.append(inspect.getsource(pkgutil.resolve_name(name)))
         except (OSError, TypeError) as error:
-            raise RuntimeError(f"{sys.executable} has no source of its module {name!r} to train on: {error}") from error
+            raise click.ClickException(f"{sys.executable} has no source of its module {name!r}: {error}") from error
     return "\n".join(sources).encode()
 
 

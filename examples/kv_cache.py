@@ -1,17 +1,17 @@
 """Decodes with a KV cache that is written by slice assignment: copied whole at every token, or donated, or index_copy_.
 
-`cache[:, i] = k` makes a new cache. torch_xla does not alias it to the old one, so each token copies every cache, however
-short the slice is. `donate_buffer(caches)` before the write lets XLA write the slice into the memory that is there.
-`index_copy_` is aliased by torch_xla itself.
+`cache[:, i] = k` makes a new cache. torch_xla does not alias it to the old one, so each token copies every cache,
+however short the slice is. `donate_buffer(caches)` before the write lets XLA write the slice into the memory that is
+there. `index_copy_` is aliased by torch_xla itself.
 
     python examples/kv_cache.py
 
-The position of a slice is a Python number, so a part of the graph: each position is compiled once, when the first sequence
-comes to it. Donation does not change that; `index_copy_` takes the position as a tensor, and is compiled once. Speed is
-measured from the second sequence on, when nothing is compiled. A few positions of a long cache are enough for that.
+The position of a slice is a Python number, so a part of the graph: each position is compiled once, when the first
+sequence comes to it. Donation does not change that; `index_copy_` takes the position as a tensor, and is compiled once.
+Speed is measured from the second sequence on, when nothing is compiled. A few positions of a long cache are enough.
 
-The weights are random, and so is what is written; they are the same in each mode, and so must the bytes be. Bytes copied
-are those of the `copy` operations of a cache's shape in the compiled step, as XLA's dump has them.
+The weights are random, and so is what is written; they are the same in each mode, and so must the bytes be. Bytes
+copied are those of the `copy` operations of a cache's shape in the compiled step, as XLA's dump has them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIB = 2**20
 def decode(
     params: gpt.Tensors, caches: Caches, tokens: torch.Tensor, i: int, at: torch.Tensor, mode: str, size: gpt.Size
 ) -> torch.Tensor:
-    """The next byte of each sequence [batch], after `tokens` [batch] at position `i`; `at` is the same as a tensor [1]."""
+    """The next byte of each sequence [batch], after `tokens` [batch] at position `i`; `at` is `i` as a tensor [1]."""
     x = (params["embedding"][tokens] + params["positions"][at])[:, None]
     visible = torch.arange(size.context, device=x.device) <= at
     for layer, (keys, values) in enumerate(caches):
@@ -172,8 +172,6 @@ def show(console: Console, results: list[Result], tokens: int) -> bool:
 @click.option("--out", default="out", show_default=True, type=click.Path(path_type=Path), help="Folder of the results.")
 def main(tokens: int, sequences: int, batch: int, layers: int, width: int, context: int, out: Path) -> None:
     size = gpt.Size(layers=layers, width=width, context=context)
-    if width % size.heads:
-        raise click.BadParameter(f"--width is {width}; it must be a multiple of {size.heads}, the number of heads")
     if tokens > context:
         raise click.BadParameter(f"--tokens is {tokens}; a cache of --context {context} has no room for them")
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)

@@ -1,8 +1,8 @@
 """Trains a small GPT on the sources of the running Python: a scan over the layers, gradient accumulation, AdamW.
 
-AdamW is a function here: it makes new parameters and moments and leaves the old ones alone. torch_xla aliases nothing of
-that by itself. With `--donate` the old state is donated, with `--no-donate` it is not; without either both are run, each
-in a process of its own, and compared.
+AdamW is a function here: it makes new parameters and moments and leaves the old ones alone. torch_xla aliases nothing
+of that by itself. With `--donate` the old state is donated, with `--no-donate` it is not; without either both are run,
+each in a process of its own, and compared.
 
     python examples/train_transformer.py             # both: values, HLO, bytes per device, pictures in out/
     python examples/train_transformer.py --donate    # one run, which ends with the donation report
@@ -36,7 +36,7 @@ def new_state(size: gpt.Size, device: torch.device) -> State:
 
 
 def gradients(params: gpt.Tensors, batches: torch.Tensor, size: gpt.Size) -> tuple[gpt.Tensors, torch.Tensor]:
-    """Gradients and mean loss of `batches` [count, batch, time + 1]; a loop on the device goes over the first dimension."""
+    """Gradients and mean loss of `batches` [count, batch, time + 1]; a loop on the device goes over them."""
     model = nn.ParameterDict(params)
     loss = gradient_accumulation(lambda batch: gpt.loss_of(dict(model.items()), batch, size), (batches,), model)
     return {name: p.grad for name, p in model.items()}, loss
@@ -109,8 +109,6 @@ def main(
     result: Path | None,
 ) -> None:
     size = gpt.Size(layers=layers, width=width, context=context)
-    if width % size.heads:
-        raise click.BadParameter(f"--width is {width}; it must be a multiple of {size.heads}, the number of heads")
     if donate is not None:
         train(donate, steps, batch, accumulate, size, result)
         return
