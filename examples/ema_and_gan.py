@@ -2,8 +2,8 @@
 
 Each step makes a new state: generator and discriminator, the two moments of an Adam for each, and the average (EMA) of
 the generator's weights. Nothing is updated in place, so torch_xla aliases none of it by itself.
-`donate_buffer(state, into=updated)` gives the whole old state to the step, and each new tensor the memory of its own old
-one: with so many tensors of one size XLA's own pairs cross, and it copies where they do.
+`donate_buffer(state, into=updated)` gives the whole old state to the step, and each new tensor the memory of its own
+old one: with so many tensors of one size XLA's own pairs cross, and it copies where they do.
 
     python examples/ema_and_gan.py             # with and without donation, compared; pictures in out/
     python examples/ema_and_gan.py --donate    # one run, which ends with the donation report

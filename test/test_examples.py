@@ -193,8 +193,9 @@ def test_a_functional_state_is_aliased_as_a_whole_when_donated_and_computes_the_
     assert (plain["donors"], plain["aliases"]) == (0, 0)
     assert donate["donors"] == donate["aliases"] == donate["state_tensors"] == tensors
     assert donate["aliased_bytes"] == donate["donated_bytes"] == donate["state_bytes"]
-    # In memory: each tensor stays where it is.
-    assert donate["kept_pointers"] == [tensors] * len(donate["losses"])
+    # In memory: each tensor stays where it is. (In the first step torch_xla's cached constant 1 is an output, too, and
+    # takes the memory of a bias of its size.)
+    assert donate["kept_pointers"][1:] == [tensors] * (len(donate["losses"]) - 1)
     assert f"{tensors} of the new tensors are in their own old memory" in training.output
     # In the values: no difference.
     assert plain["losses"] == donate["losses"]
@@ -219,19 +220,16 @@ def test_the_picture_of_the_transformer_has_the_losses_too(transformer: Training
     assert (width, height) == (1300, 1053)
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_one_run_ends_with_the_report_if_it_donates(donate: bool) -> None:
-    arguments = ("--donate" if donate else "--no-donate", "--steps", "3", "--hidden", "8")
-    output = run_example("ema_and_gan.py", *arguments, timeout=120).stdout
-    assert ("donate" if donate else "plain") + " step  3/3" in output
-    assert ("42 of 42 donors donated" in output) is donate
+def test_one_donating_run_ends_with_the_report() -> None:
+    output = run_example("ema_and_gan.py", "--donate", "--steps", "3", "--hidden", "8", timeout=120).stdout
+    assert "donate step  3/3" in output
+    assert "42 of 42 donors donated" in output
 
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
         ("train_transformer.py", ("--width", "30"), "--width is 30; it must be a multiple of 4"),
-        ("kv_cache.py", ("--width", "30"), "--width is 30; it must be a multiple of 4"),
         ("kv_cache.py", ("--tokens", "9", "--context", "8"), "--tokens is 9; a cache of --context 8 has no room"),
     ],
 )
@@ -289,8 +287,4 @@ def test_all_ways_to_write_a_cache_decode_the_same_tokens(caches: Caches) -> Non
 
 def test_a_position_that_is_a_number_is_compiled_for_itself(caches: Caches) -> None:
     _, modes = caches
-    assert {mode: result["compilations"] for mode, result in modes.items()} == {
-        "plain": 3,
-        "donate": 3,
-        "index_copy_": 1,
-    }
+    assert [modes[mode]["compilations"] for mode in ("plain", "donate", "index_copy_")] == [3, 3, 1]
