@@ -89,7 +89,7 @@ def train(donate: bool, steps: int, batch: int, accumulate: int, size: gpt.Size,
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--donate/--no-donate", default=None, help="One run with or without donation; default: both, compared.")
-@click.option("--steps", default=40, show_default=True, type=click.IntRange(min=3))
+@click.option("--steps", default=30, show_default=True, type=click.IntRange(min=3))
 @click.option("--batch", default=2, show_default=True, type=click.IntRange(min=1), help="Sequences of a micro batch.")
 @click.option("--accumulate", default=4, show_default=True, type=click.IntRange(min=1), help="Micro batches of a step.")
 @click.option("--layers", default=4, show_default=True, type=click.IntRange(min=1))
