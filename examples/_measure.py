@@ -40,7 +40,7 @@ class Result:
         kept: for each step, how many of the state's tensors are in the memory of a tensor of the state before.
         moves: of the last step: the tensor whose memory was taken -> the tensor that is in it now.
         report: text of the donation report of the last step.
-        accuracy: on the test images, 0 to 1.
+        accuracy: on the test images, 0 to 1; None where there is none.
     """
 
     mode: str
@@ -54,7 +54,7 @@ class Result:
     kept: list[int]
     moves: dict[str, str]
     report: str
-    accuracy: float
+    accuracy: float | None
 
     @property
     def step_seconds(self) -> float:
@@ -125,7 +125,7 @@ class Meter:
             flush=True,
         )
 
-    def result(self, state: object, report: DonationReport, accuracy: float) -> Result:
+    def result(self, state: object, report: DonationReport, accuracy: float | None = None) -> Result:
         """All there is to know about the run; `state` is the last one."""
         tensors = _named(state)
         digest = hashlib.sha256()

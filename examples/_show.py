@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from _measure import WARM_UP, Result
@@ -37,16 +37,35 @@ class Run:
 
     @property
     def planned_bytes(self) -> int:
-        """What XLA planned for the step: inputs, outputs and temporaries, in bytes."""
-        assert self.step.after is not None and self.step.after.path is not None, "the step was not compiled"
-        path = self.step.after.path
-        text = path.with_name(f"{path.stem}-memory-usage-report.txt").read_text(encoding="utf-8")
-        found = re.match(r"Total bytes used: (\d+)", text)
-        assert found is not None, f"no total in {path.name}'s memory report: {text[:60]!r}"
-        return int(found[1])
+        return planned_bytes(self.step)
 
 
-def compare(script: Path, modes: Sequence[str], steps: int, hidden: int, out: Path) -> int:
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """What is run, and what the output calls it.
+
+    Attributes:
+        script: takes the arguments of a mode, and `--result FILE`, to which it writes its `Result`.
+        modes: the runs, each with its arguments. They are compared with the first.
+        steps: of each run.
+        data: what it trains on, for the headline.
+        state: what the state consists of.
+        title: of the picture.
+        score: what `Result.accuracy` tells; empty if there is none.
+        curve: whether the picture has the loss of each step, too.
+    """
+
+    script: Path
+    modes: Mapping[str, Sequence[str]]
+    steps: int
+    data: str
+    state: str
+    title: str
+    score: str = ""
+    curve: bool = False
+
+
+def compare(demo: Demo, out: Path) -> int:
     """Runs the modes, prints the comparison, and writes the picture and the numbers to `out`.
 
     Returns the exit code: 0 if all runs computed the same values bit for bit, 1 if not.
@@ -54,48 +73,45 @@ def compare(script: Path, modes: Sequence[str], steps: int, hidden: int, out: Pa
     # Tables of 100 columns where the terminal's width is not known.
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
-    console.print(f"{script.name}: {steps} steps on 1,437 images of digits, each mode in a process of its own\n")
-    runs = _run_all(console, script, modes, steps, hidden, out)
+    console.print(f"{demo.script.name}: {demo.steps} steps on {demo.data}, each mode in a process of its own\n")
+    runs = _run_all(console, demo, out)
     if runs is None:
         return 1
 
     same = _print_values(console, runs)
     _print_hlo(console, runs)
-    _print_costs(console, runs)
+    _print_costs(console, demo, runs)
     for run in runs:
         if run.step.donors:
             console.print(f"donation_report(steps=1) of {run.mode!r}:", style="bold")
             console.print(run.result.report, soft_wrap=True, markup=False)
             console.print()
-    picture, numbers = (out / f"{script.stem}{suffix}" for suffix in (".png", ".json"))
-    _draw(runs, picture)
+    picture, numbers = (out / f"{demo.script.stem}{suffix}" for suffix in (".png", ".json"))
+    _draw(demo, runs, picture)
     numbers.write_text(json.dumps([_numbers(run) for run in runs], indent=1) + "\n", encoding="utf-8")
     console.print(f"memory over the steps: {picture}", soft_wrap=True)
     console.print(f"all numbers:           {numbers}", soft_wrap=True)
     return 0 if same else 1
 
 
-def _run_all(
-    console: Console, script: Path, modes: Sequence[str], steps: int, hidden: int, out: Path
-) -> list[Run] | None:
+def _run_all(console: Console, demo: Demo, out: Path) -> list[Run] | None:
     """The runs one after the other; None, and the reason printed, if one of them fails."""
     columns = (TextColumn("{task.description:>7}"), BarColumn(), TextColumn("{task.fields[line]}"), TimeElapsedColumn())
     runs: list[Run] = []
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        for mode in modes:
-            task = progress.add_task(mode, total=steps, line="starting ...")
-            folder = out / f"{script.stem}_{mode}"
+        for mode, arguments in demo.modes.items():
+            task = progress.add_task(mode, total=demo.steps, line="starting ...")
+            folder = out / f"{demo.script.stem}_{mode}"
             # XLA numbers its modules from 0 in each process: a dump of an earlier run would mix with this one's.
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             result = folder / "result.json"
-            command = [sys.executable, str(script), "--mode", mode, "--result", str(result)]
-            command += ["--steps", str(steps), "--hidden", str(hidden)]
+            command = [sys.executable, str(demo.script), *arguments, "--result", str(result)]
             exit_code = _run_one(command, folder / "hlo", progress, task)
             if exit_code:
                 console.print(f"the run {mode!r} failed with exit code {exit_code}", style="bold red")
                 return None
-            runs.append(Run(Result.load(result), _step_module(folder / "hlo")))
+            runs.append(Run(Result.load(result), step_module(folder / "hlo")))
     return runs
 
 
@@ -112,8 +128,18 @@ def _run_one(command: Sequence[str], dump: Path, progress: Progress, task: TaskI
     return child.returncode
 
 
-def _step_module(dump: Path) -> hlo.DumpedModule:
-    """The training step among the modules of a run: the last one with the largest input."""
+def planned_bytes(step: hlo.DumpedModule) -> int:
+    """What XLA planned for a step on a device: inputs, outputs and temporaries, in bytes."""
+    assert step.after is not None and step.after.path is not None, "the step was not compiled"
+    path = step.after.path
+    text = path.with_name(f"{path.stem}-memory-usage-report.txt").read_text(encoding="utf-8")
+    found = re.match(r"Total bytes used: (\d+)", text)
+    assert found is not None, f"no total in {path.name}'s memory report: {text[:60]!r}"
+    return int(found[1])
+
+
+def step_module(dump: Path) -> hlo.DumpedModule:
+    """The step of a loop among the modules of a run: the last one with the largest input."""
 
     def input_bytes(module: hlo.DumpedModule) -> int:
         compiled = module.after or module.before
@@ -165,11 +191,11 @@ def _print_hlo(console: Console, runs: Sequence[Run]) -> None:
     console.print()
 
 
-def _print_costs(console: Console, runs: Sequence[Run]) -> None:
+def _print_costs(console: Console, demo: Demo, runs: Sequence[Run]) -> None:
     first = runs[0].result
     table = _table(f"Cost of a step, from step {WARM_UP + 1} on", runs)
-    _row(table, "state (parameters and two moments)", [_mib(run.result.state_bytes) for run in runs])
-    _row(table, "memory of the step, as XLA planned it", [_mib(run.planned_bytes) for run in runs])
+    _row(table, f"state ({demo.state})", [_mib(run.result.state_bytes) for run in runs])
+    _row(table, "memory of the step per device, as XLA planned it", [_mib(run.planned_bytes) for run in runs])
     _row(table, "peak memory, as measured", [_mib(run.result.peak) for run in runs])
     _row(table, f"  less than {first.mode!r}", [_mib(first.peak - run.result.peak) for run in runs])
     _row(table, "time per step, median", [f"{run.result.step_seconds * 1000:.0f} ms" for run in runs])
@@ -180,12 +206,14 @@ def _print_costs(console: Console, runs: Sequence[Run]) -> None:
         "buffers that kept their pointers, each step",
         [f"{min(run.result.kept[WARM_UP:])} of {run.result.state_tensors}" for run in runs],
     )
-    _row(table, "accuracy on 360 test images", [f"{run.result.accuracy:.1%}" for run in runs])
+    if demo.score:
+        _row(table, demo.score, [f"{run.result.accuracy:.1%}" for run in runs])
     console.print(table)
     console.print(
         "Peak memory: the process's resident memory (VmHWM, reset at each step, and VmRSS every 2 ms), less what it had"
-        " before the state was made. It falls by less than the bytes aliased, as the largest gradient now needs memory"
-        " of its own: without donation XLA computes it in that of a new output.\n",
+        " before the state was made; it includes what was compiled, and freed arrays that malloc keeps. What XLA plans"
+        " falls by less than the bytes aliased, as gradients and activations need memory of their own now: without"
+        " donation XLA computes them in that of the new outputs, as far as they fit.\n",
         style="dim",
     )
 
@@ -227,7 +255,7 @@ def _numbers(run: Run) -> dict[str, object]:
     }
 
 
-def _draw(runs: Sequence[Run], path: Path) -> None:
+def _draw(demo: Demo, runs: Sequence[Run], path: Path) -> None:
     """Memory over the steps of all runs, with their peaks."""
     # Here, not above: the runs import this file too, and need no plotting library in their memory.
     import matplotlib
@@ -236,7 +264,18 @@ def _draw(runs: Sequence[Run], path: Path) -> None:
     from matplotlib import pyplot
 
     first, steps = runs[0].result, len(runs[0].result.seconds)
-    figure, axes = pyplot.subplots(figsize=(10, 5.4), layout="constrained")
+    if demo.curve:
+        figure, (losses, axes) = pyplot.subplots(2, figsize=(10, 8.1), height_ratios=(1, 2), layout="constrained")
+        for run, colour, style in zip(runs, _COLOURS, ("-", "--", ":")):
+            values = [float.fromhex(loss) for loss in run.result.losses]
+            losses.plot(range(1, steps + 1), values, style, color=colour, label=run.mode)
+        losses.set_title("Loss of each step; the curves lie on one another")
+        losses.set_xlim(0.5, steps * 1.23 + 1)
+        losses.set_xticks(range(1, steps + 1, max(1, steps // 20)))
+        losses.grid(axis="y", alpha=0.3)
+        losses.legend()
+    else:
+        figure, axes = pyplot.subplots(figsize=(10, 5.4), layout="constrained")
     for run, colour in zip(runs, _COLOURS):
         result = run.result
         at, used = zip(*result.trace)
@@ -254,7 +293,7 @@ def _draw(runs: Sequence[Run], path: Path) -> None:
         middle = (first.peak + best.result.peak) / 2 / _MIB
         text = f"{saved:.0f} MiB less\n({best.step.aliased_bytes / _MIB:.0f} MiB aliased)"
         axes.text(steps + 1.2, middle, text, va="center")
-    axes.set_title(f"Training on digits: memory over {steps} steps, without and with donation")
+    axes.set_title(demo.title)
     axes.set_xlabel("step")
     axes.set_ylabel("resident memory above the start [MiB]")
     axes.set_xlim(0.5, steps * 1.23 + 1)

@@ -15,7 +15,16 @@ from helpers import run_script
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-COVERED = {"jax_quickstart.py", "quickstart.py", "train_digits.py", "user_computation.py"}
+COVERED = {
+    "ema_and_gan.py",
+    "gpt.py",  # no program: train_transformer.py and kv_cache.py use it
+    "jax_quickstart.py",
+    "kv_cache.py",
+    "quickstart.py",
+    "train_digits.py",
+    "train_transformer.py",
+    "user_computation.py",
+}
 
 # The example itself, as a script of its own process: `run_script` takes source.
 RUN = """
@@ -100,19 +109,19 @@ def test_a_jax_update_keeps_parameters_and_velocities_in_their_memory() -> None:
 
 
 class Training:
-    """One run of train_digits.py: its output, its folder, and its numbers by mode."""
+    """One run of an example that trains with and without donation: its output, its folder, and its numbers by mode."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, name: str, folder: Path, *sizes: str) -> None:
         self.folder = folder
-        arguments = ("--steps", str(STEPS), "--hidden", str(HIDDEN), "--out", str(folder))
-        self.output = run_example("train_digits.py", *arguments, timeout=300).stdout
-        numbers = json.loads((folder / "train_digits.json").read_text(encoding="utf-8"))
+        self.output = run_example(f"{name}.py", *sizes, "--out", str(folder), timeout=300).stdout
+        numbers = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         self.runs: dict[str, dict[str, Any]] = {run["mode"]: run for run in numbers}
 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return Training(tmp_path_factory.mktemp("digits"))
+    folder = tmp_path_factory.mktemp("digits")
+    return Training("train_digits", folder, "--steps", str(STEPS), "--hidden", str(HIDDEN))
 
 
 def test_training_computes_the_same_bits_with_and_without_donation(training: Training) -> None:
@@ -176,3 +185,121 @@ def test_training_exits_with_1_when_the_values_differ(tmp_path: Path) -> None:
 def test_training_refuses_too_few_steps() -> None:
     refused = run_example("train_digits.py", "--steps", "2", timeout=60, exit_code=2)
     assert "--steps is 2" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    sizes = ("--steps", "5", "--batch", "1", "--accumulate", "2", "--layers", "2", "--width", "64", "--context", "16")
+    return Training("train_transformer", tmp_path_factory.mktemp("transformer"), *sizes)
+
+
+@pytest.fixture(scope="module")
+def gan(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return Training("ema_and_gan", tmp_path_factory.mktemp("gan"), "--steps", "4", "--hidden", "128")
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("transformer", 27), ("gan", 42)])
+def test_a_functional_state_is_aliased_as_a_whole_when_donated_and_computes_the_same_bits(
+    name: str, tensors: int, request: pytest.FixtureRequest
+) -> None:
+    training = request.getfixturevalue(name)
+    plain, donate = training.runs["plain"], training.runs["donate"]
+    # In the HLO: torch_xla by itself aliases nothing of it, the donation all.
+    assert (plain["donors"], plain["aliases"]) == (0, 0)
+    assert donate["donors"] == donate["aliases"] == donate["state_tensors"] == tensors
+    assert donate["aliased_bytes"] == donate["donated_bytes"] == donate["state_bytes"]
+    # In memory: each tensor stays where it is. (In the first step torch_xla's cached constant 1 is an output, too, and
+    # takes the memory of a bias of its size.)
+    assert donate["kept_pointers"][1:] == [tensors] * (len(donate["losses"]) - 1)
+    assert f"{tensors} of the new tensors are in their own old memory" in training.output
+    # In the values: no difference.
+    assert plain["losses"] == donate["losses"]
+    assert plain["digest"] == donate["digest"]
+    assert training.output.count("identical bit for bit") == 2
+    # In what is told: the report, and the bytes per device.
+    assert f"{tensors} of {tensors} donors donated" in training.output
+    assert "memory of the step per device, as XLA planned it" in training.output
+    assert donate["planned_bytes"] < plain["planned_bytes"]
+
+
+def test_the_transformer_learns(transformer: Training) -> None:
+    losses = [float.fromhex(loss) for loss in transformer.runs["donate"]["losses"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] - losses[-1] > 0.5
+
+
+def test_the_picture_of_the_transformer_has_the_losses_too(transformer: Training) -> None:
+    data = (transformer.folder / "train_transformer.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (1300, 1053)
+
+
+def test_one_donating_run_ends_with_the_report() -> None:
+    output = run_example("ema_and_gan.py", "--donate", "--steps", "3", "--hidden", "8", timeout=120).stdout
+    assert "donate step  3/3" in output
+    assert "42 of 42 donors donated" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("train_transformer.py", ("--width", "30"), "--width is 30; it must be a multiple of 4"),
+        ("kv_cache.py", ("--tokens", "9", "--context", "8"), "--tokens is 9; a cache of --context 8 has no room"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(name: str, arguments: tuple[str, ...], message: str) -> None:
+    refused = run_example(name, *arguments, timeout=60, exit_code=2)
+    assert message in " ".join(refused.stderr.split())
+
+
+def test_a_python_without_sources_is_named(tmp_path: Path) -> None:
+    # GIVEN an example that would train on the source of a module that has none
+    for path in EXAMPLES.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if path.name == "gpt.py":
+            assert source.count('MODULES = ("argparse", ') == 1
+            source = source.replace('MODULES = ("argparse", ', 'MODULES = ("sys", ')
+        (tmp_path / path.name).write_text(source, encoding="utf-8")
+    # WHEN it runs
+    script = str(tmp_path / "train_transformer.py")
+    refused = run_script(RUN, script, "--out", str(tmp_path / "out"), timeout=60, exit_code=1)
+    # THEN it says so
+    assert "has no source of its module 'sys'" in refused.stderr
+
+
+Caches = tuple[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Caches:
+    """Output and numbers of kv_cache.py: 3 positions of caches of 256."""
+    folder = tmp_path_factory.mktemp("caches")
+    sizes = ("--tokens", "3", "--sequences", "3", "--batch", "2", "--layers", "2", "--width", "64", "--context", "256")
+    output = run_example("kv_cache.py", *sizes, "--out", str(folder), timeout=300).stdout
+    results = json.loads((folder / "kv_cache.json").read_text(encoding="utf-8"))
+    return output, {result["mode"]: result for result in results}
+
+
+def test_a_slice_written_cache_is_copied_whole_unless_donated(caches: Caches) -> None:
+    _, modes = caches
+    plain, donate, index_copy = (modes[mode] for mode in ("plain", "donate", "index_copy_"))
+    whole = 2 * 2 * 2 * 256 * 64 * 4  # layers, keys and values, batch, context, width, bytes
+    assert plain["cache_bytes"] == donate["cache_bytes"] == index_copy["cache_bytes"] == whole
+    assert [mode["copied_bytes"] for mode in (plain, donate, index_copy)] == [whole, 0, 0]
+    assert [mode["aliased_caches"] for mode in (plain, donate, index_copy)] == [0, 4, 4]
+    assert plain["planned_bytes"] - donate["planned_bytes"] >= whole
+
+
+def test_all_ways_to_write_a_cache_decode_the_same_tokens(caches: Caches) -> None:
+    output, modes = caches
+    written = modes["plain"]["written"]
+    assert [len(sequence) for sequence in written] == [3, 3, 3]
+    assert len({token for sequence in written for step in sequence for token in step}) > 2
+    assert modes["donate"]["written"] == modes["index_copy_"]["written"] == written
+    assert "tokens of all modes: the same" in output
+
+
+def test_a_position_that_is_a_number_is_compiled_for_itself(caches: Caches) -> None:
+    _, modes = caches
+    assert [modes[mode]["compilations"] for mode in ("plain", "donate", "index_copy_")] == [3, 3, 1]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch_xla
+from helpers import dump_env, run_script
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
 
 from torch_xla_donate import (
@@ -13,6 +16,7 @@ from torch_xla_donate import (
     donate_buffer,
     donation_report,
     gradient_accumulation,
+    hlo,
     is_donated,
 )
 
@@ -116,3 +120,78 @@ def test_a_pending_carried_tensor_is_computed_first_and_what_the_step_makes_cann
     torch_xla.sync()
     del kept
     assert is_donated(pending)
+
+
+def test_a_whole_training_step_aliases_every_parameter_gradient_and_moment_and_the_report_says_so(tmp_path):
+    # GIVEN a transformer, AdamW, and gradients that stay: they are zeroed, not dropped
+    # WHEN it accumulates, steps and zeroes in one step of the device, with and without marks
+    script = run_script(
+        """
+        import json, torch, torch_xla
+        from torch import nn
+        from torch_xla_donate import donate_buffer, donation_report, gradient_accumulation
+
+        def places(state):
+            return [torch_xla._XLAC._unsafe_buffer_pointer(t) for tensors in state.values() for t in tensors.values()]
+
+        def train(donate):
+            torch.manual_seed(0)
+            block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            model = nn.Sequential(nn.Embedding(16, 8), block, nn.Linear(8, 16)).to("xla")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            batches = torch.randint(16, (4, 2, 6)).to("xla")
+            torch_xla.sync()
+            losses, state, kept = [], None, False
+            for step in range(4):
+                if step:
+                    state = {"gradients": {name: p.grad for name, p in model.named_parameters()}}
+                    state["parameters"] = dict(model.named_parameters())
+                    for moment in ("exp_avg", "exp_avg_sq"):
+                        state[moment] = {n: optimizer.state[p][moment] for n, p in model.named_parameters()}
+                    before = places(state)
+                    if donate:
+                        donate_buffer(state)
+                loss = gradient_accumulation(
+                    lambda x: nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()), (batches,), model
+                )
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                torch_xla.sync(wait=True)
+                losses.append(loss.item())
+                kept = state is not None and sorted(places(state)) == sorted(before)
+            tensors = [t for tensors in state.values() for t in tensors.values()]
+            return {
+                "losses": losses,
+                "kept": kept,
+                "values": [t.tolist() for t in tensors],
+                "bytes": sum(t.nbytes for t in tensors),
+                "tensors": len(tensors),
+                "donors": [(donor.name, donor.outcome) for donor in donation_report(steps=1).donors],
+            }
+
+        print(json.dumps([train(donate=False), train(donate=True)]))
+        """,
+        env=dump_env(tmp_path),
+        timeout=240,
+    )
+    plain, donate = json.loads(script.stdout.splitlines()[-1])
+    # THEN every one of them is aliased, in the HLO and in memory
+    assert plain["tensors"] == 4 * 15
+    modules = [found for found in hlo.read_dump(tmp_path) if len(found.donors) >= plain["tensors"]]
+    assert modules
+    for found in modules:
+        assert len(found.donors) == len(found.aliases) == plain["tensors"]
+        assert found.aliased_bytes == plain["bytes"]
+    assert plain["kept"] and donate["kept"]
+    # THEN the report tells of those that were marked, and the values are the same
+    assert plain["donors"] == []
+    assert len(donate["donors"]) == plain["tensors"]
+    assert {outcome for _, outcome in donate["donors"]} == {"donated"}
+    assert {name.partition("]")[0] for name, _ in donate["donors"]} == {
+        "['gradients'",
+        "['parameters'",
+        "['exp_avg'",
+        "['exp_avg_sq'",
+    }
+    assert donate["losses"] == plain["losses"] == sorted(plain["losses"], reverse=True)
+    assert donate["values"] == plain["values"]

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate._hlo import HloShape
 
@@ -289,6 +291,50 @@ def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, original)
+
+
+def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
+    """torch_xla's loop over flat lists of tensors: the last carry and the stacked outputs of `body`."""
+    from torch_xla.experimental import scan as host
+
+    return host._scan_impl_flat(body, init, xs, reverse=reverse)
+
+
+@contextlib.contextmanager
+def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
+    """torch_xla's scan, for as long as the context holds, works inside of a trace, too.
+
+    torch_xla cannot trace its own loop: that makes placeholders and lowers the body, which the tensors of a trace do
+    not have the data for. There `loop(body, init, xs, reverse)` is called in its place, and the body is traced on
+    tensors outside of the trace that is under way.
+    """
+    from torch_xla.experimental import scan as host
+
+    run, trace = host._scan_impl_flat, host.value_and_grad_partitioned
+
+    def flat(fn: Any, init: Any, xs: Any, reverse: bool = False) -> Any:
+        if any(map(_is_traced, (*init, *xs))):
+            return loop(fn, list(init), list(xs), reverse)
+        return run(fn, init, xs, reverse=reverse)
+
+    def partitioned(fn: Any, init: Any, xs: Any, *args: Any, **options: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((init, xs))
+        if any(map(_is_traced, leaves)):
+            with _disable_current_modes():
+                init, xs = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], structure)
+                return trace(fn, init, xs, *args, **options)
+        return trace(fn, init, xs, *args, **options)
+
+    with replaced(host, "_scan_impl_flat", flat), replaced(host, "value_and_grad_partitioned", partitioned):
+        yield
+
+
+def _is_traced(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="xla").requires_grad_(leaf.requires_grad)
 
 
 def accumulate(

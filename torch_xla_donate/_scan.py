@@ -11,7 +11,7 @@ import torch
 from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _bodies, _donate, _host, _leaves, _report
+from torch_xla_donate import _C, _bodies, _donate, _host, _leaves, _nested, _report
 
 _ARGUMENTS = ("init", "xs")
 
@@ -26,6 +26,7 @@ class _Wrapped:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = weakref.ref(fn)  # whoever calls scan holds it; this object lives as long as the function
         self.wishes: dict[Any, dict[str, str]] = {}  # by the structure of the arguments
+        self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
         self._key: Any = None
 
     def _function(self) -> Callable[..., Any]:
@@ -93,7 +94,9 @@ def scan(
     if body is None or not is_fn_pure:
         body = _wrapped[fn] = _Wrapped(fn)
     key = body.prepare(init, xs)
-    result = host_scan(body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+    with _nested.allowed(body.loops):
+        result = host_scan(body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+    _keep_loops(result, body.loops)
     wishes = dict(body.wishes.get(key, {}))
     leaves: dict[str, torch.Tensor] = {}
     for argument, tree in zip(_ARGUMENTS, (init, xs)):
@@ -105,6 +108,14 @@ def scan(
                 wishes.setdefault(name, where)
     _donate_leaves({name: leaves[name] for name in wishes}, wishes, result, strict)
     return result
+
+
+def _keep_loops(result: Any, loops: list[object]) -> None:
+    """Lets the loops inside of a body live as long as autograd may run the body's backward graph."""
+    for leaf in pytree.tree_leaves(result) if loops else ():
+        node = getattr(leaf, "grad_fn", None)
+        if node is not None:
+            node.torch_xla_donate_loops = loops
 
 
 def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, str], result: Any, strict: bool | None) -> None:

@@ -1,0 +1,103 @@
+"""A scan inside of the body of a scan: in the body's trace the inner loop is one operation."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_xla_donate import _host
+
+# (carry, slices) -> (carry, outputs), all lists of tensors
+Flat = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+
+
+class Loop:
+    """An inner loop. The operation knows it by its number alone, so whoever keeps a trace has to keep its loops."""
+
+    def __init__(self, body: Flat) -> None:
+        self.body = body
+        self.number = next(_numbers)
+        _loops[self.number] = self
+
+
+_numbers = itertools.count()
+_loops: weakref.WeakValueDictionary[int, Loop] = weakref.WeakValueDictionary()
+
+
+def _run(number: int, init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> list[torch.Tensor]:
+    carry, ys = _host.scan_loop(_loops[number].body, init, xs, reverse)
+    return [*carry, *ys]
+
+
+def _shapes(number: int, init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> list[torch.Tensor]:
+    with _NoRandomNumbers():  # type: ignore[no-untyped-call]
+        carry, ys = _loops[number].body(list(init), [x[0] for x in xs])
+    return [*map(torch.empty_like, carry), *(y.new_empty((len(xs[0]), *y.shape)) for y in ys)]
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """torch_xla finds the seed in the first loop of a step alone: later ones draw the same numbers each time."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotImplementedError(
+                f"A scan inside of the body of a scan draws random numbers ({func}); torch_xla would give it the same "
+                "ones in each iteration. Draw them outside of the outer scan, and pass them in with xs."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _operation() -> Callable[..., list[torch.Tensor]]:
+    library = torch.library.Library("torch_xla_donate", "DEF")  # type: ignore[no-untyped-call]
+    library.define("scan(int number, Tensor[] init, Tensor[] xs, bool reverse) -> Tensor[]")  # type: ignore[no-untyped-call]
+    library.impl("scan", _run, "XLA")  # type: ignore[no-untyped-call]
+    torch.library.register_fake("torch_xla_donate::scan", _shapes, lib=library)
+    _keep.append(library)
+    operation: Callable[..., list[torch.Tensor]] = torch.ops.torch_xla_donate.scan
+    return operation
+
+
+_keep: list[torch.library.Library] = []  # a library that is dropped takes its operations along
+_lock = threading.Lock()
+_holders: list[list[object]] = []
+_patch = contextlib.ExitStack()
+
+
+@contextlib.contextmanager
+def allowed(loops: list[object]) -> Iterator[None]:
+    """Bodies that are traced inside may have loops of their own; these are put into `loops`."""
+    with _lock:
+        if not _holders:
+            _patch.enter_context(_host.nested_scans(_loop_in_a_trace))
+        _holders.append(loops)
+    try:
+        yield
+    finally:
+        with _lock:
+            # By identity: lists of the same loops are equal.
+            del _holders[next(index for index, held in enumerate(_holders) if held is loops)]
+            for outer in _holders if loops else ():
+                outer.append(loops)  # a pure body that has been traced before makes no new ones
+            if not _holders:
+                _patch.close()
+
+
+def _loop_in_a_trace(
+    body: Flat, init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    loop = Loop(body)
+    with _lock:
+        # To all: autograd traces the backward pass of a loop on other threads than that of its scan.
+        for holder in _holders:
+            holder.append(loop)
+    found = _operation()(loop.number, init, xs, reverse)
+    return found[: len(init)], found[len(init) :]
