@@ -104,8 +104,7 @@ std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
   }
   std::size_t found = 0;
   for (const at::Tensor& tensor : tensors) {
-    if (known.count(tensor.unsafeGetTensorImpl()) == 0 &&
-        abi::OutdatedValue(*tensor.unsafeGetTensorImpl(), 0) != nullptr) {
+    if (known.count(tensor.unsafeGetTensorImpl()) == 0 && abi::IsOutdated(*tensor.unsafeGetTensorImpl())) {
       tensors_.emplace_back(tensor.getIntrusivePtr());
       ++found;
     }
@@ -113,27 +112,56 @@ std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
   return found;
 }
 
-std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(long holders) {
-  // Let go of after the lock: the last owner of a tensor may take the GIL.
+// To be let go of without the lock: the last owner of a tensor may take the GIL.
+std::vector<c10::intrusive_ptr<c10::TensorImpl>> OutdatedTensors::Alive() const {
+  std::lock_guard<std::mutex> lock(mutex_);
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> alive;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto is_gone = [&alive](const auto& weak) {
-      auto tensor = weak.lock();
-      const bool gone = tensor == nullptr;
+  for (const auto& weak : tensors_) {
+    if (auto tensor = weak.lock()) {
       alive.push_back(std::move(tensor));
-      return gone;
-    };
-    tensors_.erase(std::remove_if(tensors_.begin(), tensors_.end(), is_gone), tensors_.end());
+    }
   }
+  return alive;
+}
+
+std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(long holders) {
   std::unordered_set<const abi::TensorData*> values;
-  for (const auto& tensor : alive) {
-    const auto value = tensor == nullptr ? nullptr : abi::OutdatedValue(*tensor, holders);
-    if (value != nullptr) {
+  for (const auto& tensor : Alive()) {
+    if (const auto value = abi::OutdatedValue(*tensor, holders)) {
       values.insert(value.get());
     }
   }
   return values;
+}
+
+void OutdatedTensors::BringUpToDate() {
+  for (const auto& tensor : Alive()) {
+    abi::BringUpToDate(*tensor);
+  }
+}
+
+lazy::BackendDataPtr OutdatedTensors::Renew(const abi::TensorData* old_value) {
+  for (const auto& tensor : Alive()) {
+    if (abi::IsOutdated(*tensor) && abi::ValueOf(*tensor) == old_value) {
+      abi::BringUpToDate(*tensor);
+      const abi::TensorData* fresh = abi::ValueOf(*tensor);
+      return fresh == nullptr ? nullptr : fresh->handle;
+    }
+  }
+  return nullptr;
+}
+
+void OutdatedTensors::Purge() {
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> gone;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto it = tensors_.begin(); it != tensors_.end();) {
+    if (it->expired()) {
+      gone.push_back(std::move(*it));
+      it = tensors_.erase(it);
+    } else {
+      ++it;
+    }
+  }
 }
 
 std::size_t OutdatedTensors::Size() const {

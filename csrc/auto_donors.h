@@ -51,6 +51,9 @@ class Liveness {
 };
 
 // Tensors that have been found out of date once: caches that are written slice by slice, most often, and will be again.
+//
+// A view that is taken of such a tensor starts from the old value, and takes the new one when it is used. So where the
+// old value has been donated, the tensor must have its new one before.
 class OutdatedTensors {
  public:
   // Never destroyed: hooks may run until the process ends.
@@ -60,10 +63,19 @@ class OutdatedTensors {
   std::size_t Remember(const std::vector<at::Tensor>& tensors);
   // Their old values, which nobody can read; `holders` as for abi::OutdatedValue.
   std::unordered_set<const abi::TensorData*> Values(long holders);
+  // They take their new values.
+  void BringUpToDate();
+  // The one that keeps this old value takes its new one, whose buffer is returned. Null if there is none.
+  lazy::BackendDataPtr Renew(const abi::TensorData* old_value);
+  // Lets go of tensors that are gone, but for what they hold through this.
+  void Purge();
   std::size_t Size() const;
 
  private:
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> Alive() const;
+
   mutable std::mutex mutex_;
+  // A weak pointer keeps what a tensor holds, so they are purged before each step.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> tensors_;
 };
 

@@ -410,7 +410,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_callbacks",
       [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended,
-         py::object prepare_auto, py::object auto_step_ended) {
+         py::object prepare_auto, py::object auto_step_ended, py::object search_outdated) {
         HookCallbacks callbacks;
         callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
         // Kept for the life of the process, as the hooks are.
@@ -418,7 +418,6 @@ PYBIND11_MODULE(_C, m) {
         auto* reuse = new py::object(std::move(report_reuse));
         auto* ended = new py::object(std::move(step_ended));
         auto* prepare = new py::object(std::move(prepare_auto));
-        auto* auto_ended = new py::object(std::move(auto_step_ended));
         callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
           return DescribeUse(donor, step, *format);
         };
@@ -435,20 +434,26 @@ PYBIND11_MODULE(_C, m) {
             return error.what();
           }
         };
-        callbacks.auto_step_ended = [auto_ended](bool search) {
-          py::gil_scoped_acquire gil;
-          try {
-            (*auto_ended)(search);
-          } catch (py::error_already_set& error) {
-            error.discard_as_unraisable("torch_xla_donate, at the end of a step");
-          }
+        const auto quietly = [](py::object function) {
+          auto* kept = new py::object(std::move(function));
+          return [kept] {
+            py::gil_scoped_acquire gil;
+            try {
+              (*kept)();
+            } catch (py::error_already_set& error) {
+              error.discard_as_unraisable("torch_xla_donate");
+            }
+          };
         };
+        callbacks.auto_step_ended = quietly(std::move(auto_step_ended));
+        callbacks.search_outdated = quietly(std::move(search_outdated));
         SetHookCallbacks(std::move(callbacks));
       },
       py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
-      py::arg("prepare_auto"), py::arg("auto_step_ended"),
+      py::arg("prepare_auto"), py::arg("auto_step_ended"), py::arg("search_outdated"),
       "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used, at "
-      "the end of a step, before the first step that donates automatically, and at the end of each of these.");
+      "the end of a step, before the first step that donates automatically, at the end of each of these, and to show "
+      "all tensors to remember_outdated.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {
@@ -733,7 +738,7 @@ PYBIND11_MODULE(_C, m) {
         return OutdatedTensors::Get().Remember(found);
       },
       py::arg("tensors"),
-      "Remembers those of the tensors whose old value functionalization has left behind; how many are new.");
+      "Remembers those of the tensors that are out of date after a write through a view; how many are new.");
   m.def(
       "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
       "How many steps automatic donation has left alone, by reason.");

@@ -773,6 +773,22 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
   return completer.As<abi::CompleterFn>()(self, std::move(run));
 }
 
+// Whether a search has found tensors that were not known to be out of date.
+bool SearchOutdated() {
+  const std::size_t known = OutdatedTensors::Get().Size();
+  if (Callbacks().search_outdated) {
+    Callbacks().search_outdated();
+  }
+  return OutdatedTensors::Get().Size() > known;
+}
+
+// Whether a step has consumed the buffer, or would have.
+bool IsGone(const lazy::BackendData* buffer) {
+  const DonationRegistry& registry = DonationRegistry::Get();
+  return registry.Armed() &&
+         (registry.IsTracked(buffer) || (registry.HasSpared() && registry.FindSpared(buffer).first != nullptr));
+}
+
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
   lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
   if (!Watching()) {
@@ -785,10 +801,20 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
     }
     state.DropList();
   }
-  if (handle != nullptr && DonationRegistry::Get().Armed()) {
-    ThrowIfConsumed(handle.get());
-    ReportReuse(handle.get());
+  if (handle == nullptr || !IsGone(handle.get())) {
+    return handle;
   }
+  // A view of a tensor that is out of date, perhaps. Rare, so that it may be searched for: most often it is an error.
+  const abi::TensorData* old_value = self->data().get();
+  lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
+  if (renewed == nullptr && !state.telling && SearchOutdated()) {
+    renewed = OutdatedTensors::Get().Renew(old_value);
+  }
+  if (renewed != nullptr && !IsGone(renewed.get())) {
+    return renewed;
+  }
+  ThrowIfConsumed(handle.get());
+  ReportReuse(handle.get());
   return handle;
 }
 
@@ -807,6 +833,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   ThreadState& state = State();
   AbandonLeftover(state);
   ForgetReused(state);
+  OutdatedTensors::Get().Purge();
   state.last_spared = 0;
   state.DropList();
   if (registry.Armed()) {
@@ -845,13 +872,13 @@ void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
   const auto search_for = std::exchange(State().search_for, std::nullopt);
-  if ((std::exchange(State().auto_donated, false) || search_for.has_value()) && Callbacks().auto_step_ended) {
-    const std::size_t known = OutdatedTensors::Get().Size();
-    Callbacks().auto_step_ended(search_for.has_value());
-    if (search_for.has_value()) {
-      AutoPlans::Get().Searched(*search_for, OutdatedTensors::Get().Size() > known);
-    }
+  if (std::exchange(State().auto_donated, false) && Callbacks().auto_step_ended) {
+    Callbacks().auto_step_ended();
   }
+  if (search_for.has_value()) {
+    AutoPlans::Get().Searched(*search_for, SearchOutdated());
+  }
+  OutdatedTensors::Get().BringUpToDate();
   const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
   if (to_tell && Callbacks().step_ended) {
     Callbacks().step_ended();

@@ -156,21 +156,44 @@ std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::B
   return result;
 }
 
+namespace {
+
+const at::FunctionalTensorWrapper* WrapperOf(const c10::TensorImpl& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Functionalize)
+             ? static_cast<const at::FunctionalTensorWrapper*>(&tensor)
+             : nullptr;
+}
+
+}  // namespace
+
+bool IsOutdated(const c10::TensorImpl& tensor) {
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
+  return wrapper != nullptr && wrapper->isBaseTensor() && !wrapper->is_up_to_date();
+}
+
+const TensorData* ValueOf(const c10::TensorImpl& tensor) {
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
+  const lazy::LazyTensorPtr* lazy_tensor =
+      LazyTensorOf(wrapper == nullptr ? tensor : *wrapper->value().unsafeGetTensorImpl());
+  return lazy_tensor == nullptr || *lazy_tensor == nullptr ? nullptr : (*lazy_tensor)->data().get();
+}
+
 std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders) {
-  namespace functional = at::functionalization::impl;
-  if (!tensor.key_set().has(c10::DispatchKey::Functionalize)) {
+  if (!IsOutdated(tensor) || WrapperOf(tensor)->value().use_count() != 1) {
     return nullptr;
   }
-  const auto& wrapper = static_cast<const at::FunctionalTensorWrapper&>(tensor);
-  if (wrapper.is_up_to_date() || wrapper.value().use_count() != 1) {
-    return nullptr;
-  }
-  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*wrapper.value().unsafeGetTensorImpl());
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*WrapperOf(tensor)->value().unsafeGetTensorImpl());
   if (lazy_tensor == nullptr || *lazy_tensor == nullptr || lazy_tensor->use_count() != 1) {
     return nullptr;
   }
   const std::shared_ptr<TensorData>& data = (*lazy_tensor)->data();
   return data.use_count() <= 2 + holders ? data : nullptr;  // an XLATensor has two pointers to it
+}
+
+void BringUpToDate(const c10::TensorImpl& tensor) {
+  if (IsOutdated(tensor)) {
+    const_cast<at::FunctionalTensorWrapper*>(WrapperOf(tensor))->sync_();
+  }
 }
 
 bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }

@@ -86,6 +86,14 @@ std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::B
 // many hold a live tensor's data for reasons of their own (the caller, the executor's list).
 std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders);
 
+// Whether a tensor is out of date, whoever else may hold its old value. Not for views, which are worked out anew when
+// they are used.
+bool IsOutdated(const c10::TensorImpl& tensor);
+// The data of the value that a tensor has now; null if it is no tensor of torch_xla's.
+const TensorData* ValueOf(const c10::TensorImpl& tensor);
+// Gives a tensor that is out of date its new value from the storage, without an operation.
+void BringUpToDate(const c10::TensorImpl& tensor);
+
 // Whether nodes are kept for graphs to come (torch's torch_lazy_reuse_ir), with whatever they read.
 bool KeepsNodes();
 

@@ -112,6 +112,27 @@ def test_caches_that_nobody_reads_in_between_are_written_in_place_too(make):
     assert all(cache.tolist() == [[i + k for k in range(4)] for i in range(5)] for cache in caches)
 
 
+def test_a_view_of_a_cache_that_was_just_written_is_of_the_new_value(make):
+    cache, key = make(4, 4), make(4)
+    for i in range(4):
+        cache[i] = key + i
+        torch_xla.sync()
+        view = cache[: i + 1]  # taken, and used in a later step
+        torch_xla.sync()
+        assert view.tolist() == [[j + k for k in range(4)] for j in range(i + 1)]
+
+
+def test_a_cache_that_is_dropped_is_gone_at_the_next_step(make):
+    cache, key = make(4, 4), make(4)
+    for i in range(3):
+        cache[i] = key
+        torch_xla.sync()
+    assert _C.sizes()["outdated"] > 0
+    del cache
+    torch_xla.sync()
+    assert _C.sizes()["outdated"] == 0
+
+
 def test_an_average_of_weights_and_a_dropped_gradient_are_donated(make):
     weight, average = make(8), make(8)
     for _ in range(2):

@@ -255,3 +255,18 @@ def test_a_step_with_a_failed_use_in_it_still_runs(make, donated):
         kept = kept + 1
         torch_xla.sync()
     assert kept.tolist() == [3, 6, 9]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["read", "written_again"])
+def test_a_view_is_the_first_use_of_a_donated_tensor_that_was_written_by_slices(make, again):
+    cache, key = make(3, 4), make(4)
+    donate_buffer(cache)
+    cache[0] = key + 10
+    torch_xla.sync()
+    if again:
+        cache[1] = key + 20
+        torch_xla.sync()
+    row = cache[0]
+    torch_xla.sync()
+    assert row.tolist() == [10, 11, 12, 13]
+    assert cache[1].tolist() == ([20, 21, 22, 23] if again else [4, 5, 6, 7])

@@ -50,7 +50,15 @@ __all__ = [
     "user_computation",
 ]
 
-_C.set_callbacks(DonatedBufferError, describe_use, _reuse.report, _debug.step_ended, _auto.prepare, _auto.step_ended)
+_C.set_callbacks(
+    DonatedBufferError,
+    describe_use,
+    _reuse.report,
+    _debug.step_ended,
+    _auto.prepare,
+    _auto.step_ended,
+    _auto.search_outdated,
+)
 _host.install_hooks()
 _debug.start()
 _auto.start()

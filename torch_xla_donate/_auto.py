@@ -78,13 +78,15 @@ def prepare() -> str:
     return ""
 
 
-def step_ended(search: bool) -> None:
-    """The hooks call this at the end of a step that has donated automatically, or that asks for a search."""
+def step_ended() -> None:
+    """The hooks call this at the end of a step that has donated automatically."""
     # It holds the step's graph until torch_xla.sync() drops it, which is after the step closures have run.
     _host.forget_collectives()
-    if search:
-        # Nothing leads from a buffer to the tensors that functionalization keeps on top of it.
-        _C.remember_outdated([item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)])
+
+
+def search_outdated() -> None:
+    """Shows the hooks all tensors: nothing leads from a buffer to the tensors that functionalization keeps on it."""
+    _C.remember_outdated([item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)])
 
 
 def start() -> None:
