@@ -8,6 +8,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <typeinfo>
+#include <utility>
 
 namespace torch_xla_donate::abi {
 
@@ -62,6 +63,11 @@ struct HostTensorData : TensorData {
   std::shared_ptr<void> sharding;
   std::int64_t alias_id;
   bool is_cloned;
+};
+
+// torch_xla::XLATensor: the first that it adds is a pointer of its own type to the same data.
+struct HostTensor : lazy::LazyTensor {
+  std::shared_ptr<TensorData> data;
 };
 
 const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
@@ -214,6 +220,57 @@ std::string DescribeBuffer(const lazy::BackendData& buffer) {
   };
   const std::string sharding = field("OpSharding: ");
   return field("Data Shape: ") + (sharding.empty() ? "" : " sharding=" + sharding);
+}
+
+std::optional<std::string> PendingArray(const TensorData& tensor) {
+  if (tensor.handle != nullptr || !tensor.ir_value) {
+    return std::nullopt;
+  }
+  const lazy::Node& node = *tensor.ir_value.node;
+  if (lazy::getBackend()->GetComputationDataFromNode(&node) != nullptr && !AsHost(tensor).is_cloned) {
+    return std::nullopt;
+  }
+  // "xla_shape=f32[8,4]{1,0}", or "xla_shape=(f32[8,4]{1,0}, s32[])" for a node of several outputs.
+  const std::string text = node.ToString();
+  std::size_t open = text.find("xla_shape=");
+  for (std::size_t i = 0; i <= tensor.ir_value.index && open != std::string::npos; ++i) {
+    open = text.find('[', open + 1);
+  }
+  const std::size_t close = text.find(']', open);
+  if (open == std::string::npos || close == std::string::npos) {
+    return std::string();
+  }
+  const std::size_t begin = text.find_last_of("=( ", open) + 1;
+  return text.substr(begin, close + 1 - begin);
+}
+
+bool IsAnnotated(const lazy::Node& node) { return node.hash() != node.shapeHash(); }
+
+StandIn::StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data) {
+  namespace functional = at::functionalization::impl;
+  const c10::TensorImpl* impl = functional::isFunctionalTensor(tensor)
+                                    ? functional::unsafeGetFunctionalWrapper(tensor)->value().unsafeGetTensorImpl()
+                                    : tensor.unsafeGetTensorImpl();
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
+    Mismatch("only an XLA tensor can stand for another one");
+  }
+  // The member is not const, only torch's view of it is.
+  places_[0] = const_cast<std::shared_ptr<TensorData>*>(&(*lazy_tensor)->data());
+  places_[1] = &static_cast<HostTensor*>(lazy_tensor->get())->data;
+  before_ = *places_[0];
+  if (places_[1]->get() != before_.get()) {
+    Mismatch("an XLA tensor does not keep a second pointer to its data right after torch's part");
+  }
+  for (std::shared_ptr<TensorData>* place : places_) {
+    *place = data;
+  }
+}
+
+StandIn::~StandIn() {
+  for (std::shared_ptr<TensorData>* place : places_) {
+    *place = before_;
+  }
 }
 
 CompiledGraph DescribeGraph(const Executor::Async& run) {

@@ -189,6 +189,18 @@ def sharding_spec(tensor: torch.Tensor) -> str:
     return str(xlac()._get_xla_sharding_spec(tensor))
 
 
+def device_count() -> int:
+    """How many devices there are, over all hosts."""
+    return int(runtime().global_runtime_device_count())
+
+
+def list_live_tensors() -> None:
+    """Makes torch_xla list the live tensors of the current device, which the hooks note."""
+    import torch_xla
+
+    xlac()._check_device_tensor_need_materialization(str(torch_xla.device()))
+
+
 def auto_sharding() -> bool:
     """Whether XLA chooses shardings by itself, in which case torch_xla ignores every donor."""
     return bool(xlac()._xla_get_auto_sharding())
