@@ -138,7 +138,18 @@ def constants(node: ast.expr) -> list[str]:
 
 def python_messages() -> Iterator[tuple[str, str]]:
     errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
-    for name in ("_arguments", "_compile", "_config", "_debug", "_donate", "_errors", "_host", "_into", "_report"):
+    for name in (
+        "_arguments",
+        "_compile",
+        "_config",
+        "_debug",
+        "_donate",
+        "_errors",
+        "_host",
+        "_into",
+        "_outlook",
+        "_report",
+    ):
         path = ROOT / "torch_xla_donate" / f"{name}.py"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Call) and (
@@ -149,6 +160,9 @@ def python_messages() -> Iterator[tuple[str, str]]:
                 yield f"{path.name}:{node.lineno}", max(constants(node.args[0]), key=len)
             if isinstance(node, ast.FunctionDef) and node.name in (
                 "explain",
+                "_differs_per_device",
+                "_expect",
+                "of",
                 "describe_use",
                 "describe_reuse",
                 "_line",

@@ -145,8 +145,8 @@ def test_the_reason_names_the_shardings_where_they_keep_the_sizes_apart():
     sharded = donor(32, "f32[8]{0} sharding={devices=[4]0,1,2,3}")
     step = {"donors": [sharded], "outputs": ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]}
     assert _report.explain(sharded, step) == (
-        "an output has its size of 32 bytes, but not per device: the donor is sharded {devices=[4]0,1,2,3}, 8 bytes on "
-        "each device, the output f32[8] {replicated}, 32 bytes; shard donor and output alike"
+        "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
+        "8 bytes on each, the output f32[8], sharded {replicated}, 32; shard donor and output alike"
     )
 
 

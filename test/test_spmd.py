@@ -229,7 +229,7 @@ def test_the_reason_names_the_shardings(measured: Any) -> None:
             reasons += 1
             assert reason.startswith(
                 f"an output has its size of {4 * math.prod(case.shape)} bytes, but not per device: "
-                f"the donor is sharded {result['sharding'][1]}, {size} bytes on each device, the output f32["
+                f"the donor, sharded {result['sharding'][1]}, takes {size} bytes on each, the output f32["
                 if case.dtype == "float32"
                 else "an output has"
             )
@@ -393,7 +393,9 @@ def test_donors_go_through_a_manual_region(tmp_path: Path) -> None:
     modules = [module for module in hlo.read_dump(tmp_path) if module.donors]
     assert all(len(module.aliases) == 1 for module in modules[:-1])
     assert prediction == "unusable"
-    assert "but not per device: the donor is sharded {devices=[4,1]0,1,2,3}, 128 bytes on each device" in warning
+    assert (
+        "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each, the output" in warning
+    )
     assert right
 
 

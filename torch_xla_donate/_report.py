@@ -209,9 +209,9 @@ def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str
     _, donor_sharding = _split(raw["array"])
     array, sharding = _split(output)
     text = (
-        f"an output has its size of {raw['bytes']} bytes, but not per device: the donor is sharded {donor_sharding}, "
-        f"{raw['bytes_per_device']} bytes on each device, the output {array} {sharding}, "
-        f"{_C.bytes_per_device(output)} bytes; "
+        f"an output has its size of {raw['bytes']} bytes, but not per device: the donor, sharded {donor_sharding}, "
+        f"takes {raw['bytes_per_device']} bytes on each, the output {array}, sharded {sharding}, "
+        f"{_C.bytes_per_device(output)}; "
     )
     if alone and sharding == "{replicated}" and not _C.is_even(raw["array"]):
         return (
