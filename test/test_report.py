@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import torch_xla
+from helpers import run_script
 
 from torch_xla_donate import (
     _C,
@@ -190,3 +191,32 @@ def test_the_prediction_knows_the_pairs_that_into_asks_for(make, wished):
     with pytest.warns(DonationWarning):
         torch_xla.sync(wait=True)
     assert [d.outcome for d in sorted(donation_report(steps=1).donors, key=lambda d: d.name)] == predicted
+
+
+def test_work_on_views_that_cannot_be_seen_is_not_predicted():
+    done = run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import donate_buffer, donation_report
+
+        t, other = torch.ones(4).to("xla"), torch.ones(5).to("xla")
+        torch_xla.sync(wait=True)
+        out, unseen = other + 1, t + 1
+        view = unseen[2:]
+        donate_buffer([t, other])
+        for mark in donation_report(predict=True).pending:
+            print(mark.prediction, mark.reason)
+        torch_xla.sync(wait=True)
+        print(bool(donation_report()), view.tolist(), len(out))
+        """,
+        env={"XLA_DISABLE_FUNCTIONALIZATION": "1"},
+    )
+    *predictions, last = done.stdout.splitlines()
+    assert (
+        predictions
+        == [
+            "unknown no step has read it yet; there are views while functionalization is off, whose work cannot be seen"
+        ]
+        * 2
+    )
+    assert last == "True [2.0, 2.0] 5"

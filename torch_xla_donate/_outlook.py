@@ -48,20 +48,20 @@ class Outlook:
     def of(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, str]:
         """What will become of a pending mark, and why where that is not for XLA to say; None if no work reads it."""
         buffer = raw["buffer"]
-        if buffer not in self._read:
+        if buffer not in self._read and self._complete:
             return None, "no pending work reads it"
         if self._off:
             return "unusable", self._off
         if buffer in self._shared:
             return "unusable", HELD_BY_OTHERS
+        if not self._complete:
+            return "unknown", "there are views while functionalization is off, whose work cannot be seen"
         if buffer in self._used:
             return "donated", ""
         open_outputs = [text for text in self._unknown if self._may_fit(text, self._sizes[buffer])]
         if open_outputs:
             shown = ", ".join(open_outputs[:3]) + (", ..." if len(open_outputs) > 3 else "")
             return "unknown", f"the compiler will choose the sharding of {shown}"
-        if not self._complete:
-            return "unknown", "there are views while functionalization is off, whose work cannot be seen"
         return "unusable", ""
 
     def as_step(self) -> dict[str, Any]:
