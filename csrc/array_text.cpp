@@ -1,6 +1,7 @@
 // Reads the texts of abi::DescribeBuffer.
 #include "array_text.h"
 
+#include <algorithm>
 #include <sstream>
 #include <utility>
 
@@ -43,6 +44,22 @@ std::optional<std::vector<std::int64_t>> Numbers(const std::string& text, const 
   return list.eof() ? std::optional(numbers) : std::nullopt;
 }
 
+// For each dimension its size and the number of its pieces.
+std::optional<std::vector<std::pair<std::int64_t, std::int64_t>>> Cuts(const std::string& array) {
+  const std::size_t sharding = array.find(" sharding=");
+  const auto sizes = Numbers(array.substr(0, sharding), "[");
+  if (!sizes) {
+    return std::nullopt;
+  }
+  // Tiles beyond the array's rank are copies.
+  const auto tiles = sharding == std::string::npos ? std::nullopt : Numbers(array.substr(sharding), "devices=[");
+  std::vector<std::pair<std::int64_t, std::int64_t>> cuts;
+  for (std::size_t i = 0; i < sizes->size(); ++i) {
+    cuts.emplace_back((*sizes)[i], tiles && i < tiles->size() ? std::max<std::int64_t>((*tiles)[i], 1) : 1);
+  }
+  return cuts;
+}
+
 }  // namespace
 
 const char* ElementName(at::ScalarType dtype) {
@@ -72,19 +89,22 @@ std::vector<std::int64_t> SizesOf(const std::string& array) {
 
 std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
   const std::optional<at::ScalarType> dtype = ElementType(array);
-  const std::size_t sharding = array.find(" sharding=");
-  const auto sizes = Numbers(array.substr(0, sharding), "[");
-  if (!dtype || !sizes) {
+  const auto cuts = Cuts(array);
+  if (!dtype || !cuts) {
     return std::nullopt;
   }
-  // Tiles beyond the array's rank are copies.
-  const auto tiles = sharding == std::string::npos ? std::nullopt : Numbers(array.substr(sharding), "devices=[");
   auto bytes = static_cast<std::int64_t>(c10::elementSize(*dtype));
-  for (std::size_t i = 0; i < sizes->size(); ++i) {
-    const std::int64_t pieces = tiles && i < tiles->size() ? (*tiles)[i] : 1;
-    bytes *= ((*sizes)[i] + pieces - 1) / pieces;
+  for (const auto& [size, pieces] : *cuts) {
+    bytes *= (size + pieces - 1) / pieces;
   }
   return bytes;
+}
+
+bool IsSharded(const std::string& array) { return array.find(" sharding=") != std::string::npos; }
+
+bool IsEven(const std::string& array) {
+  const auto cuts = Cuts(array);
+  return !cuts || std::all_of(cuts->begin(), cuts->end(), [](const auto& cut) { return cut.first % cut.second == 0; });
 }
 
 }  // namespace torch_xla_donate

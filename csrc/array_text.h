@@ -27,4 +27,10 @@ std::vector<std::int64_t> SizesOf(const std::string& array);
 // Bytes of the largest shard, which is what XLA compares when it pairs donors with outputs.
 std::optional<std::int64_t> BytesPerDevice(const std::string& array);
 
+// Whether a sharding is part of the text.
+bool IsSharded(const std::string& array);
+
+// Whether the sharding, if there is one, cuts the array into pieces of one size. Where it does not, they are padded.
+bool IsEven(const std::string& array);
+
 }  // namespace torch_xla_donate

@@ -4,11 +4,14 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <map>
 #include <mutex>
 #include <vector>
 
+#include "array_text.h"
 #include "auto_donors.h"
 #include "donation_registry.h"
+#include "outlook.h"
 #include "sync_hooks.h"
 #include "torch_xla_abi.h"
 
@@ -317,6 +320,13 @@ py::tuple Signature(const py::list& leaves) {
   return py::make_tuple(py::bytes(key), pending, others);
 }
 
+// A donor as XLA writes it. What is consumed is not looked at.
+std::string ArrayOf(const Donor& donor) {
+  const lazy::BackendDataPtr buffer =
+      donor.array.empty() && donor.state != DonorState::kDonated ? donor.buffer.lock() : nullptr;
+  return buffer == nullptr ? donor.array : abi::DescribeBuffer(*buffer);
+}
+
 py::dict DonorDict(const Donor& donor) {
   static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
   py::dict result;
@@ -331,6 +341,10 @@ py::dict DonorDict(const Donor& donor) {
   result["strict"] = donor.Strict();
   result["shape"] = donor.Shape();
   result["bytes"] = donor.bytes;
+  const std::string array = ArrayOf(donor);
+  result["array"] = array;
+  result["bytes_per_device"] = BytesPerDevice(array).value_or(donor.bytes);
+  result["buffer"] = reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get());
   result["device"] = donor.device.toString();
   result["outcome"] = states[static_cast<int>(donor.state)];
   result["reason"] = donor.reason;
@@ -355,6 +369,47 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["outputs"] = step.outputs;
     result.append(item);
   }
+  return result;
+}
+
+// What the next step would do with the pending marks; see outlook.h.
+py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of) {
+  const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
+  ShardingOf ask;
+  if (!sharding_of.is_none()) {
+    ask = [&](const std::shared_ptr<abi::TensorData>& tensor) {
+      const abi::StandIn stands_for(stand_in, tensor);
+      return sharding_of().cast<std::string>();
+    };
+  }
+  const Outlook outlook = LookAhead(live, ask);
+  std::map<const lazy::BackendData*, Donor> marked;
+  for (const Donor& donor : DonationRegistry::Get().Pending()) {
+    if (!donor.Held()) {
+      marked.emplace(donor.buffer.lock().get(), donor);
+    }
+  }
+  py::set shared;
+  for (const std::shared_ptr<abi::TensorData>& tensor : live) {
+    const auto found = tensor == nullptr ? marked.end() : marked.find(tensor->handle.get());
+    if (found != marked.end() && !found->second.HeldBy(tensor.get())) {
+      shared.add(reinterpret_cast<std::uintptr_t>(found->first));
+    }
+  }
+  py::list inputs;
+  for (const Outlook::Parameter& parameter : outlook.parameters) {
+    const auto found = marked.find(parameter.buffer.get());
+    if (parameter.own || found != marked.end()) {
+      inputs.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(parameter.buffer.get()),
+                                   BytesPerDevice(abi::DescribeBuffer(*parameter.buffer)),
+                                   found != marked.end() && found->second.Target() != nullptr));
+    }
+  }
+  py::dict result;
+  result["inputs"] = inputs;
+  result["outputs"] = outlook.outputs;
+  result["shared"] = shared;
+  result["complete"] = outlook.complete;
   return result;
 }
 
@@ -686,6 +741,13 @@ PYBIND11_MODULE(_C, m) {
         return result;
       },
       "The marks that no step has read yet.");
+  m.def("look_ahead", &LookAheadWith, py::arg("stand_in"), py::arg("sharding_of"),
+        "Right after a list of live tensors: the arrays that their pending work will make, and of its parameters the "
+        "donors, each with its buffer (as in identity), its bytes per device and whether an output is to take it over. "
+        "sharding_of (None without SPMD) is called while stand_in, a tensor of nobody else, stands for an output.");
+  m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
+        "Of an array as XLA writes it, with its sharding; None if the text is not understood.");
+  m.def("is_even", &IsEven, py::arg("array"), "Whether its sharding cuts such an array into pieces of one size.");
   m.def(
       "take_notices", [] { return StepDicts(DonationRegistry::Get().TakeNotices()); },
       "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True.");

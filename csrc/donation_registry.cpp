@@ -444,14 +444,20 @@ void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
   if (failure == nullptr && (step->outcome == nullptr || step->outcome->used != used)) {
     outcome = std::make_shared<GraphOutcome>();
     outcome->used = used;
+    const auto describe = [](const lazy::BackendDataPtr& buffer) {
+      try {
+        return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
+      } catch (const std::exception&) {
+        return std::string();  // a reason may lack a size; the step must be settled
+      }
+    };
+    for (const lazy::BackendDataPtr& buffer : buffers) {
+      const std::string array = describe(buffer);
+      outcome->donors.push_back(IsSharded(array) ? array : std::string());
+    }
     if (!all_used) {
       for (const auto& weak : step->outputs) {
-        const lazy::BackendDataPtr output = weak.lock();
-        try {
-          outcome->outputs.push_back(output != nullptr ? abi::DescribeBuffer(*output) : std::string());
-        } catch (const std::exception&) {
-          outcome->outputs.emplace_back();  // a reason may lack a size; the step must be settled
-        }
+        outcome->outputs.push_back(describe(weak.lock()));
       }
     }
   }
@@ -538,6 +544,9 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   }
   if (step.outcome != nullptr) {
     snapshot.outputs = step.outcome->outputs;
+    for (std::size_t i = 0; i < step.donors.size(); ++i) {
+      snapshot.donors[i].array = step.outcome->donors[i];
+    }
   }
   return snapshot;
 }

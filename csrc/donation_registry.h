@@ -65,6 +65,8 @@ struct Donor {
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::int64_t bytes = 0;  // of the whole array, before any sharding
   lazy::BackendDevice device;
+  std::string
+      array;  // of a sharded one, in a snapshot: as XLA writes it; otherwise the buffer tells, while it is there
   DonorState state = DonorState::kPending;
   std::string reason;      // why it is unusable, where this side knows; empty if XLA found no use for it
   bool automatic = false;  // found by liveness: nobody has marked it, and there are no holders
@@ -87,6 +89,7 @@ using DonorPtr = std::shared_ptr<Donor>;
 struct GraphOutcome {
   std::vector<std::string> outputs;  // shapes as XLA writes them, where somebody needs them for a reason
   std::vector<bool> used;            // for each donor, in the order in which the step lists them
+  std::vector<std::string> donors;   // the same: those that are sharded as XLA writes them, else empty
 };
 
 // A step that read marked buffers.

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <typeinfo>
+#include <utility>
 
 namespace torch_xla_donate::abi {
 
@@ -63,6 +64,11 @@ struct HostTensorData : TensorData {
   std::shared_ptr<void> sharding;
   std::int64_t alias_id;
   bool is_cloned;
+};
+
+// torch_xla::XLATensor: the first that it adds is a pointer of its own type to the same data.
+struct HostTensor : lazy::LazyTensor {
+  std::shared_ptr<TensorData> data;
 };
 
 const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
@@ -280,41 +286,58 @@ std::string DescribeBuffer(const lazy::BackendData& buffer) {
 }
 
 std::string DescribeNode(const lazy::Value& value) {
-  // "[] aten::add, xla_shape=f32[8,4]{1,0}, dynamic_dims: ()", or a tuple: "xla_shape=(f32[8]{0}, s32[])".
+  // "xla_shape=f32[8,4]{1,0}", or "xla_shape=(f32[8,4]{1,0}, s32[])" for a node of several outputs.
   const std::string text = value.node->ToString();
-  const char* const label = "xla_shape=";
-  const std::size_t begin = text.find(label);
-  if (begin == std::string::npos) {
-    return {};
+  std::size_t open = text.find("xla_shape=");
+  for (std::size_t i = 0; i <= value.index && open != std::string::npos; ++i) {
+    open = text.find('[', open + 1);
   }
-  std::size_t at = begin + std::strlen(label);
-  const bool is_tuple = at < text.size() && text[at] == '(';
-  if (!is_tuple && value.index != 0) {
-    return {};
+  const std::size_t close = text.find(']', open);
+  if (open == std::string::npos || close == std::string::npos) {
+    return std::string();
   }
-  at += is_tuple ? 1 : 0;
-  std::size_t index = 0;
-  int depth = 0;
-  for (std::size_t end = at; end <= text.size(); ++end) {
-    const char next = end < text.size() ? text[end] : ')';
-    const bool ends = depth == 0 && (next == ',' || next == ')');
-    if (ends && index == value.index) {
-      at = text.find_first_not_of(' ', at);
-      return text.substr(at, end - at);
-    }
-    if (ends && !is_tuple) {
-      return {};
-    }
-    if (ends) {
-      ++index;
-      at = end + 1;
-    }
-    depth += next == '[' || next == '{' || next == '(' ? 1 : next == ']' || next == '}' || next == ')' ? -1 : 0;
-    if (depth < 0) {
-      return {};
-    }
+  const std::size_t begin = text.find_last_of("=( ", open) + 1;
+  return text.substr(begin, close + 1 - begin);
+}
+
+std::optional<std::string> PendingArray(const TensorData& tensor) {
+  if (tensor.handle != nullptr || !tensor.ir_value) {
+    return std::nullopt;
   }
-  return {};
+  const lazy::Node* node = tensor.ir_value.node.get();
+  if (lazy::getBackend()->GetComputationDataFromNode(node) != nullptr && !AsHost(tensor).is_cloned) {
+    return std::nullopt;
+  }
+  return DescribeNode(tensor.ir_value);
+}
+
+bool IsAnnotated(const lazy::Node& node) { return node.hash() != node.shapeHash(); }
+
+StandIn::StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data) {
+  namespace functional = at::functionalization::impl;
+  const c10::TensorImpl* impl = functional::isFunctionalTensor(tensor)
+                                    ? functional::unsafeGetFunctionalWrapper(tensor)->value().unsafeGetTensorImpl()
+                                    : tensor.unsafeGetTensorImpl();
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
+    Mismatch("only an XLA tensor can stand for another one");
+  }
+  // The member is not const, only torch's view of it is.
+  places_[0] = const_cast<std::shared_ptr<TensorData>*>(&(*lazy_tensor)->data());
+  places_[1] = &static_cast<HostTensor*>(lazy_tensor->get())->data;
+  before_ = *places_[0];
+  if (places_[1]->get() != before_.get()) {
+    Mismatch("an XLA tensor does not keep a second pointer to its data right after torch's part");
+  }
+  for (std::shared_ptr<TensorData>* place : places_) {
+    *place = data;
+  }
+}
+
+StandIn::~StandIn() {
+  for (std::shared_ptr<TensorData>* place : places_) {
+    *place = before_;
+  }
 }
 
 CompiledGraph DescribeGraph(const Executor::Async& run) {

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -127,9 +128,31 @@ std::int64_t AliasId(const TensorData& tensor);
 // where there is one. Empty if the host's text is not understood.
 std::string DescribeBuffer(const lazy::BackendData& buffer);
 
-// Shape and layout of what a node's output will be, written alike, without a sharding. Empty if the text is not
-// understood.
+// The array that a node's output will be, without layout and sharding: "f32[8,4]". Empty if the host's text for it is
+// not understood.
 std::string DescribeNode(const lazy::Value& value);
+// The array that a step would compute for the tensor, without layout and sharding: "f32[8,4]". Nothing if the tensor
+// has no pending work; an empty text if it has, and the host's text for it is not understood.
+std::optional<std::string> PendingArray(const TensorData& tensor);
+
+// Whether somebody has given the node a sharding.
+bool IsAnnotated(const lazy::Node& node);
+
+// Lets a tensor stand for other data as long as this lives, so that torch_xla's functions, which take tensors, can be
+// asked about data of which there is no at::Tensor at hand. The tensor must be the caller's alone.
+class StandIn {
+ public:
+  // Throws std::runtime_error if it is not an XLA tensor, or not laid out as expected.
+  StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data);
+  ~StandIn();
+  StandIn(const StandIn&) = delete;
+  StandIn& operator=(const StandIn&) = delete;
+
+ private:
+  // torch's pointer to the data, and torch_xla's.
+  std::shared_ptr<TensorData>* places_[2];
+  std::shared_ptr<TensorData> before_;
+};
 
 // A compiled graph in XLA's words: the optimised HLO module, and the bytes that a run takes.
 struct CompiledGraph {

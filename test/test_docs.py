@@ -143,6 +143,7 @@ def python_messages() -> Iterator[tuple[str, str]]:
     errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
     for name in (
         "_arguments",
+        "_auto",
         "_call_jax",
         "_compile",
         "_config",
@@ -151,6 +152,7 @@ def python_messages() -> Iterator[tuple[str, str]]:
         "_errors",
         "_host",
         "_into",
+        "_outlook",
         "_report",
         "_user_computation",
     ):
@@ -164,6 +166,9 @@ def python_messages() -> Iterator[tuple[str, str]]:
                 yield f"{path.name}:{node.lineno}", max(constants(node.args[0]), key=len)
             if isinstance(node, ast.FunctionDef) and node.name in (
                 "explain",
+                "_differs_per_device",
+                "_expect",
+                "of",
                 "describe_use",
                 "describe_reuse",
                 "_line",

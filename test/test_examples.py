@@ -21,6 +21,7 @@ COVERED = {
     "jax_quickstart.py",
     "kv_cache.py",
     "quickstart.py",
+    "spmd.py",
     "train_digits.py",
     "train_transformer.py",
     "user_computation.py",
@@ -67,6 +68,22 @@ def test_the_quickstarts_print_no_addresses_and_no_absolute_paths(name: str) -> 
     output = run_example(name, timeout=120).stdout
     assert str(EXAMPLES.parent) not in output
     assert not re.search(r"0x[0-9a-f]+|(?<![\w.])/\w+/", output)
+
+
+def test_the_sharded_example_predicts_and_names_the_sharding_of_the_donor_that_stays() -> None:
+    output = run_example("spmd.py", timeout=120).stdout
+    first, second = output.removeprefix("before step 1:\n").split("before step 2:\n")
+    second, _, report = second.partition("3 of 4 donors donated, 1.5 MiB (75.0% of the bytes offered)")
+    sharded = "{devices=[4,1]0,1,2,3}: 128 of 512 KiB on each device, predicted: donated"
+    assert first.splitlines() == [
+        "  ['momenta'] {replicated}: 512 of 512 KiB on each device, predicted: unusable",
+        f"  ['weights'] {sharded}",
+    ]
+    assert second.splitlines() == [f"  ['momenta'] {sharded}", f"  ['weights'] {sharded}"]
+    assert report.count("│ donated ") == 3
+    assert report.count("│ unusable ") == 1
+    told = " ".join(cells.split("│")[-2].strip() for cells in report.splitlines() if cells.count("│") > 5)
+    assert "but not per device: the donor, sharded {replicated}, takes 524288 bytes on each, the output" in told
 
 
 def test_the_examples_of_jaxs_page_do_what_its_page_says() -> None:

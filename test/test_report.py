@@ -5,9 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import torch_xla
+from helpers import run_script
 
-from torch_xla_donate import _C, _report, cancel_donation, donate_buffer, donation_report
+from torch_xla_donate import (
+    _C,
+    DonationWarning,
+    _report,
+    cancel_donation,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+)
 
 
 def test_a_report_of_a_step_in_which_all_was_used(make):
@@ -112,8 +122,8 @@ def test_many_donors_are_cut_short_in_the_text_and_complete_in_the_data(make):
     assert str(report).endswith("... and 10 more; see .to_dict()")
 
 
-def donor(size):
-    return {"bytes": size}
+def donor(size, array=""):
+    return {"bytes": size, "bytes_per_device": _C.bytes_per_device(array) or size, "array": array}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +132,6 @@ def donor(size):
         ([8], ["f32[3]{0}", "s64[]"], None),
         ([12, 12], ["f32[3]{0}"], "more donors than outputs of its size: 2 donors and 1 output of 12 bytes"),
         ([16], ["f32[3]{0}", "f32[3]{0}"], "no output of the step has its size of 16 bytes (outputs: 2 of 12 bytes)"),
-        ([12], ["f32[3]{0} sharding={replicated}"], "an output has its size of 12 bytes, but not per device: sharding"),
         ([12], ["f32[3]{0}"], "outputs of its size of 12 bytes went to other inputs"),
         ([12], [""], "XLA did not use it; the step's outputs are gone"),
     ],
@@ -131,3 +140,83 @@ def test_the_reason_follows_from_the_sizes(donors, outputs, reason):
     step = {"donors": [donor(size) for size in donors], "outputs": outputs}
     text = _report.explain(donor(donors[0]), step)
     assert text.startswith(reason or "outputs of its size of 8 bytes")
+
+
+def test_the_reason_names_the_shardings_where_they_keep_the_sizes_apart():
+    sharded = donor(32, "f32[8]{0} sharding={devices=[4]0,1,2,3}")
+    step = {"donors": [sharded], "outputs": ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]}
+    assert _report.explain(sharded, step) == (
+        "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
+        "8 bytes on each, the output f32[8], sharded {replicated}, 32; shard donor and output alike"
+    )
+
+
+def test_a_pending_mark_is_predicted_on_request(make):
+    used, rival, unused, unread, shared = make(6), make(6), make(5), make(4), make(7)
+    holder = torch.empty(7, device="xla")
+    holder.copy_(shared)
+    torch_xla.sync()
+    out = [used + 1 + rival.sum(), unused.sum(), shared + 1]
+    donate_buffer({"used": used, "rival": rival, "unused": unused, "unread": unread, "shared": shared})
+
+    def predictions():
+        return {mark.name[2:-2]: (mark.prediction, mark.reason) for mark in donation_report(predict=True).pending}
+
+    assert {mark.prediction for mark in donation_report().pending} == {None}
+    found = predictions()
+    assert found["unread"] == (None, "no step has read it yet; no pending work reads it")
+    assert sorted(found[name][0] for name in ("used", "rival")) == ["donated", "unusable"]
+    assert found["shared"][0] == "unusable"
+    assert "another live tensor, which was not donated" in found["shared"][1]
+    assert found["unused"][1].startswith("no step has read it yet; the next one will not use it: no output of the step")
+    with donation_disabled():
+        assert predictions()["used"][1].endswith("will not use it: donation is disabled (donation_disabled())")
+    # To look has changed nothing, and the step does what was predicted.
+    cancel_donation(unread)
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    after = {donor.name[2:-2]: donor.outcome for donor in donation_report(steps=1).donors}
+    assert after == {name: found[name][0] for name in after}
+    assert len(out) == 3
+    assert len(holder) == 7
+
+
+@pytest.mark.parametrize("wished", [0, 1])
+def test_the_prediction_knows_the_pairs_that_into_asks_for(make, wished):
+    tensors = [make(9), make(9)]
+    out = tensors[0] + tensors[1]
+    donate_buffer(tensors, into=[out if i == wished else None for i in range(2)])
+    predicted = [mark.prediction for mark in sorted(donation_report(predict=True).pending, key=lambda mark: mark.name)]
+    assert predicted[wished] == "donated"
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    assert [d.outcome for d in sorted(donation_report(steps=1).donors, key=lambda d: d.name)] == predicted
+
+
+def test_work_on_views_that_cannot_be_seen_is_not_predicted():
+    done = run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import donate_buffer, donation_report
+
+        t, other = torch.ones(4).to("xla"), torch.ones(5).to("xla")
+        torch_xla.sync(wait=True)
+        out, unseen = other + 1, t + 1
+        view = unseen[2:]
+        donate_buffer([t, other])
+        for mark in donation_report(predict=True).pending:
+            print(mark.prediction, mark.reason)
+        torch_xla.sync(wait=True)
+        print(bool(donation_report()), view.tolist(), len(out))
+        """,
+        env={"XLA_DISABLE_FUNCTIONALIZATION": "1"},
+    )
+    *predictions, last = done.stdout.splitlines()
+    assert (
+        predictions
+        == [
+            "unknown no step has read it yet; there are views while functionalization is off, whose work cannot be seen"
+        ]
+        * 2
+    )
+    assert last == "True [2.0, 2.0] 5"

@@ -195,6 +195,18 @@ def sharding_spec(tensor: torch.Tensor) -> str:
     return str(xlac()._get_xla_sharding_spec(tensor))
 
 
+def device_count() -> int:
+    """How many devices there are, over all hosts."""
+    return int(runtime().global_runtime_device_count())
+
+
+def list_live_tensors() -> None:
+    """Makes torch_xla list the live tensors of the current device, which the hooks note."""
+    import torch_xla
+
+    xlac()._check_device_tensor_need_materialization(str(torch_xla.device()))
+
+
 def auto_sharding() -> bool:
     """Whether XLA chooses shardings by itself, in which case torch_xla ignores every donor."""
     return bool(xlac()._xla_get_auto_sharding())
@@ -215,7 +227,7 @@ def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """How the tensors among the arguments are sharded; empty where nothing is."""
     if not runtime().is_spmd():
         return ()
-    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "xla"]
     return (tuple(xlac()._get_xla_sharding_specs(tensors)),)
 
 
@@ -268,9 +280,24 @@ def _match_by_buffer(matcher: Any, buffers: Sequence[int]) -> None:
             matcher.arg_idxs[place], matcher.graph_input_xla_values[place] = argument, None
 
 
+class _AnySharding:
+    """Equal to every sharding.
+
+    The bridge compares its first calls' shardings with those of the extraction, and extracts the graph anew if they
+    differ, without our donors. An unsharded argument differs from itself then, as extraction has made it a replicated
+    one. Whoever runs the graph has looked at the shardings already (`graph_key`).
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]) -> tuple[Any, ...]:
     """What extraction has found, without the tensors that it was made with: the bridge keeps them and needs none."""
     kept = list(found)
+    kept[0] = _AnySharding()
     kept[1], kept[7] = (None,) * len(found[1]), [None] * len(found[7])
     returns = found[6]
     returns.trace_inputs = returns.trace_outputs = returns.deduped_trace_outputs = None

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch_xla_donate import _C, _hlo, _into
+from torch_xla_donate import _C, _into, _outlook
 from torch_xla_donate._errors import DonationError, DonationWarning, warn
 
 Outcome = Literal["donated", "unusable", "pending"]
@@ -28,12 +28,16 @@ class Donor:
         shape: sizes of the whole array, before any sharding.
         dtype: XLA's name of the element type, such as ``f32``.
         bytes: of the whole array.
+        bytes_per_device: of what each device holds, which is what XLA compares; the same without SPMD.
+        sharding: as XLA writes it, such as ``{devices=[4,1]0,1,2,3}``; empty without SPMD.
         device: such as ``CPU:0``.
         outcome: ``donated``, ``unusable`` or ``pending``.
         reason: why it is not donated; empty if it is.
         step: number of the step that read it, counted from 1 over steps that have donors; None while pending.
         into_kept: whether the output named by ``into=`` took the buffer over; None without ``into=`` or if unknown.
         automatic: whether nobody has marked it, and `auto_donate` has found that nothing can read it any more.
+        prediction: of a pending mark, if it was asked for: what the next step will do with it; ``unknown`` where that
+            depends on a sharding which the compiler will choose; None if no pending work reads it.
     """
 
     name: str
@@ -41,12 +45,15 @@ class Donor:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    bytes_per_device: int
+    sharding: str
     device: str
     outcome: Outcome
     reason: str
     step: int | None
     into_kept: bool | None
     automatic: bool
+    prediction: _outlook.Prediction | None = None
 
     @property
     def array(self) -> str:
@@ -100,14 +107,17 @@ class DonationReport:
         }
 
 
-def donation_report(*, steps: int | None = None) -> DonationReport:
-    """The donors of the last steps with their outcome.
+def donation_report(*, steps: int | None = None, predict: bool = False) -> DonationReport:
+    """The donors of the last steps with their outcome, and the marks that are pending.
 
     Waits for running steps until they have been handed to the device, which is when XLA takes the buffers; not for the
     device to compute them.
 
     Args:
         steps: how many steps to look back; at most, and by default, the last 8 that had donors.
+        predict: whether to tell, for each pending mark, what the next step will do with it, from the bytes per device
+            of marks and outputs. Looks at all pending work, so no other thread may be computing meanwhile. Nothing is
+            compiled or run. What is seen from outside (dlpack, numpy) is not known; XLA copies it then.
 
     Raises:
         ValueError: ``steps`` is not positive.
@@ -121,16 +131,19 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     if steps is not None:
         found = found[-steps:]
     donors = [_donor(raw, step) for step in found for raw in step["donors"]]
-    pending = [_donor(raw, None) for raw in _C.pending()]
+    marks = _C.pending()
+    outlook = _outlook.Outlook() if predict and marks else None
+    pending = [_donor(raw, None, outlook) for raw in marks]
     tell()
     return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals())
 
 
-def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
+def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None, outlook: _outlook.Outlook | None = None) -> Donor:
     kept = [_into.kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
+    prediction: _outlook.Prediction | None = None
     if step is None:
-        outcome, reason = "pending", "no step has read it yet"
+        outcome, (prediction, reason) = "pending", _expect(raw, outlook)
     elif raw["outcome"] == "donated":
         outcome, reason = "donated", ""
     else:
@@ -141,13 +154,29 @@ def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None) -> Donor:
         shape=tuple(int(size) for size in sizes.split(",") if size),
         dtype=dtype,
         bytes=raw["bytes"],
+        bytes_per_device=raw["bytes_per_device"],
+        sharding=_split(raw["array"])[1],
         device=raw["device"],
         outcome=outcome,  # type: ignore[arg-type]
         reason=reason,
         step=None if step is None else step["number"],
         into_kept=next((value for value in kept if value is not None), None),
         automatic=raw["automatic"],
+        prediction=prediction,
     )
+
+
+def _expect(raw: Mapping[str, Any], outlook: _outlook.Outlook | None) -> tuple[_outlook.Prediction | None, str]:
+    """The prediction for a pending mark, and its reason."""
+    unread = "no step has read it yet"
+    if outlook is None:
+        return None, unread
+    prediction, why = outlook.of(raw)
+    if prediction == "donated":
+        return prediction, f"{unread}; the next one will donate it"
+    if prediction == "unusable":
+        return prediction, f"{unread}; the next one will not use it: {why or explain(raw, outlook.as_step())}"
+    return prediction, f"{unread}; {why}"
 
 
 def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
@@ -156,36 +185,51 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     XLA gives a donor to an output of the same bytes on each device, whatever its dtype or shape (measured on 2.9.0), so
     the outputs' sizes tell most of it.
     """
-    outputs = [_output(text) for text in step["outputs"] if text]
+    outputs = [(text, _C.bytes_per_device(text)) for text in step["outputs"] if text]
     if not outputs:
         return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
-    size = raw["bytes"]
-    fitting = [sharding for bytes_, sharding in outputs if bytes_ == size]
+    size = raw["bytes_per_device"]
+    each = " on each device" if _split(raw["array"])[1] else ""
+    fitting = sum(bytes_ == size for _, bytes_ in outputs)
     if not fitting:
-        sizes = Counter(bytes_ for bytes_, _ in outputs)
+        alike = [text for text, _ in outputs if _C.bytes_per_device(_split(text)[0]) == raw["bytes"]]
+        if alike and each:
+            return _differs_per_device(raw, alike[0], len(outputs) == 1)
+        sizes = Counter(bytes_ for _, bytes_ in outputs if bytes_ is not None)
         shown = ", ".join(f"{count} of {bytes_} bytes" for bytes_, count in sorted(sizes.items())[:4])
         return (
-            f"no output of the step has its size of {size} bytes (outputs: {shown}{', ...' if len(sizes) > 4 else ''})"
+            f"no output of the step has its size of {size} bytes{each} "
+            f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})"
         )
-    rivals = sum(other["bytes"] == size for other in step["donors"])
-    if rivals > len(fitting):
-        outputs_of_size = f"{len(fitting)} output{'s' if len(fitting) > 1 else ''}"
-        return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes"
-    if any(fitting):
-        return (
-            f"an output has its size of {size} bytes, but not per device: sharding {fitting[0]}; "
-            "shard donor and output alike"
-        )
+    rivals = sum(other["bytes_per_device"] == size for other in step["donors"])
+    if rivals > fitting:
+        outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
+        return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}"
     return (
-        f"outputs of its size of {size} bytes went to other inputs (updated in place, they are donated by torch_xla "
-        "itself), or the memory is seen from outside (dlpack, numpy)"
+        f"outputs of its size of {size} bytes{each} went to other inputs (updated in place, they are donated by "
+        "torch_xla itself), or the memory is seen from outside (dlpack, numpy)"
     )
 
 
-def _output(text: str) -> tuple[int, str]:
-    """Bytes and sharding of 'f32[8,4]{1,0} sharding={...}'."""
-    shape, _, sharding = text.partition(" sharding=")
-    return _hlo.parse_shape(shape).bytes, sharding
+def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str:
+    _, donor_sharding = _split(raw["array"])
+    array, sharding = _split(output)
+    text = (
+        f"an output has its size of {raw['bytes']} bytes, but not per device: the donor, sharded {donor_sharding}, "
+        f"takes {raw['bytes_per_device']} bytes on each, the output {array}, sharded {sharding}, "
+        f"{_C.bytes_per_device(output)}; "
+    )
+    if alone and sharding == "{replicated}" and not _C.is_even(raw["array"]):
+        return (
+            f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly: pad the array"
+        )
+    return f"{text}shard donor and output alike"
+
+
+def _split(array: str) -> tuple[str, str]:
+    """Array and sharding of 'f32[8,4]{1,0} sharding={...}'."""
+    whole, _, sharding = array.partition(" sharding=")
+    return whole.partition("{")[0], sharding
 
 
 class _Postponed(threading.local):

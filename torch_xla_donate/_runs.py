@@ -12,7 +12,7 @@ import torch_xla
 
 from torch_xla_donate import _C, _host
 from torch_xla_donate._compile import NOT_READ, Donated
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import HELD_BY_OTHERS, DonationError
 
 _numbers = itertools.count(1)
 
@@ -59,10 +59,7 @@ class Offer:
             _host.xlac()._check_device_tensor_need_materialization(device)
             shared = _C.shared_with_listed(self._call)
         for leaf in shared:
-            self._refused[leaf] = (
-                "another live tensor, which was not donated, holds the same buffer (as after a whole copy, "
-                "b.copy_(t)); donate both, or clone one of them"
-            )
+            self._refused[leaf] = HELD_BY_OTHERS
 
     def choice(self) -> Hashable:
         """What `positions` depends on beyond the kind of the arguments and which of them share a buffer."""

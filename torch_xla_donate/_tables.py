@@ -57,7 +57,7 @@ def report(found: DonationReport) -> str:
         table.add_row(
             "" if donor.step is None else str(donor.step),
             f"{donor.name} ({place})" if donor.name else place,
-            donor.array,
+            f"{donor.array} {donor.sharding}".rstrip(),
             size(donor.bytes),
             donor.outcome + kept,
             donor.reason,
