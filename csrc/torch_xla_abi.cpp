@@ -48,6 +48,12 @@ struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
 };
 
+// torch_xla::XLAGraphExecutor: what it adds to torch's own part, up to what is needed here.
+struct HostExecutor : lazy::LazyGraphExecutor {
+  void* computation_cache;
+  bool use_eager_mode;
+};
+
 namespace {
 
 constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
@@ -135,6 +141,10 @@ bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; 
 
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
 
+bool InEagerMode(const lazy::LazyGraphExecutor& executor) {
+  return typeid(executor) != typeid(lazy::LazyGraphExecutor) && static_cast<const HostExecutor&>(executor).use_eager_mode;
+}
+
 Resolution Resolve(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -160,7 +170,9 @@ Resolution Resolve(const at::Tensor& tensor) {
     return result;
   }
   const DeviceDataInfo* info = InfoOf(*result.buffer);
-  result.state = info != nullptr && info->read_only ? TensorState::kReadOnly : TensorState::kMaterialized;
+  result.state = info != nullptr && info->read_only     ? TensorState::kReadOnly
+                 : impl->has_symbolic_sizes_strides() ? TensorState::kDynamic
+                                                        : TensorState::kMaterialized;
   return result;
 }
 

@@ -15,6 +15,7 @@ import inspect
 import operator
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -152,6 +153,10 @@ def uninstall_hooks() -> None:
 
 _verified = False
 
+# torch_xla's switches for compiling without a step are of the whole process. The threads of `torch_xla.launch`, one for
+# each device, take turns; nobody waits for a device inside.
+_compiling = threading.RLock()
+
 
 def verify_layouts() -> None:
     """Compares a probe tensor with the layouts relied on, once. ImportError (after unhooking) if one differs."""
@@ -167,6 +172,7 @@ def verify_layouts() -> None:
     xlac()._xla_sync_multi([probe], [], True, True)
     try:
         _C.verify_layouts(probe, xlac()._xla_get_tensor_id(probe))
+        _verify_eager_mode()
     except RuntimeError as error:
         _C.uninstall()
         raise ImportError(
@@ -174,6 +180,19 @@ def verify_layouts() -> None:
             "The hooks have been taken out again; torch_xla is unchanged."
         ) from error
     _verified = True
+
+
+def _verify_eager_mode() -> None:
+    from torch_xla_donate import _C
+
+    now = xlac()._get_use_eager_mode()
+    try:
+        for wanted in (True, False):
+            xlac()._set_use_eager_mode(wanted)
+            if _C.eager_mode() != wanted:
+                raise RuntimeError("the executor does not keep the switch of eager mode where it was expected")
+    finally:
+        xlac()._set_use_eager_mode(now)
 
 
 def buffer_pointer(tensor: torch.Tensor) -> int | None:
@@ -233,6 +252,8 @@ def extract_graph(
         _match_by_buffer(found[5], buffers)
         return _without_arguments(found, model, cache)
 
+    torch_xla.sync(reset_scope=False)
+    torch_xla.core.xla_model.wait_device_ops()
     with replaced(dynamo_bridge, "extract_graph_helper", extract_part):
         run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
@@ -274,12 +295,13 @@ def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]
 @contextlib.contextmanager
 def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
     """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+    with _compiling:
+        original = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            yield
+        finally:
+            setattr(module, name, original)
 
 
 def accumulate(
@@ -336,10 +358,12 @@ def give_own_buffer(tensor: torch.Tensor) -> None:
     tensor.data.copy_(own)
 
 
-def transfers() -> int:
-    """How often this process has read a tensor's value from the device."""
+def transfers() -> tuple[int, int]:
+    """How often this process has read a tensor's value from the device, and this thread waited for one."""
+    from torch_xla_donate import _C
+
     data = xlac()._xla_metric_data("TransferFromDeviceTime")
-    return int(data[0]) if data is not None else 0
+    return int(data[0]) if data is not None else 0, _C.barriers_passed()
 
 
 def is_evicted(error: RuntimeError) -> bool:
@@ -434,18 +458,22 @@ def tracing() -> Iterator[None]:
     """
     import torch_xla
 
+    from torch_xla_donate import _C
+
     seed = xlac()._xla_get_rng_seed()
     torch_xla.sync()
     torch_xla.core.xla_model.wait_device_ops()
-    saved = xlac()._get_use_eager_mode(), xlac()._get_allow_execution()
-    xlac()._set_use_eager_mode(False)
-    xlac()._set_allow_execution(False)
-    try:
-        yield
-    finally:
-        xlac()._set_allow_execution(saved[1])
-        xlac()._set_use_eager_mode(saved[0])
-        torch_xla.core.xla_model.set_rng_state(seed)
+    with _compiling:
+        eager = xlac()._get_use_eager_mode()
+        xlac()._set_use_eager_mode(False)
+        # Not torch_xla's own switch: it would stop the steps of other threads.
+        _C.refuse_runs(True)
+        try:
+            yield
+        finally:
+            _C.refuse_runs(False)
+            xlac()._set_use_eager_mode(eager)
+            torch_xla.core.xla_model.set_rng_state(seed)
 
 
 def forget_pending() -> None:
@@ -456,7 +484,7 @@ def forget_pending() -> None:
 
 
 def is_refused_execution(error: RuntimeError) -> bool:
-    """Whether torch_xla has refused to run something while `tracing`."""
+    """Whether something was refused to run while `tracing`."""
     return "Unexpected execution" in str(error)
 
 
@@ -487,18 +515,19 @@ def compile_graph(
     from torch_xla_donate import _C
 
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
-    saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
-    xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
-    xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
-    try:
-        with donor_flags(donors):
-            _C.order_parameters(_in_order_of(outputs, donors))
-            graph_hash = xlac()._get_graph_hash(list(outputs))
-            xlac()._xla_warm_up_cache(list(outputs), [])
-    finally:
-        order = _C.take_order()
-        xlac()._set_allow_execution(saved[1])
-        xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
+    with _compiling:
+        saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
+        xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
+        xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
+        try:
+            with donor_flags(donors):
+                _C.order_parameters(_in_order_of(outputs, donors))
+                graph_hash = xlac()._get_graph_hash(list(outputs))
+                xlac()._xla_warm_up_cache(list(outputs), [])
+        finally:
+            order = _C.take_order()
+            xlac()._set_allow_execution(saved[1])
+            xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
     found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
     assert found.keys() == set(order), "the hooks have not seen the graph"
     ids, inputs = [found[buffer][0] for buffer in order], [found[buffer][1] for buffer in order]
