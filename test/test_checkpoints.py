@@ -13,7 +13,7 @@ import torch_xla.core.xla_model as xm
 from helpers import dump_env, pointer, run_script
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_xla_donate import DonatedBufferError, _C, compile, donate_buffer, hlo, is_donated
+from torch_xla_donate import _C, DonatedBufferError, compile, donate_buffer, hlo, is_donated
 
 # What torch and torch_xla warn of when they write a distributed checkpoint without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(TypedStorage|single process|no_dist)")

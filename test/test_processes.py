@@ -84,7 +84,7 @@ def test_every_device_of_a_launch_donates_its_own_buffers(tmp_path, call, device
             own = str(torch_xla.device()).replace("xla", "CPU")
             donors = [donor for donor in donation_report().donors if donor.device == own]
             assert donors and all(donor.outcome == "donated" for donor in donors), donors
-            sys.stdout.write(json.dumps([rank, os.getpid(), threading.get_ident()]) + chr(10))\n", end="", flush=True)
+            sys.stdout.write(json.dumps([rank, os.getpid(), threading.get_ident()]) + chr(10))
         """,
         call,
         env={"CPU_NUM_DEVICES": str(devices), **dump_env(tmp_path)},
