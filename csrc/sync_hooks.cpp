@@ -426,8 +426,8 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, std::size_t
   });
 }
 
-// An operation in eager mode is a graph of its own that runs at once. It donates nothing, and the marks that it has read
-// must not wait for whatever step comes upon these buffers later.
+// An operation in eager mode is a graph of its own that runs at once. It donates nothing, and the marks that it has
+// read must not wait for whatever step comes upon these buffers later.
 void EndMarksReadEagerly(const std::vector<lazy::BackendDataPtr>& parameters) {
   DonationRegistry& registry = DonationRegistry::Get();
   std::vector<DonationRegistry::Refusal> refused;
@@ -811,6 +811,14 @@ void RefuseRuns(bool on) { State().refusing_runs = on; }
 bool InEagerMode() {
   const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
   return executor != nullptr && abi::InEagerMode(*executor);
+}
+
+void VerifyExecutor(bool eager_mode, bool allow_execution) {
+  const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
+  if (executor == nullptr) {
+    throw std::runtime_error("no executor has passed the barrier");
+  }
+  abi::VerifyExecutor(*executor, eager_mode, allow_execution);
 }
 
 std::uint64_t BarriersPassed() { return State().barriers; }

@@ -52,6 +52,8 @@ struct HostBuffer : lazy::BackendData {
 struct HostExecutor : lazy::LazyGraphExecutor {
   void* computation_cache;
   bool use_eager_mode;
+  bool allow_execution;
+  std::string current_graph_name;
 };
 
 namespace {
@@ -142,7 +144,8 @@ bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; 
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
 
 bool InEagerMode(const lazy::LazyGraphExecutor& executor) {
-  return typeid(executor) != typeid(lazy::LazyGraphExecutor) && static_cast<const HostExecutor&>(executor).use_eager_mode;
+  return typeid(executor) != typeid(lazy::LazyGraphExecutor) &&
+         static_cast<const HostExecutor&>(executor).use_eager_mode;
 }
 
 Resolution Resolve(const at::Tensor& tensor) {
@@ -170,9 +173,9 @@ Resolution Resolve(const at::Tensor& tensor) {
     return result;
   }
   const DeviceDataInfo* info = InfoOf(*result.buffer);
-  result.state = info != nullptr && info->read_only     ? TensorState::kReadOnly
+  result.state = info != nullptr && info->read_only   ? TensorState::kReadOnly
                  : impl->has_symbolic_sizes_strides() ? TensorState::kDynamic
-                                                        : TensorState::kMaterialized;
+                                                      : TensorState::kMaterialized;
   return result;
 }
 
@@ -226,6 +229,25 @@ std::string DescribeBuffer(const lazy::BackendData& buffer) {
   };
   const std::string sharding = field("OpSharding: ");
   return field("Data Shape: ") + (sharding.empty() ? "" : " sharding=" + sharding);
+}
+
+void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution) {
+  if (typeid(executor) == typeid(lazy::LazyGraphExecutor)) {
+    Mismatch("the executor that runs graphs is torch's own");
+  }
+  const auto& host = static_cast<const HostExecutor&>(executor);
+  // As bytes: what is not there may be no valid bool.
+  unsigned char switches[2];
+  std::memcpy(switches, &host.use_eager_mode, sizeof switches);
+  // A short string of libstdc++ points into itself.
+  const char* name[2];
+  std::memcpy(name, &host.current_graph_name, sizeof name);
+  const bool is_short = reinterpret_cast<std::uintptr_t>(name[1]) < 16;
+  const char* inside = reinterpret_cast<const char*>(&host.current_graph_name) + sizeof name;
+  if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) ||
+      (is_short && name[0] != inside)) {
+    Mismatch("the executor does not keep the switch of eager mode where it was expected");
+  }
 }
 
 CompiledGraph DescribeGraph(const Executor::Async& run) {

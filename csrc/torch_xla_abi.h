@@ -106,6 +106,9 @@ std::int64_t AliasId(const TensorData& tensor);
 // Whether the switch of eager mode is on, of the executor that passes the hooks (torch's registered one is another).
 bool InEagerMode(const lazy::LazyGraphExecutor& executor);
 
+// Compares what the executor is known to say with where it is expected. Throws std::runtime_error if it differs.
+void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution);
+
 // Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", and " sharding={...}"
 // where there is one. Empty if the host's text is not understood.
 std::string DescribeBuffer(const lazy::BackendData& buffer);

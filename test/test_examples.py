@@ -14,7 +14,7 @@ from helpers import run_script
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-COVERED = {"jax_quickstart.py", "quickstart.py", "train_digits.py"}
+COVERED = {"checkpoint.py", "jax_quickstart.py", "quickstart.py", "train_digits.py"}
 
 # The example itself, as a script of its own process: `run_script` takes source.
 RUN = """
@@ -52,7 +52,7 @@ def test_the_quickstart_shows_the_pointer_the_error_and_the_report() -> None:
     assert report.startswith("1 of 1 donors donated, 4.0 MiB (100.0% of the bytes offered)")
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "jax_quickstart.py"])
+@pytest.mark.parametrize("name", ["quickstart.py", "jax_quickstart.py", "checkpoint.py"])
 def test_the_quickstarts_print_no_addresses_and_no_absolute_paths(name: str) -> None:
     output = run_example(name, timeout=120).stdout
     assert str(EXAMPLES.parent) not in output
@@ -83,6 +83,15 @@ def test_the_examples_of_jaxs_page_do_what_its_page_says() -> None:
     assert re.match(unusable.format(r"f32\[1,3\]"), other)
     assert other.endswith("  y donated: False, and still [[1.0, 1.0, 1.0]]")
     assert parts["a training loop"].rstrip("\n").split("\n") == ["  the same memory: True", "  weight[0, 0]: 6.0"]
+
+
+def test_the_checkpoint_example_learns_goes_on_and_shows_the_error_of_a_late_save() -> None:
+    *epochs, late, loaded = run_example("checkpoint.py", timeout=120).stdout.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in epochs]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert late.startswith("too late: f32[8,64] tensor \"state['weights']['hidden'] (argument 0 of train)\"")
+    assert loaded == "first step after loading: 4 donors, 100% of their bytes reused"
 
 
 class Training:

@@ -172,7 +172,7 @@ def verify_layouts() -> None:
     xlac()._xla_sync_multi([probe], [], True, True)
     try:
         _C.verify_layouts(probe, xlac()._xla_get_tensor_id(probe))
-        _verify_eager_mode()
+        _verify_executor()
     except RuntimeError as error:
         _C.uninstall()
         raise ImportError(
@@ -182,17 +182,17 @@ def verify_layouts() -> None:
     _verified = True
 
 
-def _verify_eager_mode() -> None:
+def _verify_executor() -> None:
     from torch_xla_donate import _C
 
-    now = xlac()._get_use_eager_mode()
-    try:
-        for wanted in (True, False):
-            xlac()._set_use_eager_mode(wanted)
-            if _C.eager_mode() != wanted:
-                raise RuntimeError("the executor does not keep the switch of eager mode where it was expected")
-    finally:
-        xlac()._set_use_eager_mode(now)
+    # Other threads may turn a switch between the question and the look.
+    for attempt in reversed(range(100)):
+        try:
+            _C.verify_executor(xlac()._get_use_eager_mode(), xlac()._get_allow_execution())
+            return
+        except RuntimeError:
+            if attempt == 0:
+                raise
 
 
 def buffer_pointer(tensor: torch.Tensor) -> int | None:
@@ -465,14 +465,16 @@ def tracing() -> Iterator[None]:
     torch_xla.core.xla_model.wait_device_ops()
     with _compiling:
         eager = xlac()._get_use_eager_mode()
-        xlac()._set_use_eager_mode(False)
+        if eager:
+            xlac()._set_use_eager_mode(False)
         # Not torch_xla's own switch: it would stop the steps of other threads.
         _C.refuse_runs(True)
         try:
             yield
         finally:
             _C.refuse_runs(False)
-            xlac()._set_use_eager_mode(eager)
+            if eager:
+                xlac()._set_use_eager_mode(True)
             torch_xla.core.xla_model.set_rng_state(seed)
 
 
