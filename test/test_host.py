@@ -199,11 +199,19 @@ assert state() == before
     )
 
 
-def test_a_layout_that_differs_takes_the_hooks_out_again():
+@pytest.mark.parametrize(
+    ("question", "answer", "found"),
+    [
+        ("_xla_get_tensor_id(self, tensor)", "-1", "torch_xla says -1"),
+        ("_get_use_eager_mode(self)", "True", "does not keep the switch of eager mode"),
+        ("_get_allow_execution(self)", "False", "does not keep the switch of eager mode"),
+    ],
+)
+def test_a_layout_that_differs_takes_the_hooks_out_again(question, answer, found):
     run_script(
         "import torch_xla\n"
         + STATE
-        + """
+        + f"""
 before = state()
 import torch
 import torch_xla_donate as txd
@@ -212,14 +220,14 @@ class Xlac:
     def __getattr__(self, name):
         import _XLAC
         return getattr(_XLAC, name)
-    def _xla_get_tensor_id(self, tensor):
-        return -1
+    def {question}:
+        return {answer}
 _host.xlac = Xlac
 t = torch.arange(4.0).to("xla"); torch_xla.sync()
 try:
     txd.donate_buffer(t)
 except ImportError as error:
-    assert "laid out differently" in str(error) and "torch_xla says -1" in str(error), error
+    assert "laid out differently" in str(error) and "{found}" in str(error), error
 else:
     raise AssertionError
 assert state() == before
