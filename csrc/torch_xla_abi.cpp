@@ -239,13 +239,12 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
   // As bytes: what is not there may be no valid bool.
   unsigned char switches[2];
   std::memcpy(switches, &host.use_eager_mode, sizeof switches);
-  // A short string of libstdc++ points into itself.
-  const char* name[2];
+  // A string of libstdc++: where it is, its size, then either its characters, to which it points, or its capacity.
+  std::uintptr_t name[3];
   std::memcpy(name, &host.current_graph_name, sizeof name);
-  const bool is_short = reinterpret_cast<std::uintptr_t>(name[1]) < 16;
-  const char* inside = reinterpret_cast<const char*>(&host.current_graph_name) + sizeof name;
-  if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) ||
-      (is_short && name[0] != inside)) {
+  const bool inside = name[0] == reinterpret_cast<std::uintptr_t>(&host.current_graph_name) + 2 * sizeof name[0];
+  const bool is_string = inside ? name[1] < 16 : name[0] != 0 && name[1] <= name[2] && name[2] >= 16;
+  if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) || !is_string) {
     Mismatch("the executor does not keep the switch of eager mode where it was expected");
   }
 }

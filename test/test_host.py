@@ -238,6 +238,25 @@ assert out.tolist() == [1, 2, 3, 4]
     )
 
 
+def test_the_layouts_are_right_after_graphs_with_names_of_all_lengths():
+    # A string that has been long keeps its place when it gets short.
+    run_script(
+        """
+import torch, torch_xla
+import torch_xla_donate as txd
+from torch_xla_donate import _C
+t = torch.arange(4.0).to("xla"); torch_xla.sync()
+for name in ("", "f", "f" * 15, "f" * 16, "f" * 300, "f"):
+    with torch_xla.compile(name=name):
+        txd._host._verified = False
+        txd.donate_buffer(t)
+        txd.cancel_donation(t)
+        t = t + 1
+assert _C.installed() and t.tolist() == [6, 7, 8, 9]
+"""
+    )
+
+
 def test_a_slot_that_somebody_else_has_patched_is_an_import_error_and_nothing_changes():
     run_script(
         "import torch_xla\n"
