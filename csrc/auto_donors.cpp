@@ -190,8 +190,11 @@ AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
     plan.bytes.push_back(bytes_of(plan.arrays.back()));
   }
   std::map<std::int64_t, std::int64_t> free;
+  bool dynamic = false;  // an output has a size that only the device knows: XLA aliases nothing then
   for (const lazy::Value& root : question.roots) {
-    plan.output_bytes.push_back(bytes_of(abi::DescribeNode(root)));
+    const std::string array = abi::DescribeNode(root);
+    dynamic = dynamic || array.find("<=") != std::string::npos;
+    plan.output_bytes.push_back(bytes_of(array));
     if (plan.output_bytes.back().has_value()) {
       ++free[*plan.output_bytes.back()];
     }
@@ -202,7 +205,7 @@ AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
     }
   }
   for (std::size_t i = 0; i < plan.bytes.size(); ++i) {
-    plan.fits.push_back(!question.donors[i] && plan.bytes[i].value_or(0) > 0 && free[*plan.bytes[i]] > 0);
+    plan.fits.push_back(!dynamic && !question.donors[i] && plan.bytes[i].value_or(0) > 0 && free[*plan.bytes[i]] > 0);
   }
   return plan;
 }
@@ -373,8 +376,9 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   std::vector<bool> dead(question.held.size());
   std::size_t held = 0;
   for (std::size_t i = 0; i < dead.size(); ++i) {
-    dead[i] = plan.fits[i] && !question.held[i];
-    held += plan.fits[i] && question.held[i] ? 1 : 0;
+    const bool fits = plan.fits[i] && !question.barred[i];
+    dead[i] = fits && !question.held[i];
+    held += fits && question.held[i] ? 1 : 0;
     if (!dead[i]) {
       plan.always_dead[i] = false;
     }
@@ -382,13 +386,13 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   AutoAnswer answer{nullptr, key};
   if (plan.search_helps && held > plan.held) {
     plan.wait = 0;
-    plan.pause = 1;
+    plan.pause = kFirstPause;
   }
   plan.held = held;
   if (held > 0 && plan.wait-- == 0) {
     answer.search = true;
     plan.wait = plan.pause;
-    plan.pause *= 2;
+    plan.pause *= kPauseGrowth;
   }
   const auto same = [&dead](const auto& entry) { return entry.first == dead; };
   const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);

@@ -87,7 +87,8 @@ struct AutoQuestion {
   bool sharded;       // SPMD: what the compiler shards is not known before
   bool orders;        // whether the order of the parameters may be chosen, too
   // By position of the parameter:
-  std::vector<bool> held;                                   // cannot be donated
+  std::vector<bool> held;                                   // by somebody who can still reach it
+  std::vector<bool> barred;                                 // not to be donated, whoever holds it
   std::vector<bool> donors;                                 // is a donor without being asked for here
   std::vector<std::optional<std::size_t>> output_replaced;  // by such a donor, where that is known
 };
@@ -111,6 +112,7 @@ class AutoPlans {
  public:
   static constexpr std::size_t kMaxChoices = 4;
   static constexpr std::size_t kKeptPlans = 1024;
+  static constexpr std::size_t kFirstPause = 1, kPauseGrowth = 4;  // in steps of one graph
 
   // Never destroyed: hooks may run until the process ends.
   static AutoPlans& Get();
@@ -134,7 +136,7 @@ class AutoPlans {
     std::vector<bool> always_dead;
     // When to search next. A search goes through all of Python's objects, so it is repeated ever more seldom, unless it
     // has found something and more is held than the last time.
-    std::size_t held = 0, wait = 0, pause = 1;
+    std::size_t held = 0, wait = 0, pause = kFirstPause;
     bool search_helps = false;
   };
 

@@ -85,6 +85,7 @@ const char* Obstacle(const abi::Resolution& resolved) {
     case abi::TensorState::kPending: return "pending";
     case abi::TensorState::kReadOnly: return "read_only";
     case abi::TensorState::kViewed: return "viewed";
+    case abi::TensorState::kDynamic: return "dynamic";
     case abi::TensorState::kNotXla: return "not_xla";
   }
   return "not_xla";
@@ -185,6 +186,9 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
         return py::make_tuple(found->second, i, "also_kept");
       }
     }
+  }
+  if (!resolved.empty()) {
+    NoteDevice(resolved.front().buffer->device());
   }
   Call call{SiteOf(where, strict, std::move(names)), std::move(constants)};
   call.site->held = held;
@@ -303,6 +307,11 @@ py::tuple Signature(const py::list& leaves) {
     }
     const at::Tensor& tensor = THPVariable_Unpack(item);
     const abi::Resolution resolved = abi::Resolve(tensor);
+    if (resolved.state == abi::TensorState::kDynamic) {
+      throw py::value_error(
+          "an argument's size is known to the device alone, and a graph is compiled for sizes. Use the lazy backend, "
+          "without pure=True.");
+    }
     put(tensor.dim());
     for (std::int64_t size : tensor.sizes()) {
       put(size);
@@ -719,7 +728,7 @@ PYBIND11_MODULE(_C, m) {
                                                            : "materialized";
       },
       py::arg("tensor"),
-      "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed' or 'not_xla'. Never waits.");
+      "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");
   m.def(
       "has_value",
       [](py::handle tensor) {
@@ -749,8 +758,21 @@ PYBIND11_MODULE(_C, m) {
         "Of an array as XLA writes it, with its sharding; None if the text is not understood.");
   m.def("is_even", &IsEven, py::arg("array"), "Whether its sharding cuts such an array into pieces of one size.");
   m.def(
-      "take_notices", [] { return StepDicts(DonationRegistry::Get().TakeNotices()); },
-      "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True.");
+      "take_notices",
+      [](bool everywhere) {
+        return StepDicts(DonationRegistry::Get().TakeNotices(everywhere ? std::nullopt : LastDevice()));
+      },
+      py::arg("everywhere") = true,
+      "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True. Not everywhere: "
+      "those of the device that this thread has stepped last, if it has.");
+  m.def("verify_executor", &VerifyExecutor, py::arg("eager_mode"), py::arg("allow_execution"),
+        "Compares torch_xla's executor with the layout relied on, and with what it says of itself; RuntimeError if it "
+        "differs.");
+  m.def("eager_mode", &InEagerMode, "Whether torch_xla's eager mode is on.");
+  m.def("refuse_runs", &RefuseRuns, py::arg("on"),
+        "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
+  m.def("barriers_passed", &BarriersPassed,
+        "How often this thread has waited for a device, as for a read or a step. Counted while runs are refused.");
   m.def(
       "has_notices", [] { return DonationRegistry::Get().HasNotices(); },
       "Whether take_notices has something to give.");

@@ -571,10 +571,16 @@ std::vector<Donor> DonationRegistry::Pending() const {
   return result;
 }
 
-std::vector<StepSnapshot> DonationRegistry::TakeNotices() {
+std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy::BackendDevice>& device) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<StepSnapshot> result;
+  std::deque<StepPtr> others;
   for (const StepPtr& step : notices_) {
+    const auto& donors = step->donors.empty() ? step->refused : step->donors;
+    if (device.has_value() && !(donors.front()->device == *device)) {
+      others.push_back(step);
+      continue;
+    }
     result.push_back(Snapshot(*step));
     for (const auto* donors : {&step->donors, &step->refused}) {
       for (const DonorPtr& donor : *donors) {
@@ -582,7 +588,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices() {
       }
     }
   }
-  notices_.clear();
+  notices_ = std::move(others);
   Refresh();
   return result;
 }

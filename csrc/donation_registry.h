@@ -227,8 +227,8 @@ class DonationRegistry {
   std::vector<StepSnapshot> Steps() const;
   std::vector<Donor> Pending() const;
 
-  // Unusable donations that nobody has been told of: their steps.
-  std::vector<StepSnapshot> TakeNotices();
+  // Unusable donations that nobody has been told of: their steps, of one device or of all.
+  std::vector<StepSnapshot> TakeNotices(const std::optional<lazy::BackendDevice>& device);
 
   struct Counts {
     std::size_t pending, consumed, spared, steps, outcomes;

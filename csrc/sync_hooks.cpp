@@ -50,6 +50,9 @@ struct Original {
 Original run_post_order, async_constructor, lazy_tensor_constructor, current_data_handle, create_tensor_node,
     for_all_device_contexts, tensor_collection_barrier, mark_step, completer;
 
+// torch_xla's one executor, once it has passed a barrier.
+std::atomic<const lazy::LazyGraphExecutor*> host_executor{nullptr};
+
 // ---- What one thread's step knows ----
 
 // An info that a parameter carries only while the executor computes the donor set and compiles.
@@ -153,6 +156,9 @@ struct ThreadState {
   std::vector<bool> auto_donates;          // the wishes of this thread's contexts
   bool auto_donated = false;               // the step in progress has donors that nobody has marked
   std::optional<lazy::hash_t> search_for;  // the plan of the step in progress, which asks for a search at its end
+  bool refusing_runs = false;
+  std::uint64_t barriers = 0;
+  std::optional<lazy::BackendDevice> last_device;
   std::optional<WouldBe> would_be;
   const lazy::MultiWait* would_be_runner = nullptr;
   std::uint64_t last_spared = 0;  // the last step, if it has spared donors
@@ -435,6 +441,7 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
                         /*sharded=*/collection.device.toString().rfind("SPMD", 0) == 0,
                         /*orders=*/others.empty(),
                         /*held=*/std::move(*held),
+                        /*barred=*/std::vector<bool>(count, false),
                         /*donors=*/std::vector<bool>(count, false),
                         /*output_replaced=*/std::vector<std::optional<std::size_t>>(count)};
   std::unordered_map<std::int64_t, std::size_t> output_of_id;
@@ -447,13 +454,13 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
     if (others.count(&buffer) != 0) {
       question.donors[i] = true;
     } else if (info == nullptr ? buffer.info() != nullptr : info->read_only) {
-      question.held[i] = true;
+      question.barred[i] = true;
     } else if (info != nullptr && output_of_id.count(info->tensor_id) != 0) {
       question.donors[i] = true;
       question.output_replaced[i] = output_of_id[info->tensor_id];
     }
     if (!(buffer.device() == collection.device)) {
-      question.held[i] = true;
+      question.barred[i] = true;
     }
   }
   const AutoAnswer answer = AutoPlans::Get().Choose(question);
@@ -579,6 +586,20 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   });
 }
 
+// An operation in eager mode is a graph of its own that runs at once. It donates nothing, and the marks that it has
+// read must not wait for whatever step comes upon these buffers later.
+void EndMarksReadEagerly(const std::vector<lazy::BackendDataPtr>& parameters) {
+  DonationRegistry& registry = DonationRegistry::Get();
+  std::vector<DonationRegistry::Refusal> refused;
+  for (const auto& [position, donor] : registry.PendingAmong(parameters)) {
+    std::string refusal = "eager mode runs each operation at once, outside of a step, and has run one that reads it";
+    refused.push_back({donor, DonationDisabled() ? DisabledReason() : refusal, /*tell=*/!DonationDisabled()});
+  }
+  if (!refused.empty()) {
+    registry.Claim({}, std::move(refused));
+  }
+}
+
 void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::SyncTensorCollection& collection) {
   std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
   for (std::size_t i = 0; i < graph.parameters_data.size(); ++i) {
@@ -617,13 +638,18 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);
     }
+  } else if (DonationRegistry::Get().Armed() && collection->config.force_ltc_data &&
+             !collection->config.sync_ltc_data && abi::InEagerMode(*self)) {
+    EndMarksReadEagerly(result.parameters_data);
   }
   state.DropList();
   return result;
 }
 
 void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
+  host_executor.store(self, std::memory_order_relaxed);
   ThreadState& state = State();
+  state.barriers += state.refusing_runs ? 1 : 0;
   if (!state.in_post_order) {
     state.DropList();
   }
@@ -712,6 +738,9 @@ void NoteForDebugging(ThreadState& state, Executor::Async& run, const Executor::
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
+  if (State().refusing_runs) {
+    throw std::runtime_error("Unexpected execution while a function is traced");
+  }
   const lazy::hash_t hash = collection->hash;
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
@@ -879,6 +908,7 @@ void MarkStep(void* arena, const lazy::BackendDevice& device) {
     AutoPlans::Get().Searched(*search_for, SearchOutdated());
   }
   OutdatedTensors::Get().BringUpToDate();
+  State().last_device = device;
   const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
   if (to_tell && Callbacks().step_ended) {
     Callbacks().step_ended();
@@ -979,6 +1009,27 @@ void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataP
   AbandonLeftover(state);
   state.armed = ArmedRun{std::move(call), std::move(donors), std::move(graph)};
 }
+
+void RefuseRuns(bool on) { State().refusing_runs = on; }
+
+bool InEagerMode() {
+  const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
+  return executor != nullptr && abi::InEagerMode(*executor);
+}
+
+void VerifyExecutor(bool eager_mode, bool allow_execution) {
+  const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
+  if (executor == nullptr) {
+    throw std::runtime_error("no executor has passed the barrier");
+  }
+  abi::VerifyExecutor(*executor, eager_mode, allow_execution);
+}
+
+std::uint64_t BarriersPassed() { return State().barriers; }
+
+void NoteDevice(const lazy::BackendDevice& device) { State().last_device = device; }
+
+std::optional<lazy::BackendDevice> LastDevice() { return State().last_device; }
 
 void DisarmRun() {
   ThreadState& state = State();

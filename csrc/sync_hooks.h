@@ -95,6 +95,22 @@ struct InspectedRun : std::runtime_error {
 void InspectNextRun();
 std::optional<abi::CompiledGraph> TakeInspected();
 
+// While a thread's runs are refused, a graph that it is about to run makes std::runtime_error. torch_xla has a switch
+// for this, which would stop the steps of all other threads, too.
+void RefuseRuns(bool on);
+// How often this thread has passed the barrier that stands before every read and every run, while its runs were
+// refused.
+std::uint64_t BarriersPassed();
+
+// Whether torch_xla's eager mode is on, in this process; false until an executor has passed a hook.
+bool InEagerMode();
+// Throws std::runtime_error if that executor is not laid out as expected, or has not been seen.
+void VerifyExecutor(bool eager_mode, bool allow_execution);
+
+// The device that this thread has stepped last, or that NoteDevice() has been told of since; none if there is none.
+void NoteDevice(const lazy::BackendDevice& device);
+std::optional<lazy::BackendDevice> LastDevice();
+
 // The data of this thread's last list of live tensors, as long as nothing has happened since.
 std::vector<std::shared_ptr<abi::TensorData>> ListedTensors();
 

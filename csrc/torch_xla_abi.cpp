@@ -50,6 +50,14 @@ struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
 };
 
+// torch_xla::XLAGraphExecutor: what it adds to torch's own part, up to what is needed here.
+struct HostExecutor : lazy::LazyGraphExecutor {
+  void* computation_cache;
+  bool use_eager_mode;
+  bool allow_execution;
+  std::string current_graph_name;
+};
+
 namespace {
 
 constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
@@ -204,6 +212,11 @@ void BringUpToDate(const c10::TensorImpl& tensor) {
 
 bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
 
+bool InEagerMode(const lazy::LazyGraphExecutor& executor) {
+  return typeid(executor) != typeid(lazy::LazyGraphExecutor) &&
+         static_cast<const HostExecutor&>(executor).use_eager_mode;
+}
+
 Resolution Resolve(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
@@ -229,7 +242,9 @@ Resolution Resolve(const at::Tensor& tensor) {
     return result;
   }
   const DeviceDataInfo* info = InfoOf(*result.buffer);
-  result.state = info != nullptr && info->read_only ? TensorState::kReadOnly : TensorState::kMaterialized;
+  result.state = info != nullptr && info->read_only   ? TensorState::kReadOnly
+                 : impl->has_symbolic_sizes_strides() ? TensorState::kDynamic
+                                                      : TensorState::kMaterialized;
   return result;
 }
 
@@ -337,6 +352,24 @@ StandIn::StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data) {
 StandIn::~StandIn() {
   for (std::shared_ptr<TensorData>* place : places_) {
     *place = before_;
+  }
+}
+
+void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution) {
+  if (typeid(executor) == typeid(lazy::LazyGraphExecutor)) {
+    Mismatch("the executor that runs graphs is torch's own");
+  }
+  const auto& host = static_cast<const HostExecutor&>(executor);
+  // As bytes: what is not there may be no valid bool.
+  unsigned char switches[2];
+  std::memcpy(switches, &host.use_eager_mode, sizeof switches);
+  // A string of libstdc++: where it is, its size, then either its characters, to which it points, or its capacity.
+  std::uintptr_t name[3];
+  std::memcpy(name, &host.current_graph_name, sizeof name);
+  const bool inside = name[0] == reinterpret_cast<std::uintptr_t>(&host.current_graph_name) + 2 * sizeof name[0];
+  const bool is_string = inside ? name[1] < 16 : name[0] != 0 && name[1] <= name[2] && name[2] >= 16;
+  if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) || !is_string) {
+    Mismatch("the executor does not keep the switch of eager mode where it was expected");
   }
 }
 

@@ -69,13 +69,14 @@ enum class TensorState {
   kPending,       // work is queued that computes it, or its host value has not been uploaded
   kReadOnly,      // device data that torch_xla shares between tensors: cached constants, the RNG seed
   kViewed,        // functionalization is off and the tensor is a view or has views
+  kDynamic,       // device data of a size that only the device knows
   kNotXla,        // not an XLA tensor, or not one of torch_xla's own class
 };
 
 struct Resolution {
   TensorState state = TensorState::kNotXla;
   std::shared_ptr<TensorData> tensor;  // set unless kNotXla; shared by detach(), .data and the like
-  lazy::BackendDataPtr buffer;         // set if kMaterialized or kReadOnly
+  lazy::BackendDataPtr buffer;         // set if kMaterialized, kReadOnly or kDynamic
 };
 
 // The live tensors of a device that were made after the one of this id; `arena` is the executor's own.
@@ -123,6 +124,12 @@ bool HasView(const TensorData& tensor);
 // The id by which the executor recognises an output that replaces an input. It donates the parameters whose
 // DeviceDataInfo carries the alias id of one of the step's outputs.
 std::int64_t AliasId(const TensorData& tensor);
+
+// Whether the switch of eager mode is on, of the executor that passes the hooks (torch's registered one is another).
+bool InEagerMode(const lazy::LazyGraphExecutor& executor);
+
+// Compares what the executor is known to say with where it is expected. Throws std::runtime_error if it differs.
+void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution);
 
 // Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", and " sharding={...}"
 // where there is one. Empty if the host's text is not understood.

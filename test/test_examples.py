@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 COVERED = {
+    "checkpoint.py",
     "ema_and_gan.py",
     "gpt.py",  # no program: train_transformer.py and kv_cache.py use it
     "jax_quickstart.py",
@@ -63,7 +64,7 @@ def test_the_quickstart_shows_the_pointer_the_error_and_the_report() -> None:
     assert report.startswith("1 of 1 donors donated, 4.0 MiB (100.0% of the bytes offered)")
 
 
-@pytest.mark.parametrize("name", ["quickstart.py", "jax_quickstart.py"])
+@pytest.mark.parametrize("name", ["quickstart.py", "jax_quickstart.py", "checkpoint.py"])
 def test_the_quickstarts_print_no_addresses_and_no_absolute_paths(name: str) -> None:
     output = run_example(name, timeout=120).stdout
     assert str(EXAMPLES.parent) not in output
@@ -123,6 +124,15 @@ def test_a_jax_update_keeps_parameters_and_velocities_in_their_memory() -> None:
     assert report.count("donated, into kept") == 4
     assert "error: f32[8,2] tensor \"args[0]['weight'] of momentum\" has no buffer any more" in report
     assert report.endswith("halved in the same memory: True\n")
+
+
+def test_the_checkpoint_example_learns_goes_on_and_shows_the_error_of_a_late_save() -> None:
+    *epochs, late, loaded = run_example("checkpoint.py", timeout=120).stdout.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in epochs]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert late.startswith("too late: f32[8,64] tensor \"state['weights']['hidden'] (argument 0 of train)\"")
+    assert loaded == "first step after loading: 4 donors, 100% of their bytes reused"
 
 
 class Training:

@@ -199,11 +199,19 @@ assert state() == before
     )
 
 
-def test_a_layout_that_differs_takes_the_hooks_out_again():
+@pytest.mark.parametrize(
+    ("question", "answer", "found"),
+    [
+        ("_xla_get_tensor_id(self, tensor)", "-1", "torch_xla says -1"),
+        ("_get_use_eager_mode(self)", "True", "does not keep the switch of eager mode"),
+        ("_get_allow_execution(self)", "False", "does not keep the switch of eager mode"),
+    ],
+)
+def test_a_layout_that_differs_takes_the_hooks_out_again(question, answer, found):
     run_script(
         "import torch_xla\n"
         + STATE
-        + """
+        + f"""
 before = state()
 import torch
 import torch_xla_donate as txd
@@ -212,20 +220,39 @@ class Xlac:
     def __getattr__(self, name):
         import _XLAC
         return getattr(_XLAC, name)
-    def _xla_get_tensor_id(self, tensor):
-        return -1
+    def {question}:
+        return {answer}
 _host.xlac = Xlac
 t = torch.arange(4.0).to("xla"); torch_xla.sync()
 try:
     txd.donate_buffer(t)
 except ImportError as error:
-    assert "laid out differently" in str(error) and "torch_xla says -1" in str(error), error
+    assert "laid out differently" in str(error) and "{found}" in str(error), error
 else:
     raise AssertionError
 assert state() == before
 out = t + 1
 torch_xla.sync()
 assert out.tolist() == [1, 2, 3, 4]
+"""
+    )
+
+
+def test_the_layouts_are_right_after_graphs_with_names_of_all_lengths():
+    # A string that has been long keeps its place when it gets short.
+    run_script(
+        """
+import torch, torch_xla
+import torch_xla_donate as txd
+from torch_xla_donate import _C
+t = torch.arange(4.0).to("xla"); torch_xla.sync()
+for name in ("", "f", "f" * 15, "f" * 16, "f" * 300, "f"):
+    with torch_xla.compile(name=name):
+        txd._host._verified = False
+        txd.donate_buffer(t)
+        txd.cancel_donation(t)
+        t = t + 1
+assert _C.installed() and t.tolist() == [6, 7, 8, 9]
 """
     )
 

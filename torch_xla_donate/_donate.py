@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _bodies, _config, _host, _into, _leaves
+from torch_xla_donate import _C, _bodies, _config, _host, _into, _leaves, _report
 from torch_xla_donate._errors import DonationError, is_internal, warn
 
 
@@ -164,6 +164,11 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
             f"{name} is {_describe(leaf)}, and it is a view or has views while functionalization is off "
             f"(XLA_DISABLE_FUNCTIONALIZATION): they share its graph. Donate a tensor without views. {nothing}"
         )
+    if obstacle == "dynamic":
+        return DonationError(
+            f"{name} is {_describe(leaf)}, a tensor whose size only the device knows: how many bytes it has, and so "
+            f"which output could take them, cannot be told. Take this leaf out. {nothing}"
+        )
     raise AssertionError(f"unknown obstacle {obstacle}")
 
 
@@ -277,6 +282,9 @@ def prepare(where: str) -> None:
             "read and kept. Unset it to donate.",
             where,
         )
+    if _C.eager_mode() and _C.has_notices():
+        # There may be no step at whose end this would be told.
+        _report.tell()
 
 
 _switch_told: set[str] = set()

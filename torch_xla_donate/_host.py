@@ -17,6 +17,7 @@ import itertools
 import operator
 import re
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -158,6 +159,10 @@ def uninstall_hooks() -> None:
 
 _verified = False
 
+# torch_xla's switches for compiling without a step are of the whole process. The threads of `torch_xla.launch`, one for
+# each device, take turns; nobody waits for a device inside.
+_compiling = threading.RLock()
+
 
 def verify_layouts() -> None:
     """Compares a probe tensor with the layouts relied on, once. ImportError (after unhooking) if one differs."""
@@ -173,6 +178,7 @@ def verify_layouts() -> None:
     xlac()._xla_sync_multi([probe], [], True, True)
     try:
         _C.verify_layouts(probe, xlac()._xla_get_tensor_id(probe))
+        _verify_executor()
     except RuntimeError as error:
         _C.uninstall()
         raise ImportError(
@@ -180,6 +186,19 @@ def verify_layouts() -> None:
             "The hooks have been taken out again; torch_xla is unchanged."
         ) from error
     _verified = True
+
+
+def _verify_executor() -> None:
+    from torch_xla_donate import _C
+
+    # Other threads may turn a switch between the question and the look.
+    for attempt in reversed(range(100)):
+        try:
+            _C.verify_executor(xlac()._get_use_eager_mode(), xlac()._get_allow_execution())
+            return
+        except RuntimeError:
+            if attempt == 0:
+                raise
 
 
 def buffer_pointer(tensor: torch.Tensor) -> int | None:
@@ -256,6 +275,8 @@ def extract_graph(
         _match_by_buffer(found[5], buffers)
         return _without_arguments(found, model, cache)
 
+    torch_xla.sync(reset_scope=False)
+    torch_xla.core.xla_model.wait_device_ops()
     with replaced(dynamo_bridge, "extract_graph_helper", extract_part):
         run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
@@ -312,12 +333,13 @@ def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]
 @contextlib.contextmanager
 def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
     """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+    with _compiling:
+        original = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            yield
+        finally:
+            setattr(module, name, original)
 
 
 def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
@@ -418,10 +440,12 @@ def give_own_buffer(tensor: torch.Tensor) -> None:
     tensor.data.copy_(own)
 
 
-def transfers() -> int:
-    """How often this process has read a tensor's value from the device."""
+def transfers() -> tuple[int, int]:
+    """How often this process has read a tensor's value from the device, and this thread waited for one."""
+    from torch_xla_donate import _C
+
     data = xlac()._xla_metric_data("TransferFromDeviceTime")
-    return int(data[0]) if data is not None else 0
+    return int(data[0]) if data is not None else 0, _C.barriers_passed()
 
 
 def is_evicted(error: RuntimeError) -> bool:
@@ -516,18 +540,24 @@ def tracing() -> Iterator[None]:
     """
     import torch_xla
 
+    from torch_xla_donate import _C
+
     seed = xlac()._xla_get_rng_seed()
     torch_xla.sync()
     torch_xla.core.xla_model.wait_device_ops()
-    saved = xlac()._get_use_eager_mode(), xlac()._get_allow_execution()
-    xlac()._set_use_eager_mode(False)
-    xlac()._set_allow_execution(False)
-    try:
-        yield
-    finally:
-        xlac()._set_allow_execution(saved[1])
-        xlac()._set_use_eager_mode(saved[0])
-        torch_xla.core.xla_model.set_rng_state(seed)
+    with _compiling:
+        eager = xlac()._get_use_eager_mode()
+        if eager:
+            xlac()._set_use_eager_mode(False)
+        # Not torch_xla's own switch: it would stop the steps of other threads.
+        _C.refuse_runs(True)
+        try:
+            yield
+        finally:
+            _C.refuse_runs(False)
+            if eager:
+                xlac()._set_use_eager_mode(True)
+            torch_xla.core.xla_model.set_rng_state(seed)
 
 
 def forget_pending() -> None:
@@ -538,7 +568,7 @@ def forget_pending() -> None:
 
 
 def is_refused_execution(error: RuntimeError) -> bool:
-    """Whether torch_xla has refused to run something while `tracing`."""
+    """Whether something was refused to run while `tracing`."""
     return "Unexpected execution" in str(error)
 
 
@@ -569,18 +599,19 @@ def compile_graph(
     from torch_xla_donate import _C
 
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
-    saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
-    xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
-    xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
-    try:
-        with donor_flags(donors):
-            _C.order_parameters(_in_order_of(outputs, donors))
-            graph_hash = xlac()._get_graph_hash(list(outputs))
-            xlac()._xla_warm_up_cache(list(outputs), [])
-    finally:
-        order = _C.take_order()
-        xlac()._set_allow_execution(saved[1])
-        xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
+    with _compiling:
+        saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
+        xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
+        xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
+        try:
+            with donor_flags(donors):
+                _C.order_parameters(_in_order_of(outputs, donors))
+                graph_hash = xlac()._get_graph_hash(list(outputs))
+                xlac()._xla_warm_up_cache(list(outputs), [])
+        finally:
+            order = _C.take_order()
+            xlac()._set_allow_execution(saved[1])
+            xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
     found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
     assert found.keys() == set(order), "the hooks have not seen the graph"
     ids, inputs = [found[buffer][0] for buffer in order], [found[buffer][1] for buffer in order]

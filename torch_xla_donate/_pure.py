@@ -27,7 +27,10 @@ class Recorder(TorchFunctionMode):
         captured: the tensors that the function uses and has not been given, by identity.
         given: the identities of those that it has been given.
         inseparable: ids of tensors that the function must not close over, as nothing would tell them from arguments.
+        reads: what knows whether this thread has drawn random numbers on the host; None if nothing does.
     """
+
+    reads: HostReads | None = None
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,12 +53,9 @@ class Recorder(TorchFunctionMode):
             raise self._impure(f"reads {_leaves.array(tensors[0])} on the host", _RETURN_IT)
         seed = torch.default_generator.get_state()
         result = func(*args, **kwargs)
-        if not torch.equal(seed, torch.default_generator.get_state()):
-            torch.default_generator.set_state(seed)
-            raise self._impure(
-                "draws random numbers on the host, which a replay would not draw again",
-                'Draw them on the device (device="xla")',
-            )
+        # Threads of the program, such as a data loader's, draw from the same generator.
+        if self.reads is None or self.reads.drew:
+            self._check_generator(seed)
         if func is torch.Tensor.backward:
             self._check_gradients(_donate.call_site())
         for tensor, identity, buffer in used:
@@ -72,6 +72,14 @@ class Recorder(TorchFunctionMode):
             if tensor.device.type == "xla":
                 self._made.append((weakref.ref(tensor), _donate.call_site()))
         return result
+
+    def _check_generator(self, before: torch.Tensor) -> None:
+        if not torch.equal(before, torch.default_generator.get_state()):
+            torch.default_generator.set_state(before)
+            raise self._impure(
+                "draws random numbers on the host, which a replay would not draw again",
+                'Draw them on the device (device="xla")',
+            )
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Identity and buffer of a tensor from outside; no buffer for one that the trace has made."""
@@ -200,11 +208,16 @@ class Before:
 
 
 class HostReads(TorchDispatchMode):
-    """Refuses to bring a value to the host, which a replay would not do again."""
+    """Refuses to bring a value to the host, which a replay would not do again.
+
+    Attributes:
+        drew: whether random numbers have been drawn there.
+    """
 
     def __init__(self, function: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._function = function
+        self.drew = False
         self._transfers = _host.transfers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -216,12 +229,22 @@ class HostReads(TorchDispatchMode):
                         self._function, _donate.call_site(), f"reads {_leaves.array(tensor)} on the host", _RETURN_IT
                     )
         result = func(*args, **kwargs)
+        on_host = any(tensor.device.type == "cpu" for tensor in _tensors(result))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drew = self.drew or on_host
+        elif on_host:  # as copy_ to a tensor on the host
+            for tensor in _tensors((args, kwargs)):
+                if tensor.device.type == "xla":
+                    raise impure(
+                        self._function, _donate.call_site(), f"reads {_leaves.array(tensor)} on the host", _RETURN_IT
+                    )
         self.check(_donate.call_site)
         return result
 
     def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
         """DonationError if something has been read meanwhile: operations without an XLA lowering run on the host."""
-        if _host.transfers() != self._transfers:
+        # Both: other threads may read, and this one may wait without reading.
+        if all(now != before for now, before in zip(_host.transfers(), self._transfers)):
             raise impure(self._function, where(), "reads a tensor on the host", _RETURN_IT)
 
 
@@ -267,7 +290,7 @@ class Program:
             recorder.inseparable = stand_ins.inseparable()
             modules = _ModulesCalled()
             try:
-                reads = HostReads(compiled.function)
+                reads = recorder.reads = HostReads(compiled.function)
                 with _host_reads_refused(compiled.function), modules, reads, recorder:
                     tree = compiled.trace(*args, **kwargs)
                     results, self._structure = pytree.tree_flatten(tree)

@@ -134,7 +134,7 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     marks = _C.pending()
     outlook = _outlook.Outlook() if predict and marks else None
     pending = [_donor(raw, None, outlook) for raw in marks]
-    tell()
+    tell(everywhere=True)
     return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals())
 
 
@@ -185,6 +185,9 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     XLA gives a donor to an output of the same bytes on each device, whatever its dtype or shape (measured on 2.9.0), so
     the outputs' sizes tell most of it.
     """
+    dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
+    if dynamic:
+        return f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph"
     outputs = [(text, _C.bytes_per_device(text)) for text in step["outputs"] if text]
     if not outputs:
         return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
@@ -264,16 +267,20 @@ def warn_once(message: str, where: str) -> None:
         warn(message, where)
 
 
-def tell() -> None:
+def tell(*, everywhere: bool = False) -> None:
     """Warns of unusable donations, once for each place in the code; raises where a donation was strict.
 
     The hooks call this at the end of a step, if there is something to tell. Inside of `later` it waits.
+
+    Args:
+        everywhere: of all devices. Else of the one that this thread has stepped last: `torch_xla.launch` runs a thread
+            for each device, and each shall get its own errors.
     """
     if is_postponed():
         return
     failures: list[str] = []
     raised: BaseException | None = None
-    for step in _C.take_notices():
+    for step in _C.take_notices(everywhere):
         by_site: dict[str, list[Mapping[str, Any]]] = {}
         for raw in step["donors"]:
             if raw["outcome"] == "unusable" and not raw["told"]:
@@ -298,7 +305,7 @@ def _tell_at_exit() -> None:
     # The last step of a program has no next one at whose end it could be told.
     _C.wait_for_steps()
     try:
-        tell()
+        tell(everywhere=True)
     except (DonationError, DonationWarning) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
