@@ -291,7 +291,9 @@ def describe(name: str, command: str, options: Mapping[str, Any]) -> dict[str, A
 def finish(results: Path, result: Mapping[str, Any], *tables: Table) -> None:
     """Prints the tables and writes ``results/<benchmark>.json``."""
     # A width of its own: in a pipe rich would fall back to 80 columns and fold numbers.
-    Console(width=120).print(*tables)
+    console = Console(width=120)
+    for table in tables:
+        console.print(table)
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{result['benchmark']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

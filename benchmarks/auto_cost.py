@@ -51,14 +51,11 @@ def warm_up(variants: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]])
 
 def bystanders(
     count: int, read: bool, rounds: int, repeat: int, counter: _common.Instructions
-) -> dict[str, list[float]]:
-    """A tiny step beside ``count`` live tensors that it does not read: what it takes more with auto_donate().
+) -> dict[str, dict[str, list[float]]]:
+    """A tiny step beside ``count`` live tensors that it does not read, with auto_donate() on and off.
 
     Args:
         read: whether an earlier step has read them, as it has frozen weights: a tensor keeps its graph node then.
-
-    Returns, round by round, as what else the machine does drifts and cancels out: seconds of processor time of this
-    thread, and instructions where the machine counts them.
     """
     others = _common.small_tensors(count)
     if read:
@@ -69,10 +66,12 @@ def bystanders(
     warm_up(variants)
     found = _common.compare(variants, rounds, repeat, counter)
     del others
-    return {
-        measure: [one - other for one, other in zip(found[measure]["on"], found[measure]["off"])]
-        for measure in ("thread", "instructions")
-    }
+    return found
+
+
+def more(found: Mapping[str, Sequence[float]]) -> list[float]:
+    """On less off, round by round: what else the machine does drifts, and cancels out."""
+    return [one - other for one, other in zip(found["on"], found["off"])]
 
 
 def live_tensors(
@@ -80,24 +79,26 @@ def live_tensors(
 ) -> list[dict[str, Any]]:
     """What each live tensor costs, beyond what a step costs without any; ``plan``: number -> rounds, steps a sample."""
     alone = bystanders(0, read, *plan[0], counter)
-
-    def each(values: Sequence[float], without: Sequence[float], count: int, scale: float) -> dict[str, float] | None:
-        if not values:
-            return None
-        fixed = statistics.median(without)
-        return _common.spread([(value - fixed) / count * scale for value in values])
-
     rows = []
     for count, sizes in plan.items():
         found = bystanders(count, read, *sizes, counter) if count else alone
+        thread = found["thread"]
+
+        def each(measure: str, scale: float, found: Any = found, count: int = count) -> dict[str, float] | None:
+            if not found[measure]["on"]:
+                return None
+            fixed = statistics.median(more(alone[measure]))
+            return _common.spread([(value - fixed) / count * scale for value in more(found[measure])])
+
         row: dict[str, Any] = {
             "live": count,
             "read_before": read,
-            "step_us": _common.spread([seconds * 1e6 for seconds in found["thread"]]),
+            "step_us": _common.spread([seconds * 1e6 for seconds in more(thread)]),
+            "on_over_off": _common.ratio(thread["on"], thread["off"]),
         }
         if count:
-            row["ns_per_tensor"] = each(found["thread"], alone["thread"], count, 1e9)
-            row["instructions_per_tensor"] = each(found["instructions"], alone["instructions"], count, 1)
+            row["ns_per_tensor"] = each("thread", 1e9)
+            row["instructions_per_tensor"] = each("instructions", 1)
         rows.append(row)
     return rows
 
@@ -217,11 +218,12 @@ def main(tiny: bool, results: Path) -> None:
         results,
         result,
         _common.table_of(
-            "auto_cost: processor time of a step beside live tensors that it does not read, on less off (95%)",
-            ("live tensors", "a step, µs", "a tensor, ns", "a tensor, instructions"),
+            "auto_cost: processor time of a step beside live tensors that it does not read, with auto_donate (95%)",
+            ("live tensors", "on / off", "on - off, µs", "for each tensor, ns", "instructions"),
             [
                 (
                     f"{row['live']:,}, {'read before' if row['read_before'] else 'never read'}",
+                    _common.shown(row["on_over_off"]),
                     _common.shown(row["step_us"], 1),
                     *(
                         (_common.shown(row["ns_per_tensor"], 0), _common.shown(row["instructions_per_tensor"], 0))
@@ -231,14 +233,14 @@ def main(tiny: bool, results: Path) -> None:
                 )
                 for row in live
             ],
-            f"A tensor: beyond what a step without any costs. Growth from {sorted(live_sizes)[1]:,} to "
-            f"{max(live_sizes):,}: {growth}. {result['aims'][0]['text']}: {result['aims'][0]['verdict']}.",
+            f"For each tensor: beyond what a step without any costs; growth from {sorted(live_sizes)[1]:,} to "
+            f"{max(live_sizes):,}: {growth}. Aim: {result['aims'][0]['text']}: {result['aims'][0]['verdict']}.",
         ),
         _common.table_of(
             "auto_cost: time of a step, medians of the ratios of each round (95%)",
             ("step", "wall time", "processor time", "instructions"),
             [(name, *(_common.shown(row[measure]) for measure in _common.MEASURES)) for name, row in ratios],
-            f"{result['aims'][1]['text']}: {result['aims'][1]['verdict']}. "
+            f"Aim: {result['aims'][1]['text']}: {result['aims'][1]['verdict']}. "
             f"A search takes {searched['ms']:.0f} ms for {searched['objects']:,} objects of Python.",
         ),
     )

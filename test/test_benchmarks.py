@@ -130,13 +130,14 @@ def assert_difference(found: dict[str, float]) -> None:
 
 def test_auto_cost_measures_live_tensors_donors_a_search_and_nothing_at_all(tmp_path: Path) -> None:
     printed, found = run("auto_cost.py", tmp_path, "--tiny")
-    assert "a tensor, ns" in printed and "hooked / unhooked" in printed
+    assert "for each tensor, ns" in printed and "hooked / unhooked" in printed
     assert_neutral(found)
     assert found["instructions"] in ("available", "not available")
     assert [(row["live"], row["read_before"]) for row in found["live_tensors"]] == [
         (live, read) for read in (False, True) for live in (0, 2, 20)
     ]
     for row in found["live_tensors"]:
+        assert_ratio(row["on_over_off"])
         assert_difference(row["step_us"])
         if row["live"]:
             assert_difference(row["ns_per_tensor"])
