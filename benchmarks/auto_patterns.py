@@ -211,6 +211,18 @@ def cache_of_one_sequence(size: int) -> tuple[State, Step]:
     return {"cache": array(size, HEADS, size // HEADS), "key": array(size, size)}, step
 
 
+def cache_read_by_a_vector(size: int) -> tuple[State, Step]:
+    """The cache is (positions, width); XLA for CPU writes the slice once more inside of the product that reads it."""
+
+    def step(state: State, index: int, give: Give) -> torch.Tensor:
+        give(state["cache"])
+        token = batch(size, index)[0]
+        state["cache"][index % POSITIONS] = token @ state["key"]
+        return torch.softmax(token @ state["cache"].T, -1) @ state["cache"]
+
+    return {"cache": array(4 * size, size), "key": array(size, size)}, step
+
+
 def cache_of_a_batch(size: int) -> tuple[State, Step]:
     """The cache is (sequences, positions, width)."""
 
@@ -255,6 +267,7 @@ PATTERNS: dict[str, Callable[[int], tuple[State, Step]]] = {
     "sums of gradients": gradient_buffers,
     "KV cache, cache[i] = k": cache_of_one_sequence,
     "KV cache, cache[:, i] = k": cache_of_a_batch,
+    "KV cache, read by one vector": cache_read_by_a_vector,
     "scan over layers": scan_over_layers,
 }
 

@@ -103,7 +103,7 @@ def test_auto_donate_aliases_at_least_what_an_expert_donates_by_hand(tmp_path: P
     assert "auto / hand" in printed and "cache[:, i] = k" in printed
     assert_neutral(found)
     rows = {row["pattern"]: row for row in found["rows"]}
-    assert len(rows) == 10
+    assert len(rows) == 11
     for row in rows.values():
         aliased, copied, kept = row["aliased_bytes"], row["copied_bytes"], row["kept_bytes"]
         assert row["same_values"]
