@@ -23,6 +23,7 @@ import click
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
 from rich.console import Console
 from rich.table import Table
 
@@ -63,23 +64,30 @@ def side_by_side(variants: Mapping[str, Timed], rounds: int) -> dict[str, list[f
     return samples
 
 
-def ratio(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Median of the rounds' ratios, their quartiles, and a 95% bootstrap interval of the median."""
-    pairs = sorted(one / other for one, other in zip(samples, base))
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median of the rounds' values, their quartiles, and a 95% bootstrap interval of the median."""
+    values = sorted(values)
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(pairs, k=len(pairs))) for _ in range(1000))
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(1000))
     return {
-        "median": statistics.median(pairs),
-        "quarter": pairs[len(pairs) // 4],
-        "three_quarters": pairs[(3 * len(pairs)) // 4],
+        "median": statistics.median(values),
+        "quarter": values[len(values) // 4],
+        "three_quarters": values[(3 * len(values)) // 4],
         "low": medians[25],
         "high": medians[974],
     }
 
 
-def shown(found: Mapping[str, float]) -> str:
+def ratio(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """`spread` of the rounds' ratios."""
+    return spread([one / other for one, other in zip(samples, base)])
+
+
+def shown(found: Mapping[str, float] | None, digits: int = 3) -> str:
     """A ratio for people: '1.004 (0.998 to 1.010)', the interval being that of the median."""
-    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    if found is None:
+        return "not available"
+    return f"{found['median']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
 
 
 def wall(run: Callable[[], Any]) -> float:
@@ -123,6 +131,71 @@ class Instructions:
         if self._file is None:
             raise RuntimeError("this machine does not let a process count its instructions; ask `available` first")
         return int(struct.unpack("Q", os.read(self._file, 8))[0])
+
+
+def small_tensors(count: int) -> list[torch.Tensor]:
+    made = [torch.ones(2).to("xla") for _ in range(count)]
+    step()
+    return made
+
+
+def compiles() -> int:
+    return int(metrics.counter_value("UncachedCompile") or 0)
+
+
+MEASURES = ("wall", "processor", "instructions")
+
+
+def compare(
+    variants: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]],
+    rounds: int,
+    repeat: int,
+    counter: Instructions,
+) -> dict[str, dict[str, list[float]]]:
+    """Runs ``repeat`` steps of each variant, (preparation, step), a round, after its untimed preparation.
+
+    Returns, for each measure and variant, what a step took: seconds of wall time, seconds of processor time of all
+    threads and of this one ("thread"), and instructions where the machine counts them.
+    """
+    found: dict[str, dict[str, list[float]]] = {
+        measure: {name: [] for name in variants} for measure in (*MEASURES, "thread")
+    }
+
+    def sampled(name: str, prepare: Callable[[], Any], step: Callable[[], Any]) -> Timed:
+        def sample() -> float:
+            prepare()
+            gc.collect()
+            gc.disable()
+            instructions = counter.read() if counter.available else 0
+            processor, thread = time.process_time(), time.thread_time()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                step()
+            taken = (time.perf_counter() - start) / repeat
+            found["thread"][name].append((time.thread_time() - thread) / repeat)
+            found["processor"][name].append((time.process_time() - processor) / repeat)
+            if counter.available:
+                found["instructions"][name].append((counter.read() - instructions) / repeat)
+            gc.enable()
+            return taken
+
+        return sample
+
+    warm = compiles()
+    found["wall"] = side_by_side(
+        {name: sampled(name, prepare, step) for name, (prepare, step) in variants.items()}, rounds
+    )
+    if compiles() != warm:
+        raise RuntimeError(f"{compiles() - warm} compilations while measuring; expected none, all graphs are warm")
+    return found
+
+
+def ratios(found: Mapping[str, Mapping[str, list[float]]], one: str, base: str) -> dict[str, Any]:
+    """The ratio of two variants for each of `MEASURES`; None where the machine does not count."""
+    return {
+        measure: ratio(found[measure][one], found[measure][base]) if found[measure][one] else None
+        for measure in MEASURES
+    }
 
 
 def resident() -> int:
@@ -215,10 +288,12 @@ def describe(name: str, command: str, options: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def finish(results: Path, result: Mapping[str, Any], table: Table) -> None:
-    """Prints the table and writes ``results/<benchmark>.json``."""
+def finish(results: Path, result: Mapping[str, Any], *tables: Table) -> None:
+    """Prints the tables and writes ``results/<benchmark>.json``."""
     # A width of its own: in a pipe rich would fall back to 80 columns and fold numbers.
-    Console(width=120).print(table)
+    console = Console(width=120)
+    for table in tables:
+        console.print(table)
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{result['benchmark']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

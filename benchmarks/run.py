@@ -9,7 +9,15 @@ from pathlib import Path
 import _common
 import click
 
-BENCHMARKS = ("mark_cost", "call_cost", "step_overhead", "peak_memory", "jax_side_by_side")
+BENCHMARKS = (
+    "mark_cost",
+    "call_cost",
+    "step_overhead",
+    "auto_cost",
+    "auto_patterns",
+    "peak_memory",
+    "jax_side_by_side",
+)
 
 
 @click.command()

@@ -12,7 +12,6 @@ import _common
 import click
 import numpy as np
 import torch
-import torch_xla.debug.metrics as metrics
 
 import torch_xla_donate
 from torch_xla_donate import _C
@@ -25,10 +24,6 @@ WARM_UP = 0.25
 BYTES_PER_STEP = 64
 # What the allocator may do at any time, whatever the number of steps.
 SLACK = _common.MIB
-
-
-def compiles() -> int:
-    return int(metrics.counter_value("UncachedCompile") or 0)
 
 
 def growth(memory: Sequence[tuple[int, int]]) -> float:
@@ -94,7 +89,7 @@ def refused(old: Sequence[torch.Tensor]) -> bool:
 def main(steps: int, results: Path) -> None:
     """Donates at every step, and checks that nothing grows."""
     state = State()
-    compiled_before = compiles()
+    compiled_before = _common.compiles()
     every = max(1, steps // 100)
     # Read where nothing of the step is left: sizes may differ within a step.
     memory: list[tuple[int, int]] = []
@@ -110,7 +105,7 @@ def main(steps: int, results: Path) -> None:
             memory.append((index, _common.resident()))
             sizes.append(dict(_C.sizes()))
     seconds = time.monotonic() - start
-    compiled = compiles() - compiled_before
+    compiled = _common.compiles() - compiled_before
 
     report = torch_xla_donate.donation_report()
     if not report.donors or any(donor.outcome != "donated" for donor in report.donors):

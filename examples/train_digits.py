@@ -1,4 +1,4 @@
-"""Trains on scikit-learn's digits, once plain and once donating the old state, and shows what donation saves.
+"""Trains on scikit-learn's digits: plain, donating the old state, and with auto_donate(); shows what donation saves.
 
 The training code is all in this file; `_measure.py` takes the measurements, `_show.py` draws them.
 """
@@ -18,7 +18,7 @@ import torch_xla
 from _measure import Meter, Result
 from sklearn.datasets import load_digits
 
-from torch_xla_donate import donate_buffer, donation_report
+from torch_xla_donate import auto_donate, donate_buffer, donation_report
 
 Tensors = dict[str, torch.Tensor]
 State = dict[str, Tensors]
@@ -29,6 +29,7 @@ State = dict[str, Tensors]
 MODES: dict[str, Callable[[State, State], None]] = {
     "plain": lambda state, updated: None,
     "donate": lambda state, updated: donate_buffer(state, into=updated),
+    "auto": lambda state, updated: None,  # as plain; `train` calls auto_donate() before the loop
 }
 
 CLASSES = 10
@@ -88,6 +89,8 @@ def update(state: State, step: int, images: torch.Tensor, labels: torch.Tensor) 
 def train(mode: str, steps: int, hidden: int) -> Result:
     """Trains for some steps, donating the old state at each or not."""
     give_away = MODES[mode]
+    if mode == "auto":
+        auto_donate()  # Here this is the whole change: the loop has no line of donation.
     device = torch_xla.device()
     (images, labels), (test_images, test_labels) = load_data(device)
     torch_xla.sync(wait=True)

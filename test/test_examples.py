@@ -140,7 +140,7 @@ class Training:
 
     def __init__(self, name: str, folder: Path, *sizes: str) -> None:
         self.folder = folder
-        self.output = run_example(f"{name}.py", *sizes, "--out", str(folder), timeout=300).stdout
+        self.output = run_example(f"{name}.py", *sizes, "--out", str(folder), timeout=450).stdout
         numbers = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         self.runs: dict[str, dict[str, Any]] = {run["mode"]: run for run in numbers}
 
@@ -151,38 +151,56 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
     return Training("train_digits", folder, "--steps", str(STEPS), "--hidden", str(HIDDEN))
 
 
-def test_training_computes_the_same_bits_with_and_without_donation(training: Training) -> None:
-    plain, donate = training.runs["plain"], training.runs["donate"]
+DONATING = ["donate", "auto"]
+
+
+@pytest.mark.parametrize("mode", DONATING)
+def test_training_computes_the_same_bits_with_and_without_donation(training: Training, mode: str) -> None:
+    plain, donating = training.runs["plain"], training.runs[mode]
     assert len(plain["losses"]) == STEPS
-    assert plain["losses"] == donate["losses"]
-    assert plain["digest"] == donate["digest"]
-    assert plain["accuracy"] == donate["accuracy"]
-    assert training.output.count("identical bit for bit") == 2
+    assert plain["losses"] == donating["losses"]
+    assert plain["digest"] == donating["digest"]
+    assert plain["accuracy"] == donating["accuracy"]
+    assert training.output.count(f"of 'plain' and '{mode}': identical bit for bit") == 2
 
 
 def test_training_learns(training: Training) -> None:
     assert training.runs["donate"]["accuracy"] > 0.5
 
 
-def test_every_tensor_of_the_state_is_aliased_when_donated_and_none_when_not(training: Training) -> None:
-    plain, donate = training.runs["plain"], training.runs["donate"]
+@pytest.mark.parametrize("mode", DONATING)
+def test_every_tensor_of_the_state_is_aliased_when_donated_and_none_when_not(training: Training, mode: str) -> None:
+    plain, donating = training.runs["plain"], training.runs[mode]
     assert (plain["donors"], plain["aliases"], plain["aliased_bytes"]) == (0, 0, 0)
-    assert donate["donors"] == donate["aliases"] == donate["state_tensors"] == 18
-    assert donate["aliased_bytes"] == donate["donated_bytes"] == donate["state_bytes"]
+    assert donating["donors"] == donating["aliases"] == donating["state_tensors"] == 18
+    assert donating["aliased_bytes"] == donating["donated_bytes"] == donating["state_bytes"]
 
 
-def test_every_buffer_keeps_its_pointer_at_every_step_when_donated(training: Training) -> None:
-    assert training.runs["donate"]["kept_pointers"] == [18] * STEPS
+@pytest.mark.parametrize("mode", DONATING)
+def test_every_buffer_keeps_its_pointer_at_every_step_when_donated(training: Training, mode: str) -> None:
+    assert training.runs[mode]["kept_pointers"] == [18] * STEPS
 
 
+@pytest.mark.parametrize("mode", DONATING)
 @pytest.mark.parametrize("measure", ["planned_bytes", "peak_bytes"])
-def test_donation_saves_at_least_half_of_the_donated_bytes(training: Training, measure: str) -> None:
-    plain, donate = training.runs["plain"], training.runs["donate"]
-    assert plain[measure] - donate[measure] >= donate["donated_bytes"] / 2
+def test_donation_saves_at_least_half_of_the_donated_bytes(training: Training, measure: str, mode: str) -> None:
+    plain, donating = training.runs["plain"], training.runs[mode]
+    assert plain[measure] - donating[measure] >= donating["donated_bytes"] / 2
+
+
+def test_the_loop_of_the_automatic_run_has_no_line_of_donation() -> None:
+    source = (EXAMPLES / "train_digits.py").read_text(encoding="utf-8")
+    before, _, loop = source.partition("def train(")[2].partition("for step in range(")
+    assert 'if mode == "auto":\n        auto_donate()' in before
+    assert "donat" not in loop.partition("report = ")[0]
+    # What it does with the old state is what the plain run does.
+    plain, auto = re.findall(r'"(?:plain|auto)": (lambda state, updated: [^,]+),', source)
+    assert plain == auto == "lambda state, updated: None"
 
 
 def test_training_says_what_was_donated_and_where_the_picture_is(training: Training) -> None:
-    assert "18 of 18 donors donated" in training.output
+    assert training.output.count("18 of 18 donors donated") == 2
+    assert training.output.count("│ (auto) │") == 18
     assert f"memory over the steps: {training.folder / 'train_digits.png'}" in training.output
     assert "plain step  1/6  loss" in training.output
 
@@ -204,7 +222,7 @@ def test_training_exits_with_1_when_the_values_differ(tmp_path: Path) -> None:
         (tmp_path / path.name).write_text(source, encoding="utf-8")
     # WHEN it runs
     arguments = ("--steps", "3", "--hidden", "16", "--out", str(tmp_path / "out"))
-    output = run_script(RUN, str(tmp_path / "train_digits.py"), *arguments, timeout=200, exit_code=1).stdout
+    output = run_script(RUN, str(tmp_path / "train_digits.py"), *arguments, timeout=300, exit_code=1).stdout
     # THEN it says so
     assert "NOT identical" in output
 
