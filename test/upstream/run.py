@@ -37,6 +37,8 @@ class Run:
     outcomes: dict[str, str] = field(default_factory=dict)  # by the test's name
     auto: bool | None = None  # whether donation was on; None without the package
     steps: int | None = None  # how many have donated; None if the process did not come to its end
+    graphs: int = 0  # how many have been looked at for donors
+    refusals: dict[str, int] = field(default_factory=dict)  # how many steps have been left alone, by reason
     exit_code: int | None = None  # None if it ran out of time
     last_line: str = ""  # of stderr
 
@@ -76,7 +78,7 @@ def run(case: Case, path: Path, auto: bool, timeout: float, log: Path) -> Run:
         record = Path(scratch, "record")
         record.touch()
         env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_XLA_DONATE_")}
-        env.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES="1", **case.env)
+        env.update({"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", **case.env})
         env["UPSTREAM_RECORD"] = str(record)
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER / "startup"), env.get("PYTHONPATH", "")]))
         if auto:
@@ -108,7 +110,7 @@ def run(case: Case, path: Path, auto: bool, timeout: float, log: Path) -> Run:
             elif "auto" in line:
                 found.auto = line["auto"]
             else:
-                found.steps = line["steps"]
+                found.steps, found.graphs, found.refusals = line["steps"], line["graphs"], line["refusals"]
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     found.last_line = lines[-1] if lines else ""
     return found
@@ -145,7 +147,7 @@ def main(checkout: Path, cases: tuple[str, ...], timeout: float, logs: Path | No
     cases.txt, which are run if there are none. Nothing is downloaded; what the files import has to be there.
     """
     table = Table(title="passed / failed / skipped")
-    for column in ("file", "without", "with", "donating steps"):
+    for column in ("file", "without", "with", "graphs looked at", "donating steps"):
         table.add_column(column, overflow="fold", justify="left" if column == "file" else "right")
     trouble: list[str] = []
     console = Console()
@@ -162,10 +164,15 @@ def main(checkout: Path, cases: tuple[str, ...], timeout: float, logs: Path | No
                 run(case, path, auto, timeout, logs / f"{stem}_{'with' if auto else 'without'}.log")
                 for auto in (False, True)
             )
-            steps = "?" if with_auto.steps is None else str(with_auto.steps)
-            table.add_row(case.text, without.counts, with_auto.counts, steps)
-            progress = f"{case.text}: {without.counts} without, {with_auto.counts} with, {steps} donating steps"
+            graphs, steps = ("?", "?") if with_auto.steps is None else (str(with_auto.graphs), str(with_auto.steps))
+            table.add_row(case.text, without.counts, with_auto.counts, graphs, steps)
+            progress = (
+                f"{case.text}: {without.counts} without, {with_auto.counts} with, {graphs} graphs looked at, "
+                f"{steps} donating steps"
+            )
             console.print(progress, markup=False, highlight=False, soft_wrap=True)
+            for reason, count in with_auto.refusals.items():
+                console.print(f"  {count} steps left alone: {reason}", markup=False, highlight=False, soft_wrap=True)
             error = error_of(without, with_auto)
             failing = [error] if error else failing_with_auto(without, with_auto)
             for text in failing:

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import sys
 import unittest
 from collections.abc import Callable, Sequence
@@ -38,9 +39,14 @@ def write(**line: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def name_of(test: unittest.TestCase) -> str:
+    # Names made of parameters may have addresses in them.
+    return re.sub(r" at 0x[0-9a-f]+", "", test.id())
+
+
 def recording(method: Callable[..., None], outcome: str) -> Callable[..., None]:
     def record(self: unittest.TestResult, test: unittest.TestCase, *arguments: Any) -> None:
-        write(test=test.id(), outcome=outcome)
+        write(test=name_of(test), outcome=outcome)
         method(self, test, *arguments)
 
     return record
@@ -49,7 +55,7 @@ def recording(method: Callable[..., None], outcome: str) -> Callable[..., None]:
 def recording_failures(method: Callable[..., None]) -> Callable[..., None]:
     def record(self: unittest.TestResult, test: unittest.TestCase, subtest: unittest.TestCase, error: Any) -> None:
         if error is not None:
-            write(test=test.id(), outcome="failed")
+            write(test=name_of(test), outcome="failed")
         method(self, test, subtest, error)
 
     return record
@@ -68,8 +74,9 @@ def load_package() -> None:
     # After this comes torch_xla's own end, which shuts the runtime down.
     @atexit.register
     def count_steps() -> None:
-        donors = torch_xla_donate.donation_report().donors
-        write(steps=donors[-1].step if donors else 0)
+        report = torch_xla_donate.donation_report()
+        steps = report.donors[-1].step if report.donors else 0
+        write(steps=steps, graphs=torch_xla_donate._C.sizes()["auto_plans"], refusals=dict(report.auto_refusals))
 
 
 class AfterTorchXla(importlib.abc.MetaPathFinder):
