@@ -30,10 +30,9 @@ class Recorder(TorchFunctionMode):
         reads: what knows whether this thread has drawn random numbers on the host; None if nothing does.
     """
 
-    reads: HostReads | None = None
-
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: HostReads | None = None
         self._function = function
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
