@@ -99,34 +99,46 @@ OutdatedTensors& OutdatedTensors::Get() {
 std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::unordered_set<const c10::TensorImpl*> known;
-  for (const auto& weak : tensors_) {
-    known.insert(weak._unsafe_get_target());
+  for (const Known& entry : tensors_) {
+    known.insert(entry.tensor._unsafe_get_target());
   }
   std::size_t found = 0;
   for (const at::Tensor& tensor : tensors) {
-    if (known.count(tensor.unsafeGetTensorImpl()) == 0 && abi::IsOutdated(*tensor.unsafeGetTensorImpl())) {
-      tensors_.emplace_back(tensor.getIntrusivePtr());
+    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+    if (known.count(&impl) != 0 || !abi::IsOutdated(impl)) {
+      continue;
+    }
+    // Others than torch_xla have functional tensors, too.
+    if (const abi::TensorData* value = abi::ValueOf(impl)) {
+      tensors_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), value->device});
       ++found;
     }
   }
+  count_ = tensors_.size();
   return found;
 }
 
 // To be let go of without the lock: the last owner of a tensor may take the GIL.
-std::vector<c10::intrusive_ptr<c10::TensorImpl>> OutdatedTensors::Alive() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+std::vector<c10::intrusive_ptr<c10::TensorImpl>> OutdatedTensors::Alive(const lazy::BackendDevice& device) const {
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> alive;
-  for (const auto& weak : tensors_) {
-    if (auto tensor = weak.lock()) {
+  if (count_ == 0) {
+    return alive;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Known& entry : tensors_) {
+    if (!(entry.device == device)) {
+      continue;
+    }
+    if (auto tensor = entry.tensor.lock()) {
       alive.push_back(std::move(tensor));
     }
   }
   return alive;
 }
 
-std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(long holders) {
+std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(const lazy::BackendDevice& device, long holders) {
   std::unordered_set<const abi::TensorData*> values;
-  for (const auto& tensor : Alive()) {
+  for (const auto& tensor : Alive(device)) {
     if (const auto value = abi::OutdatedValue(*tensor, holders)) {
       values.insert(value.get());
     }
@@ -134,40 +146,50 @@ std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(long holders)
   return values;
 }
 
-void OutdatedTensors::BringUpToDate() {
-  for (const auto& tensor : Alive()) {
-    abi::BringUpToDate(*tensor);
+void OutdatedTensors::BringUpToDate(const lazy::BackendDevice& device) {
+  for (const auto& tensor : Alive(device)) {
+    try {
+      abi::BringUpToDate(*tensor);
+    } catch (const std::exception&) {
+      // Whoever uses it next gets the error; the step must come to its end, and so must the ones after it.
+      Forget(tensor.get());
+    }
   }
 }
 
-lazy::BackendDataPtr OutdatedTensors::Renew(const abi::TensorData* old_value) {
-  for (const auto& tensor : Alive()) {
-    if (abi::IsOutdated(*tensor) && abi::ValueOf(*tensor) == old_value) {
+lazy::BackendDataPtr OutdatedTensors::Renew(const abi::TensorData& old_value) {
+  for (const auto& tensor : Alive(old_value.device)) {
+    if (abi::IsOutdated(*tensor) && abi::ValueOf(*tensor) == &old_value) {
+      lazy::BackendDataPtr written = abi::WrittenBuffer(*tensor);
       abi::BringUpToDate(*tensor);
       const abi::TensorData* fresh = abi::ValueOf(*tensor);
-      return fresh == nullptr ? nullptr : fresh->handle;
+      return fresh != nullptr && fresh->handle != nullptr ? fresh->handle : written;
     }
   }
   return nullptr;
 }
 
-void OutdatedTensors::Purge() {
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> gone;
+void OutdatedTensors::Forget(const c10::TensorImpl* tensor) {
+  std::vector<Known> gone;
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = tensors_.begin(); it != tensors_.end();) {
-    if (it->expired()) {
+    if (tensor == nullptr ? it->tensor.expired() : it->tensor._unsafe_get_target() == tensor) {
       gone.push_back(std::move(*it));
       it = tensors_.erase(it);
     } else {
       ++it;
     }
   }
+  count_ = tensors_.size();
 }
 
-std::size_t OutdatedTensors::Size() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return tensors_.size();
+void OutdatedTensors::Purge() {
+  if (count_ != 0) {
+    Forget(nullptr);
+  }
 }
+
+std::size_t OutdatedTensors::Size() const { return count_; }
 
 AutoPlans& AutoPlans::Get() {
   static AutoPlans* plans = new AutoPlans();
@@ -362,6 +384,7 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   auto found = plans_.find(key);
   if (found == plans_.end() || found->second.bytes.size() != question.held.size() ||
       found->second.output_bytes.size() != question.roots.size()) {
+    Plan plan = Look(question);
     if (found == plans_.end()) {
       order_.push_back(key);
       if (order_.size() > kKeptPlans) {
@@ -369,7 +392,7 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
         order_.pop_front();
       }
     }
-    found = plans_.insert_or_assign(key, Look(question)).first;
+    found = plans_.insert_or_assign(key, std::move(plan)).first;
     found->second.always_dead.assign(question.held.size(), true);
   }
   Plan& plan = found->second;

@@ -2,8 +2,9 @@
 //
 // At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
 // So a parameter that no live tensor holds, by its data or by a graph that the step leaves pending, is out of reach for
-// the program. Reference counts are not asked: what earlier runs still hold flips with their timing, and each flip
-// would be another graph.
+// the program. Reference counts of buffers are not asked: what earlier runs still hold flips with their timing, and
+// each flip would be another graph. (Those of an outdated tensor's old value are: one that is too high keeps the
+// input.)
 //
 // Which of the dead parameters are asked for is decided once for each graph and dead set: as many of each size as there
 // are outputs that no other donor takes, each close to the output that is made of it. A loop whose dead set flips (the
@@ -17,6 +18,7 @@
 
 #include <c10/util/flat_hash_map.h>
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -61,22 +63,28 @@ class OutdatedTensors {
 
   // Remembers those of these tensors that are out of date now; how many of them are new here.
   std::size_t Remember(const std::vector<at::Tensor>& tensors);
-  // Their old values, which nobody can read; `holders` as for abi::OutdatedValue.
-  std::unordered_set<const abi::TensorData*> Values(long holders);
-  // They take their new values.
-  void BringUpToDate();
+  // The old values on a device, which nobody can read; `holders` as for abi::OutdatedValue.
+  std::unordered_set<const abi::TensorData*> Values(const lazy::BackendDevice& device, long holders);
+  // The tensors of a device take their new values. Others may belong to a thread that is using them.
+  void BringUpToDate(const lazy::BackendDevice& device);
   // The one that keeps this old value takes its new one, whose buffer is returned. Null if there is none.
-  lazy::BackendDataPtr Renew(const abi::TensorData* old_value);
-  // Lets go of tensors that are gone, but for what they hold through this.
+  lazy::BackendDataPtr Renew(const abi::TensorData& old_value);
+  // Lets go of tensors that are gone but for what they hold through this.
   void Purge();
   std::size_t Size() const;
 
  private:
-  std::vector<c10::intrusive_ptr<c10::TensorImpl>> Alive() const;
+  struct Known {
+    // A weak pointer keeps what a tensor holds, so they are purged before each step.
+    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+    lazy::BackendDevice device;
+  };
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> Alive(const lazy::BackendDevice& device) const;
+  void Forget(const c10::TensorImpl* tensor);
 
   mutable std::mutex mutex_;
-  // A weak pointer keeps what a tensor holds, so they are purged before each step.
-  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> tensors_;
+  std::atomic<std::size_t> count_{0};
+  std::vector<Known> tensors_;
 };
 
 // What a step looks like to whoever chooses its automatic donors.

@@ -474,7 +474,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_callbacks",
       [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended,
-         py::object prepare_auto, py::object auto_step_ended, py::object search_outdated) {
+         py::object prepare_auto, py::object donating_step_ended, py::object search_outdated) {
         HookCallbacks callbacks;
         callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
         // Kept for the life of the process, as the hooks are.
@@ -509,15 +509,15 @@ PYBIND11_MODULE(_C, m) {
             }
           };
         };
-        callbacks.auto_step_ended = quietly(std::move(auto_step_ended));
+        callbacks.donating_step_ended = quietly(std::move(donating_step_ended));
         callbacks.search_outdated = quietly(std::move(search_outdated));
         SetHookCallbacks(std::move(callbacks));
       },
       py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
-      py::arg("prepare_auto"), py::arg("auto_step_ended"), py::arg("search_outdated"),
+      py::arg("prepare_auto"), py::arg("donating_step_ended"), py::arg("search_outdated"),
       "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used, at "
-      "the end of a step, before the first step that donates automatically, at the end of each of these, and to show "
-      "all tensors to remember_outdated.");
+      "the end of a step, before the first step that donates automatically, at the end of a step that has donated, and "
+      "to show all tensors to remember_outdated.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {

@@ -154,7 +154,7 @@ struct ThreadState {
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
   std::vector<bool> auto_donates;          // the wishes of this thread's contexts
-  bool auto_donated = false;               // the step in progress has donors that nobody has marked
+  bool has_donated = false;                // the step in progress has donors
   std::optional<lazy::hash_t> search_for;  // the plan of the step in progress, which asks for a search at its end
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
@@ -378,7 +378,7 @@ std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const 
                                                 const lazy::BackendDevice& device,
                                                 const std::vector<std::shared_ptr<abi::TensorData>>& live) {
   // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
-  const auto outdated = OutdatedTensors::Get().Values(/*holders=*/3);
+  const auto outdated = OutdatedTensors::Get().Values(device, /*holders=*/3);
   Liveness liveness(graph.parameters_data);
   const auto hold = [&liveness, &outdated](const abi::TensorData* data, const lazy::BackendData* listed) {
     if (data == nullptr) {
@@ -478,6 +478,21 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   return donors;
 }
 
+// A step's donors are told apart by their place among its parameters.
+void SortByParameter(const Executor::PostOrderData& graph, std::vector<DonorPtr>& donors) {
+  ska::flat_hash_map<const lazy::BackendData*, DonorPtr> donor_of;
+  for (DonorPtr& donor : donors) {
+    donor_of.emplace(donor->buffer.lock().get(), std::move(donor));
+  }
+  donors.clear();
+  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
+    if (const auto found = donor_of.find(parameter.get()); found != donor_of.end()) {
+      donors.push_back(std::move(found->second));
+      donor_of.erase(found);
+    }
+  }
+}
+
 void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
                  Executor::SyncTensorCollection* collection) {
   DonationRegistry& registry = DonationRegistry::Get();
@@ -544,9 +559,14 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     others.insert(candidate.buffer.get());
   }
   if (automatic && SwitchedOffReason().empty()) {
-    std::vector<DonorPtr> more = ChooseAutomatic(state, graph, roots, *collection, live, outputs, others);
-    state.auto_donated = !more.empty();
-    asked.insert(asked.end(), more.begin(), more.end());
+    try {
+      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, outputs, others)) {
+        asked.push_back(std::move(donor));
+      }
+    } catch (const std::exception& error) {  // marks are worth more
+      registry.NoteAutoRefusal(error.what());
+    }
+    SortByParameter(graph, asked);
   }
   if (asked.empty() && refused.empty()) {
     return;
@@ -575,6 +595,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     }
   }
   state.current = progress;
+  state.has_donated = true;
   // A guard in the host's own stack frame: whatever is thrown before the step is scheduled destroys the collection.
   collection->unlocker.emplace_back([progress](lazy::ExceptionCleanup::StatusType&&) {
     if (!progress->compiled) {
@@ -834,9 +855,9 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
     return handle;
   }
   // A view of a tensor that is out of date, perhaps. Rare, so that it may be searched for: most often it is an error.
-  const abi::TensorData* old_value = self->data().get();
+  const abi::TensorData& old_value = *self->data();
   lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
-  if (renewed == nullptr && !state.telling && SearchOutdated()) {
+  if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) && SearchOutdated()) {
     renewed = OutdatedTensors::Get().Renew(old_value);
   }
   if (renewed != nullptr && !IsGone(renewed.get())) {
@@ -874,7 +895,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     state.noting = true;
     state.arena = arena;
   }
-  state.auto_donated = false;
+  state.has_donated = false;
   state.search_for.reset();
   state.listing = true;
   const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
@@ -901,13 +922,13 @@ void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
   const auto search_for = std::exchange(State().search_for, std::nullopt);
-  if (std::exchange(State().auto_donated, false) && Callbacks().auto_step_ended) {
-    Callbacks().auto_step_ended();
+  if (std::exchange(State().has_donated, false) && Callbacks().donating_step_ended) {
+    Callbacks().donating_step_ended();
   }
   if (search_for.has_value()) {
     AutoPlans::Get().Searched(*search_for, SearchOutdated());
   }
-  OutdatedTensors::Get().BringUpToDate();
+  OutdatedTensors::Get().BringUpToDate(device);
   State().last_device = device;
   const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
   if (to_tell && Callbacks().step_ended) {

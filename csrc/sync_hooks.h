@@ -58,8 +58,8 @@ struct HookCallbacks {
   // Called before the first list of live tensors that automatic donation needs: verifies what it relies on. Returns why
   // nothing can be donated automatically in this process; empty if it can. May take the GIL; must not throw.
   std::function<std::string()> prepare_auto;
-  // Called at the end of a step that has donated automatically. May take the GIL; must not throw.
-  std::function<void()> auto_step_ended;
+  // Called at the end of a step that has donated, before step closures run. May take the GIL; must not throw.
+  std::function<void()> donating_step_ended;
   // Shows the program's tensors to OutdatedTensors. Called without locks; may take the GIL; must not throw.
   std::function<void()> search_outdated;
   // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.

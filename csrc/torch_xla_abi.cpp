@@ -204,6 +204,13 @@ std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long ho
   return data.use_count() <= 2 + holders ? data : nullptr;  // an XLATensor has two pointers to it
 }
 
+lazy::BackendDataPtr WrittenBuffer(const c10::TensorImpl& tensor) {
+  const c10::Storage& storage = WrapperOf(tensor)->storage();
+  auto& group = static_cast<at::functionalization::FunctionalStorageImpl&>(*storage.unsafeGetStorageImpl());
+  const lazy::LazyTensorPtr* base = LazyTensorOf(*group.base().unsafeGetTensorImpl());
+  return base == nullptr || *base == nullptr ? nullptr : (*base)->data()->handle;
+}
+
 void BringUpToDate(const c10::TensorImpl& tensor) {
   if (IsOutdated(tensor)) {
     const_cast<at::FunctionalTensorWrapper*>(WrapperOf(tensor))->sync_();

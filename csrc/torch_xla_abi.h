@@ -93,7 +93,11 @@ std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long ho
 bool IsOutdated(const c10::TensorImpl& tensor);
 // The data of the value that a tensor has now; null if it is no tensor of torch_xla's.
 const TensorData* ValueOf(const c10::TensorImpl& tensor);
-// Gives a tensor that is out of date its new value from the storage, without an operation.
+// The buffer that a tensor's storage has, to which writes that have not been applied yet will be added; null if it is
+// still to be computed.
+lazy::BackendDataPtr WrittenBuffer(const c10::TensorImpl& tensor);
+// Gives a tensor that is out of date its new value from the storage. Writes that have not been applied yet are, which
+// are operations; passes on what they throw.
 void BringUpToDate(const c10::TensorImpl& tensor);
 
 // Whether nodes are kept for graphs to come (torch's torch_lazy_reuse_ir), with whatever they read.

@@ -596,3 +596,30 @@ def test_sharded_tensors_are_donated():
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
         },
     )
+
+
+# --- What other parts rely on ---
+
+
+def test_contexts_of_two_threads_leave_the_process_as_it_was():
+    first = auto_donate()
+    second = auto_donate()
+    with first, second:
+        assert _C.auto_donates()
+    assert not _C.auto_donate_is_default()
+    again = auto_donate(False)
+    for _ in range(2):
+        with again:
+            assert not _C.auto_donates()
+    assert not _C.auto_donate_is_default() and _C.auto_donates()
+
+
+def test_donors_of_a_step_are_told_apart_whoever_has_marked_them(make):
+    for marked in (0, 1):
+        pair = [make(5), make(5)]
+        donate_buffer(pair[marked])
+        # The same graph, and the same donors; one of them marked.
+        pair = [pair[0] * 2, pair[1] * 3]
+        torch_xla.sync(wait=True)
+        assert sorted(donor.automatic for donor in last_step()) == [False, True]
+        assert all(donor.outcome == "donated" for donor in last_step())

@@ -304,3 +304,42 @@ def test_nested_scans_leave_nothing_behind(make):
     assert (module._scan_impl_flat, module.value_and_grad_partitioned) == before
     assert _nested._holders == []
     torch_xla.sync()
+
+
+def test_scans_on_two_threads_do_not_wait_for_each_other_for_ever():
+    run_script(
+        """
+        import threading, torch, torch_xla
+        from torch_xla_donate import _host, _nested
+        inside, leave = threading.Event(), threading.Event()
+        def other():
+            with _nested.allowed([]):
+                inside.set()
+                assert leave.wait(60)
+        worker = threading.Thread(target=other)
+        with _nested.allowed([]):
+            worker.start()
+            assert inside.wait(60)
+        leave.set()
+        worker.join()
+        from torch_xla.experimental import scan as host
+        assert host._scan_impl_flat.__module__ == "torch_xla.experimental.scan"
+        free = []
+        third = threading.Thread(target=lambda: free.append(_host._compiling.acquire(timeout=10)))
+        third.start()
+        third.join()
+        assert free == [True]
+        """
+    )
+
+
+def test_an_inner_scan_without_outputs_to_go_back_over_is_refused():
+    init, rows = torch.zeros(3).to("xla"), torch.ones(2, 4, 3).to("xla")
+    torch_xla.sync()
+
+    def body(carry, row):
+        carry, _ = scan(lambda c, x: (c + x, None), carry, row)
+        return carry, carry.sum()
+
+    with pytest.raises(NotImplementedError, match="backward pass with nothing to go over.*such as the new carry"):
+        scan(body, init, rows)

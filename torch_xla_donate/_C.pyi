@@ -68,7 +68,7 @@ def set_callbacks(
     report_reuse: Callable[[str, str, str, int], None],
     step_ended: Callable[[], None],
     prepare_auto: Callable[[], str],
-    auto_step_ended: Callable[[], None],
+    donating_step_ended: Callable[[], None],
     search_outdated: Callable[[], None],
 ) -> None: ...
 def install(library_path: str) -> None: ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from types import TracebackType
 
 import torch
@@ -47,17 +49,35 @@ class auto_donate:
                 "by itself which inputs nobody can read any more; donate_buffer(tensors) marks some."
             )
         self._enabled = enabled
-        self._before = _C.auto_donate_is_default()
-        _C.set_auto_donate(enabled)
+        with _lock:
+            _open[:] = [call for call in _open if call() is not None]
+            self._before = _C.auto_donate_is_default()
+            _open.append(weakref.ref(self))
+            _C.set_auto_donate(enabled)
 
     def __enter__(self) -> None:
-        _C.set_auto_donate(self._before)
+        with _lock:
+            # It has been a call for all threads until now. What stood before it stands again, unless another call has
+            # come since; if that is a context to be, too, it must not bring this one back.
+            calls = [call() for call in _open]
+            if self in calls:
+                place = calls.index(self)
+                later = next((call for call in calls[place + 1 :] if call is not None), None)
+                if later is not None:
+                    later._before = self._before
+                elif place == len(calls) - 1:
+                    _C.set_auto_donate(self._before)
+                del _open[place]
         _C.push_auto_donate(self._enabled)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _C.pop_auto_donate()
+
+
+_lock = threading.Lock()
+_open: list[weakref.ref[auto_donate]] = []  # calls that have not been entered as contexts, oldest first
 
 
 def prepare() -> str:
@@ -79,7 +99,7 @@ def prepare() -> str:
 
 
 def step_ended() -> None:
-    """The hooks call this at the end of a step that has donated automatically."""
+    """The hooks call this at the end of a step that has donated."""
     # It holds the step's graph until torch_xla.sync() drops it, which is after the step closures have run.
     _host.forget_collectives()
 

@@ -374,8 +374,12 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
                 return trace(fn, init, xs, *args, **options)
         return trace(fn, init, xs, *args, **options)
 
-    with replaced(host, "_scan_impl_flat", flat), replaced(host, "value_and_grad_partitioned", partitioned):
+    # Not `replaced`: the first thread to come enters this and the last to leave leaves it, so no lock may be held.
+    host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned
+    try:
         yield
+    finally:
+        host._scan_impl_flat, host.value_and_grad_partitioned = run, trace
 
 
 def _is_traced(leaf: object) -> bool:

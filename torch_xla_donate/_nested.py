@@ -55,8 +55,13 @@ class _NoRandomNumbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@functools.cache
 def _operation() -> Callable[..., list[torch.Tensor]]:
+    with _defining:  # a library can be defined once
+        return _defined()
+
+
+@functools.cache
+def _defined() -> Callable[..., list[torch.Tensor]]:
     library = torch.library.Library("torch_xla_donate", "DEF")  # type: ignore[no-untyped-call]
     library.define("scan(int number, Tensor[] init, Tensor[] xs, bool reverse) -> Tensor[]")  # type: ignore[no-untyped-call]
     library.impl("scan", _run, "XLA")  # type: ignore[no-untyped-call]
@@ -67,6 +72,7 @@ def _operation() -> Callable[..., list[torch.Tensor]]:
 
 
 _keep: list[torch.library.Library] = []  # a library that is dropped takes its operations along
+_defining = threading.Lock()
 _lock = threading.Lock()
 _holders: list[list[object]] = []
 _patch = contextlib.ExitStack()
@@ -94,6 +100,12 @@ def allowed(loops: list[object]) -> Iterator[None]:
 def _loop_in_a_trace(
     body: Flat, init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    if not xs:
+        # torch_xla asks the first array for the number of iterations, and a backward pass has no other.
+        raise NotImplementedError(
+            "A scan inside of the body of a scan has a backward pass with nothing to go over: its body returns no "
+            "output and saves nothing for it. Let the body return an output as well, such as the new carry."
+        )
     loop = Loop(body)
     with _lock:
         # To all: autograd traces the backward pass of a loop on other threads than that of its scan.
