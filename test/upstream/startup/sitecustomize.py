@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 RECORD = Path(os.environ["UPSTREAM_RECORD"])
+AUTO = os.environ.get("TORCH_XLA_DONATE_AUTO") == "1"
 # As text in the record. A test that ends the process leaves the first.
 OUTCOMES = {
     "startTest": "ended the process",
@@ -66,21 +67,26 @@ for name, outcome in OUTCOMES.items():
 setattr(unittest.TestResult, "addSubTest", recording_failures(unittest.TestResult.addSubTest))  # noqa: B010
 
 
-def load_package() -> None:
-    import torch_xla_donate
+def loaded() -> None:
+    if AUTO:
+        import torch_xla_donate
 
-    write(auto=torch_xla_donate._C.auto_donates())
+        write(auto=torch_xla_donate._C.auto_donates())
+    from torch_xla.debug import metrics
 
     # After this comes torch_xla's own end, which shuts the runtime down.
     @atexit.register
-    def count_steps() -> None:
-        report = torch_xla_donate.donation_report()
-        steps = report.donors[-1].step if report.donors else 0
-        write(steps=steps, graphs=torch_xla_donate._C.sizes()["auto_plans"], refusals=dict(report.auto_refusals))
+    def count() -> None:
+        compiled = metrics.metric_data("CompileTime")
+        write(compiles=compiled[0] if compiled else 0)
+        if AUTO:
+            report = torch_xla_donate.donation_report()
+            steps = report.donors[-1].step if report.donors else 0
+            write(steps=steps, graphs=torch_xla_donate._C.sizes()["auto_plans"], refusals=dict(report.auto_refusals))
 
 
 class AfterTorchXla(importlib.abc.MetaPathFinder):
-    """Lets the import of torch_xla go on as always, and imports the package at its end."""
+    """Lets the import of torch_xla go on as always, and calls `loaded` at its end."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -95,11 +101,10 @@ class AfterTorchXla(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            load_package()
+            loaded()
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-if os.environ.get("TORCH_XLA_DONATE_AUTO") == "1":
-    sys.meta_path.insert(0, AfterTorchXla())
+sys.meta_path.insert(0, AfterTorchXla())
