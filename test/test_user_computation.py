@@ -624,3 +624,23 @@ def test_without_jax_or_torchax_an_error_says_what_to_install():
     for line, module in zip(done.stdout.splitlines(), ("torchax", "jax")):
         assert line.startswith(missing.format(module)) and line.endswith(install)
     assert len(done.stdout.splitlines()) == 2
+
+
+def test_in_eager_mode_the_computation_runs_and_its_donors_are_kept_and_told():
+    run_script(
+        """
+        import warnings, jax, torch, torch_xla
+        from torch_xla_donate import DonationWarning, call_jax, donation_report
+        torch_xla.experimental.eager_mode(True)
+        weight = torch.arange(4.0).to("xla")
+        torch_xla.sync()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            halved = call_jax(jax.jit(lambda w: w / 2, donate_argnums=0), (weight,))
+            torch_xla.sync()
+        (warning,) = [w for w in caught if w.category is DonationWarning]
+        assert "eager mode runs each operation at once" in str(warning.message)
+        assert halved.tolist() == [0, 0.5, 1, 1.5] and weight.tolist() == [0, 1, 2, 3]
+        assert donation_report().donors == () and donation_report().pending == ()
+        """
+    )

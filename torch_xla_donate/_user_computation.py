@@ -191,6 +191,13 @@ def to_donate(
     if not donors or _compile.inside():
         return []
     _donate.prepare(where)
+    if _C.eager_mode():
+        _report.warn_once(
+            "eager mode runs each operation at once, outside of a step, so the computation's donors are kept. "
+            "Call it in a function of torch_xla.compile, or without eager mode.",
+            where,
+        )
+        return []
     body = _bodies.current()
     kept = {
         _C.identity(_leaves.without_wrapper(tensors[index]))[1]: index
