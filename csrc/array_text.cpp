@@ -87,6 +87,8 @@ std::vector<std::int64_t> SizesOf(const std::string& array) {
   return Numbers(WithoutLayout(array), "[").value_or(std::vector<std::int64_t>());
 }
 
+bool IsDynamic(const std::string& array) { return array.find("<=") != std::string::npos; }
+
 std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
   const std::optional<at::ScalarType> dtype = ElementType(array);
   const auto cuts = Cuts(array);

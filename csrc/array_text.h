@@ -24,6 +24,9 @@ std::string WithoutLayout(const std::string& array);
 // The sizes of the whole array; none for a scalar and where they are not understood.
 std::vector<std::int64_t> SizesOf(const std::string& array);
 
+// Whether the device alone knows its size: "f32[<=8]". XLA aliases nothing in a graph with such an output.
+bool IsDynamic(const std::string& array);
+
 // Bytes of the largest shard, which is what XLA compares when it pairs donors with outputs.
 std::optional<std::int64_t> BytesPerDevice(const std::string& array);
 

@@ -96,13 +96,12 @@ OutdatedTensors& OutdatedTensors::Get() {
   return *tensors;
 }
 
-std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
+void OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
   std::lock_guard<std::mutex> lock(mutex_);
   std::unordered_set<const c10::TensorImpl*> known;
   for (const Known& entry : tensors_) {
     known.insert(entry.tensor._unsafe_get_target());
   }
-  std::size_t found = 0;
   for (const at::Tensor& tensor : tensors) {
     const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     if (known.count(&impl) != 0 || !abi::IsOutdated(impl)) {
@@ -111,11 +110,9 @@ std::size_t OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
     // Others than torch_xla have functional tensors, too.
     if (const abi::TensorData* value = abi::ValueOf(impl)) {
       tensors_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), value->device});
-      ++found;
     }
   }
   count_ = tensors_.size();
-  return found;
 }
 
 // To be let go of without the lock: the last owner of a tensor may take the GIL.
@@ -212,10 +209,10 @@ AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
     plan.bytes.push_back(bytes_of(plan.arrays.back()));
   }
   std::map<std::int64_t, std::int64_t> free;
-  bool dynamic = false;  // an output has a size that only the device knows: XLA aliases nothing then
+  bool dynamic = false;
   for (const lazy::Value& root : question.roots) {
     const std::string array = abi::DescribeNode(root);
-    dynamic = dynamic || array.find("<=") != std::string::npos;
+    dynamic = dynamic || IsDynamic(array);
     plan.output_bytes.push_back(bytes_of(array));
     if (plan.output_bytes.back().has_value()) {
       ++free[*plan.output_bytes.back()];

@@ -61,8 +61,8 @@ class OutdatedTensors {
   // Never destroyed: hooks may run until the process ends.
   static OutdatedTensors& Get();
 
-  // Remembers those of these tensors that are out of date now; how many of them are new here.
-  std::size_t Remember(const std::vector<at::Tensor>& tensors);
+  // Remembers those of these tensors that are out of date now.
+  void Remember(const std::vector<at::Tensor>& tensors);
   // The old values on a device, which nobody can read; `holders` as for abi::OutdatedValue.
   std::unordered_set<const abi::TensorData*> Values(const lazy::BackendDevice& device, long holders);
   // The tensors of a device take their new values. Others may belong to a thread that is using them.

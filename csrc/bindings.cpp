@@ -819,10 +819,9 @@ PYBIND11_MODULE(_C, m) {
         for (py::handle tensor : tensors) {
           found.push_back(TensorOf(tensor));
         }
-        return OutdatedTensors::Get().Remember(found);
+        OutdatedTensors::Get().Remember(found);
       },
-      py::arg("tensors"),
-      "Remembers those of the tensors that are out of date after a write through a view; how many are new.");
+      py::arg("tensors"), "Remembers those of the tensors that are out of date after a write through a view.");
   m.def(
       "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
       "How many steps automatic donation has left alone, by reason.");

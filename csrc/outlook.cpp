@@ -24,7 +24,7 @@ bool IsReplicated(const lazy::BackendData& buffer) {
 Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, const ShardingOf& sharding_of) {
   Outlook outlook;
   std::vector<const lazy::Node*> roots;
-  std::unordered_set<std::int64_t> alias_ids;
+  abi::OutputIds ids;
   for (const std::shared_ptr<abi::TensorData>& tensor : live) {
     if (tensor == nullptr) {
       continue;
@@ -43,7 +43,7 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
     }
     outlook.outputs.push_back(std::move(*array));
     roots.push_back(tensor->ir_value.node.get());
-    alias_ids.insert(abi::AliasId(*tensor));
+    ids.Add(*tensor);
   }
 
   bool sharded = false;
@@ -54,9 +54,7 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
       sharded = sharded || abi::IsAnnotated(*node);
     } else if (seen.insert(buffer.get()).second) {
       sharded = sharded || (sharding_of && !IsReplicated(*buffer));
-      const abi::DeviceDataInfo* info = abi::InfoOf(*buffer);
-      const bool own = info != nullptr && !info->read_only && alias_ids.count(info->tensor_id) != 0;
-      outlook.parameters.push_back({buffer, own});
+      outlook.parameters.push_back({buffer, ids.ReplacementOf(*buffer).has_value()});
     }
   }
 

@@ -232,6 +232,8 @@ void ForgetReused(ThreadState& state) {
 
 // ---- Choosing the donors of a step ----
 
+constexpr const char* kUnmatched = "the outputs of the step could not be matched with live tensors";
+
 // The tensors that will hold the step's outputs, in output order; empty if they cannot be told for certain.
 // The executor has just cleared the graph of each (a placeholder will follow), so an output is a live tensor at one of
 // the collection's indices that holds nothing.
@@ -300,7 +302,7 @@ void ForgetCachedValues(const Donor& donor, const lazy::BackendData* buffer) {
 // torch_xla donates by itself. Empty if no donor has a target.
 std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, DonorPtr>>& marked,
                                        const std::vector<lazy::BackendDataPtr>& parameters,
-                                       const std::vector<const abi::TensorData*>& outputs) {
+                                       const std::vector<const abi::TensorData*>& outputs, const abi::OutputIds& ids) {
   const auto has_target = [](const auto& entry) { return entry.second->Target() != nullptr; };
   if (std::none_of(marked.begin(), marked.end(), has_target)) {
     return {};
@@ -316,19 +318,14 @@ std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, 
       parameter_of_output.emplace(output->second, parameter);
     }
   }
-  std::unordered_map<std::int64_t, std::size_t> output_of_id;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    output_of_id.emplace(abi::AliasId(*outputs[i]), i);
-  }
   std::unordered_set<std::size_t> wished;
   for (const auto& entry : parameter_of_output) {
     wished.insert(entry.second);
   }
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const abi::DeviceDataInfo* info = abi::InfoOf(*parameters[i]);
-    const auto own = info == nullptr || info->read_only ? output_of_id.end() : output_of_id.find(info->tensor_id);
-    if (own != output_of_id.end() && wished.count(i) == 0) {
-      parameter_of_output.emplace(own->second, i);
+    const auto own = ids.ReplacementOf(*parameters[i]);
+    if (own.has_value() && wished.count(i) == 0) {
+      parameter_of_output.emplace(*own, i);
     }
   }
   std::vector<std::size_t> order;
@@ -340,7 +337,7 @@ std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, 
 
 void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
                  const Executor::SyncTensorCollection* collection, const std::vector<Candidate>& spared,
-                 const std::unordered_set<std::int64_t>& alias_ids, std::uint64_t step) {
+                 const abi::OutputIds& ids, std::uint64_t step) {
   std::unordered_map<const lazy::BackendData*, DonorPtr> donor_of;
   for (const Candidate& candidate : spared) {
     donor_of.emplace(candidate.buffer.get(), candidate.donor);
@@ -348,9 +345,7 @@ void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
   WouldBe would_be(collection, step);
   for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
     const auto found = donor_of.find(parameter.get());
-    const abi::DeviceDataInfo* info = abi::InfoOf(*parameter);
-    const bool own = info != nullptr && !info->read_only && alias_ids.count(info->tensor_id) != 0;
-    if (own || found != donor_of.end()) {
+    if (ids.ReplacementOf(*parameter).has_value() || found != donor_of.end()) {
       would_be.Add(*parameter, found != donor_of.end() ? found->second : nullptr);
     }
   }
@@ -415,7 +410,7 @@ std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const 
 std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderData& graph,
                                       const std::vector<lazy::Value>& roots, Executor::SyncTensorCollection& collection,
                                       const std::vector<std::shared_ptr<abi::TensorData>>& live,
-                                      const std::vector<const abi::TensorData*>& outputs,
+                                      const abi::OutputIds& ids,
                                       const std::unordered_set<const lazy::BackendData*>& others) {
   const auto refuse = [](const std::string& reason) {
     DonationRegistry::Get().NoteAutoRefusal(reason);
@@ -427,8 +422,8 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   if (abi::KeepsNodes()) {
     return refuse("torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs");
   }
-  if (outputs.empty()) {
-    return refuse("the outputs of the step could not be matched with live tensors");
+  if (ids.Empty()) {
+    return refuse(kUnmatched);
   }
   std::optional<std::vector<bool>> held = HeldParameters(state, graph, collection.device, live);
   if (!held.has_value()) {
@@ -438,16 +433,12 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   AutoQuestion question{graph,
                         roots,
                         collection.hash,
-                        /*sharded=*/collection.device.toString().rfind("SPMD", 0) == 0,
+                        /*sharded=*/abi::IsSpmd(collection.device),
                         /*orders=*/others.empty(),
                         /*held=*/std::move(*held),
                         /*barred=*/std::vector<bool>(count, false),
                         /*donors=*/std::vector<bool>(count, false),
                         /*output_replaced=*/std::vector<std::optional<std::size_t>>(count)};
-  std::unordered_map<std::int64_t, std::size_t> output_of_id;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    output_of_id.emplace(abi::AliasId(*outputs[i]), i);
-  }
   for (std::size_t i = 0; i < count; ++i) {
     const lazy::BackendData& buffer = *graph.parameters_data[i];
     const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
@@ -455,9 +446,9 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
       question.donors[i] = true;
     } else if (info == nullptr ? buffer.info() != nullptr : info->read_only) {
       question.barred[i] = true;
-    } else if (info != nullptr && output_of_id.count(info->tensor_id) != 0) {
+    } else if (const auto own = ids.ReplacementOf(buffer)) {
       question.donors[i] = true;
-      question.output_replaced[i] = output_of_id[info->tensor_id];
+      question.output_replaced[i] = own;
     }
     if (!(buffer.device() == collection.device)) {
       question.barred[i] = true;
@@ -512,12 +503,16 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   }
   const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
   const std::vector<const abi::TensorData*> outputs = OutputsOf(live, *collection, roots.size());
+  abi::OutputIds ids;
+  for (const abi::TensorData* output : outputs) {
+    ids.Add(*output);
+  }
   if (outputs.empty()) {
     spare = false;
   }
   if (refusal.empty() && outputs.empty()) {
     switched_off = false;
-    refusal = "the outputs of the step could not be matched with live tensors";
+    refusal = kUnmatched;
   }
   std::vector<Candidate> candidates;
   candidates.reserve(marked.size());
@@ -529,11 +524,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   }
 
   if (refusal.empty()) {
-    PutFirst(OrderOfWishes(marked, graph.parameters_data, outputs), graph, *collection);
-  }
-  std::unordered_set<std::int64_t> alias_ids;
-  for (const abi::TensorData* output : outputs) {
-    alias_ids.insert(abi::AliasId(*output));
+    PutFirst(OrderOfWishes(marked, graph.parameters_data, outputs, ids), graph, *collection);
   }
   auto progress = std::make_shared<StepInProgress>();
   std::vector<DonorPtr> asked;
@@ -560,31 +551,32 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   }
   if (automatic && SwitchedOffReason().empty()) {
     try {
-      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, outputs, others)) {
+      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others)) {
         asked.push_back(std::move(donor));
       }
     } catch (const std::exception& error) {  // marks are worth more
       registry.NoteAutoRefusal(error.what());
     }
-    SortByParameter(graph, asked);
+    if (asked.size() > others.size()) {
+      SortByParameter(graph, asked);
+    }
   }
   if (asked.empty() && refused.empty()) {
     return;
   }
   // The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
-  const auto ours = asked.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(*alias_ids.begin(), false);
+  const auto ours = asked.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids.Any(), false);
   progress->rewritten.reserve(asked.size());
   for (const DonorPtr& donor : asked) {
     const lazy::BackendDataPtr buffer = donor->buffer.lock();
-    const abi::DeviceDataInfo* info = abi::InfoOf(*buffer);
-    if (info == nullptr || alias_ids.count(info->tensor_id) == 0) {
+    if (!ids.ReplacementOf(*buffer).has_value()) {
       progress->rewritten.push_back({buffer, ours, nullptr});
       progress->rewritten.back().before = buffer->SetInfo(ours);
     }
   }
   progress->step = registry.Claim(std::move(asked), std::move(refused));
   if (!spared.empty()) {
-    NoteWouldBe(state, graph, collection, spared, alias_ids, progress->step->number);
+    NoteWouldBe(state, graph, collection, spared, ids, progress->step->number);
   }
   if (progress->step->donors.empty()) {
     return;

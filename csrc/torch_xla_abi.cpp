@@ -150,6 +150,14 @@ bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; 
 
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
 
+std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buffer) const {
+  const DeviceDataInfo* info = InfoOf(buffer);
+  const auto found = info == nullptr || info->read_only ? place_of_.end() : place_of_.find(info->tensor_id);
+  return found == place_of_.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool IsSpmd(const lazy::BackendDevice& device) { return device.toString().rfind("SPMD", 0) == 0; }
+
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id) {
   struct Arena : Executor::DeviceContextArena {
     using DeviceContextArena::DeviceContext;

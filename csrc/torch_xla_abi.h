@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 namespace torch_xla_donate::abi {
@@ -134,6 +135,23 @@ bool InEagerMode(const lazy::LazyGraphExecutor& executor);
 
 // Compares what the executor is known to say with where it is expected. Throws std::runtime_error if it differs.
 void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution);
+
+// The outputs of a step, by the ids that tell which inputs torch_xla donates to them by itself.
+class OutputIds {
+ public:
+  void Add(const TensorData& output) { place_of_.emplace(AliasId(output), place_of_.size()); }
+  // The output that replaces the buffer, counted in the order of Add(); nothing if torch_xla does not donate it.
+  std::optional<std::size_t> ReplacementOf(const lazy::BackendData& buffer) const;
+  bool Empty() const { return place_of_.empty(); }
+  // An id of an output, whichever; there must be one.
+  std::int64_t Any() const { return place_of_.begin()->first; }
+
+ private:
+  std::unordered_map<std::int64_t, std::size_t> place_of_;
+};
+
+// Whether a device stands for all devices of an SPMD program.
+bool IsSpmd(const lazy::BackendDevice& device);
 
 // Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", and " sharding={...}"
 // where there is one. Empty if the host's text is not understood.

@@ -16,7 +16,7 @@ std::vector<DonorPtr> WouldBe::Used(const std::vector<lazy::BackendDataPtr>& out
   std::map<std::int64_t, std::size_t> free;
   for (const lazy::BackendDataPtr& output : outputs) {
     const std::string text = output != nullptr ? abi::DescribeBuffer(*output) : std::string();
-    if (text.find("<=") != std::string::npos) {
+    if (IsDynamic(text)) {
       return {};  // of a size that only the device knows: XLA aliases nothing then
     }
     const auto bytes = BytesPerDevice(text);

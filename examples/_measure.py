@@ -125,6 +125,13 @@ class Meter:
             flush=True,
         )
 
+    def finish(self, state: object, report: DonationReport, result: Path | None) -> None:
+        """Saves what there is to know to a file; without one, prints the report if anything was donated."""
+        if result is not None:
+            self.result(state, report).save(result)
+        elif report.donors:
+            print(report)
+
     def result(self, state: object, report: DonationReport, accuracy: float | None = None) -> Result:
         """All there is to know about the run; `state` is the last one."""
         tensors = _named(state)

@@ -108,11 +108,7 @@ def train(donate: bool, steps: int, hidden: int, result: Path | None) -> None:
             torch_xla.sync()
         meter.note(state, losses[0])
 
-    report = donation_report(steps=1)
-    if result is not None:
-        meter.result(state, report).save(result)
-    elif donate:
-        print(report)
+    meter.finish(state, donation_report(steps=1), result)
 
 
 @click.command(help=__doc__.partition("\n")[0])

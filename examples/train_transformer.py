@@ -80,11 +80,7 @@ def train(donate: bool, steps: int, batch: int, accumulate: int, size: gpt.Size,
             torch_xla.sync()
         meter.note(state, loss)
 
-    report = donation_report(steps=1)
-    if result is not None:
-        meter.result(state, report).save(result)
-    elif donate:
-        print(report)
+    meter.finish(state, donation_report(steps=1), result)
 
 
 @click.command(help=__doc__.partition("\n")[0])

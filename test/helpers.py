@@ -16,6 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
+# For scripts: the text of the error that a function must raise.
+RAISES = """
+def raises(error, function):
+    try:
+        function()
+    except error as caught:
+        return str(caught)
+    raise AssertionError(f"no {error.__name__}")
+"""
+
 
 def run_script(
     source: str,

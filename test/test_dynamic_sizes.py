@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import dump_env, run_script
+from helpers import RAISES, dump_env, run_script
 
 from torch_xla_donate import hlo
 
@@ -25,20 +25,13 @@ def selected(t):
     found = torch.masked_select(t, t > 0.5)
     torch_xla.sync(wait=True)
     return found
-
-def raises(error, function):
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"no {error.__name__}")
 """
 
 DYNAMIC = {"XLA_EXPERIMENTAL": "nonzero:masked_select"}
 
 
 def run(body, **options):
-    return run_script(PRELUDE + body + "\nprint('end')\n", **options).stdout
+    return run_script(PRELUDE + RAISES + body + "\nprint('end')\n", **options).stdout
 
 
 def test_a_tensor_of_dynamic_size_is_refused_and_stays():

@@ -42,6 +42,16 @@ STEPS = 6
 HIDDEN = 3200
 
 
+def copy_changed(folder: Path, name: str, old: str, new: str) -> None:
+    """The examples, one of them with one place changed."""
+    for path in EXAMPLES.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if path.name == name:
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        (folder / path.name).write_text(source, encoding="utf-8")
+
+
 def run_example(name: str, *args: str, timeout: float, exit_code: int = 0) -> subprocess.CompletedProcess[str]:
     return run_script(RUN, str(EXAMPLES / name), *args, timeout=timeout, exit_code=exit_code)
 
@@ -214,12 +224,7 @@ def test_the_picture_of_the_training_is_a_png(training: Training) -> None:
 
 def test_training_exits_with_1_when_the_values_differ(tmp_path: Path) -> None:
     # GIVEN the example, changed so that the donating run draws other batches
-    for path in EXAMPLES.glob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if path.name == "train_digits.py":
-            assert source.count("manual_seed(1)") == 1
-            source = source.replace("manual_seed(1)", "manual_seed(len(mode))")
-        (tmp_path / path.name).write_text(source, encoding="utf-8")
+    copy_changed(tmp_path, "train_digits.py", "manual_seed(1)", "manual_seed(len(mode))")
     # WHEN it runs
     arguments = ("--steps", "3", "--hidden", "16", "--out", str(tmp_path / "out"))
     output = run_script(RUN, str(tmp_path / "train_digits.py"), *arguments, timeout=300, exit_code=1).stdout
@@ -300,12 +305,7 @@ def test_sizes_that_do_not_fit_are_refused(name: str, arguments: tuple[str, ...]
 
 def test_a_python_without_sources_is_named(tmp_path: Path) -> None:
     # GIVEN an example that would train on the source of a module that has none
-    for path in EXAMPLES.glob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        if path.name == "gpt.py":
-            assert source.count('MODULES = ("argparse", ') == 1
-            source = source.replace('MODULES = ("argparse", ', 'MODULES = ("sys", ')
-        (tmp_path / path.name).write_text(source, encoding="utf-8")
+    copy_changed(tmp_path, "gpt.py", 'MODULES = ("argparse", ', 'MODULES = ("sys", ')
     # WHEN it runs
     script = str(tmp_path / "train_transformer.py")
     refused = run_script(RUN, script, "--out", str(tmp_path / "out"), timeout=60, exit_code=1)

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 import torch_xla
-from helpers import dump_env, pointer, run_script
+from helpers import RAISES, dump_env, pointer, run_script
 
 import torch_xla_donate
 from torch_xla_donate import _C, donate_buffer, hlo, is_donated
@@ -34,20 +34,13 @@ def make(*values):
     t = torch.tensor(values).to(torch_xla.device())
     torch_xla.sync(wait=True)
     return t
-
-def raises(error, function):
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"no {error.__name__}")
 """
 
 TWO_DEVICES = {"CPU_NUM_DEVICES": "2"}
 
 
 def run(body, call="", **options):
-    return run_script(PRELUDE + textwrap.dedent(body) + "\n" + textwrap.dedent(call), **options).stdout
+    return run_script(PRELUDE + RAISES + textwrap.dedent(body) + "\n" + textwrap.dedent(call), **options).stdout
 
 
 FORK = 'torch_xla.launch(rank_main, start_method="fork")'

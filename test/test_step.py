@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers import run_script
+from helpers import RAISES, run_script
 
 PRELUDE = """
 import sys, threading, warnings
@@ -21,13 +21,6 @@ def make(*shape):
     torch_xla.sync(wait=True)
     return t
 
-def raises(error, function):
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"no {error.__name__}")
-
 def infos(*tensors):
     # The ids that torch_xla keeps with the buffers of the tensors; ours must never stay there.
     arguments = [[t + 0 for t in tensors], []]
@@ -40,7 +33,7 @@ def infos(*tensors):
 def run(body: str, **options):
     import textwrap
 
-    return run_script(PRELUDE + textwrap.dedent(body) + "\nprint('end')", **options)
+    return run_script(PRELUDE + RAISES + textwrap.dedent(body) + "\nprint('end')", **options)
 
 
 def test_a_step_that_does_not_compile_leaves_nothing_behind():

@@ -91,11 +91,8 @@ def prepare() -> str:
         return str(error)
     if _config.functionalization_off():
         return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
-    if _config.aliasing_switched_off():
-        return "XLA_ENABLE_PARAM_ALIASING=0 makes torch_xla ignore every donor"
-    if _host.auto_sharding():
-        return "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True)) makes torch_xla ignore every donor"
-    return ""
+    setting = _host.ignores_donors()
+    return f"{setting} makes torch_xla ignore every donor" if setting else ""
 
 
 def step_ended() -> None:

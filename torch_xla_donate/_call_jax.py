@@ -55,18 +55,11 @@ def call_jax(
     donated = _user_computation.to_donate(leaves, offered.donors, offered, where, strict)
     results = _host.call_jax(f, args, kwargs, name, override_hash)
     if donated:
-        targets = _paired(leaves, donated, jax.tree.leaves(results))
+        outputs = jax.tree.leaves(results)
+        pairs = _host.paired([leaves[index] for index in donated], outputs)
+        targets = {donated[donor]: outputs[output] for donor, output in pairs}
         _user_computation.give(leaves, donated, offered, where, strict, targets)
     return results
-
-
-def _paired(leaves: Sequence[Any], donated: Sequence[int], results: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """The output that each donor is to become, as JAX has it: the next one of its shape and dtype."""
-    free: dict[Any, list[int]] = {}
-    for index in reversed(donated):
-        free.setdefault((leaves[index].shape, leaves[index].dtype), []).append(index)
-    kinds = [((result.shape, result.dtype), result) for result in results if isinstance(result, torch.Tensor)]
-    return {free[kind].pop(): result for kind, result in kinds if free.get(kind)}
 
 
 class _Offered:

@@ -269,11 +269,7 @@ def prepare(where: str) -> None:
             "Put them back with torch_xla_donate._host.install_hooks()."
         )
     _host.verify_layouts()
-    setting = ""
-    if _config.aliasing_switched_off():
-        setting = "XLA_ENABLE_PARAM_ALIASING=0"
-    elif _host.auto_sharding():
-        setting = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
+    setting = _host.ignores_donors()
     _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
     if setting and setting not in _switch_told:
         _switch_told.add(setting)

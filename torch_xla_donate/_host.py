@@ -27,6 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_xla_donate import _config
 from torch_xla_donate._hlo import HloShape
 
 SUPPORTED = ((2, 7), (2, 8), (2, 9))
@@ -219,16 +220,28 @@ def device_count() -> int:
     return int(runtime().global_runtime_device_count())
 
 
-def list_live_tensors() -> None:
-    """Makes torch_xla list the live tensors of the current device, which the hooks note."""
+def list_live_tensors() -> bool:
+    """Makes torch_xla list the live tensors of the current device, which the hooks note; whether one is pending."""
     import torch_xla
 
-    xlac()._check_device_tensor_need_materialization(str(torch_xla.device()))
+    return any(xlac()._check_device_tensor_need_materialization(str(torch_xla.device())))
 
 
 def auto_sharding() -> bool:
     """Whether XLA chooses shardings by itself, in which case torch_xla ignores every donor."""
     return bool(xlac()._xla_get_auto_sharding())
+
+
+def ignores_donors() -> str:
+    """The setting that makes torch_xla ignore every donor; empty if none does."""
+    if _config.aliasing_switched_off():
+        return "XLA_ENABLE_PARAM_ALIASING=0"
+    return "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))" if auto_sharding() else ""
+
+
+def wait_for_devices() -> None:
+    """Waits until the devices have computed what they were given."""
+    xlac()._xla_wait_device_ops([])
 
 
 def forget_collectives() -> None:
@@ -609,7 +622,7 @@ def compile_graph(
         xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
         try:
             with donor_flags(donors):
-                _C.order_parameters(_in_order_of(outputs, donors))
+                _C.order_parameters([donors[place] for place, _ in paired(donors, outputs)])
                 graph_hash = xlac()._get_graph_hash(list(outputs))
                 xlac()._xla_warm_up_cache(list(outputs), [])
         finally:
@@ -623,12 +636,17 @@ def compile_graph(
     return graph_hash, inputs, [place for place, tensor_id in enumerate(ids) if tensor_id == seed]
 
 
-def _in_order_of(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    free: dict[Any, list[torch.Tensor]] = {}
-    for donor in reversed(donors):
-        free.setdefault((donor.shape, donor.dtype), []).append(donor)
-    kinds = ((output.shape, output.dtype) for output in outputs)
-    return [free[kind].pop() for kind in kinds if free.get(kind)]
+def paired(donors: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which donor goes to which output, as JAX has it: an output takes the next donor of its shape and dtype.
+
+    Returns places in `donors` and in `outputs`, in the order of the latter; what is no tensor there takes nothing.
+    """
+    free: dict[Any, list[int]] = {}
+    for place in reversed(range(len(donors))):
+        free.setdefault((donors[place].shape, donors[place].dtype), []).append(place)
+    tensors = [(place, output) for place, output in enumerate(outputs) if isinstance(output, torch.Tensor)]
+    kinds = [(place, (output.shape, output.dtype)) for place, output in tensors]
+    return [(free[kind].pop(), place) for place, kind in kinds if free.get(kind)]
 
 
 def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:

@@ -126,7 +126,7 @@ def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> 
         wanted.append((index, source, destination))
     first = where not in _seen_sites
     if first and any(not _C.has_value(source) for _, source, _ in wanted):
-        _host.xlac()._xla_wait_device_ops([])
+        _host.wait_for_devices()
     return Paired(names, wanted, first), {index: target for index, _, target in wanted}
 
 

@@ -49,14 +49,13 @@ class Offer:
     def _refuse_shared(self) -> None:
         if not _C.perhaps_shared(self._call):
             return
-        device = str(torch_xla.device())
-        if any(_host.xlac()._check_device_tensor_need_materialization(device)):
+        if _host.list_live_tensors():
             torch_xla.sync()  # what is pending may read them
-            _host.xlac()._check_device_tensor_need_materialization(device)
+            _host.list_live_tensors()
         shared = _C.shared_with_listed(self._call)
         if shared:
             torch_xla.sync()  # which gives a clone that nobody has read yet a buffer of its own
-            _host.xlac()._check_device_tensor_need_materialization(device)
+            _host.list_live_tensors()
             shared = _C.shared_with_listed(self._call)
         for leaf in shared:
             self._refused[leaf] = HELD_BY_OTHERS
