@@ -73,10 +73,6 @@ void Liveness::Hold(const lazy::BackendData* buffer) {
 }
 
 void Liveness::HoldGraph(const lazy::Value& root) {
-  if (root.node->operands().empty()) {  // most often the node of the tensor's own buffer
-    Hold(lazy::getBackend()->GetComputationDataFromNode(root.node.get()).get());
-    return;
-  }
   std::vector<const lazy::Node*> open = {root.node.get()};
   while (!open.empty()) {
     const lazy::Node* node = open.back();

@@ -387,7 +387,9 @@ std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const 
     if (listed != data->handle.get()) {
       liveness.Hold(listed);
     }
-    if (data->ir_value) {  // not of an output: its graph has become the step's
+    // A tensor that has a buffer keeps no other graph than the node of that buffer, and the graph of an output has become
+    // the step's.
+    if (data->handle == nullptr && data->ir_value) {
       liveness.HoldGraph(data->ir_value);
     }
     return !abi::HasView(*data);

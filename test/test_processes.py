@@ -96,6 +96,7 @@ def test_each_process_of_torchrun_donates_its_own_buffers(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(
         PRELUDE
+        + RAISES
         + textwrap.dedent(
             """
             def rank_main(rank):
