@@ -9,6 +9,14 @@
 
 namespace torch_xla_donate {
 
+namespace {
+
+constexpr const char* kAnotherBuffer =
+    "its tensor got another buffer before a step read the marked one, as xs.mark_sharding gives it; donate it after "
+    "that";
+
+}  // namespace
+
 std::string Donor::Shape() const {
   std::string text = ElementName(dtype);
   text += '[';
@@ -336,13 +344,27 @@ void DonationRegistry::ForgetConsumed() {
 void DonationRegistry::Sweep() {
   std::lock_guard<std::mutex> lock(mutex_);
   ForgetConsumed();
+  std::vector<Refusal> lost;
   for (auto it = pending_.begin(); it != pending_.end();) {
-    if (it->second->buffer.expired()) {
-      it->second->state = DonorState::kCancelled;
-      it = pending_.erase(it);
-    } else {
+    Donor& donor = *it->second;
+    if (!donor.buffer.expired()) {
       ++it;
+      continue;
     }
+    // A tensor that is overwritten has no buffer until the step.
+    const auto lives = [](const Holder& holder) {
+      const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
+      return tensor != nullptr && tensor->handle != nullptr;
+    };
+    if (abi::IsSpmd(donor.device) && !donor.Held() && std::any_of(donor.holders.begin(), donor.holders.end(), lives)) {
+      lost.push_back({it->second, kAnotherBuffer, /*tell=*/true});
+    } else {
+      donor.state = DonorState::kCancelled;
+    }
+    it = pending_.erase(it);
+  }
+  if (!lost.empty()) {
+    ClaimLocked({}, std::move(lost));
   }
   Refresh();
 }

@@ -189,7 +189,8 @@ class DonationRegistry {
 
   // --- The life of a step, driven by sync_hooks ---
 
-  // Forgets what can no longer be touched. Once per step; linear in what is remembered.
+  // Forgets what can no longer be touched. A mark whose tensor lives on in another buffer is told as unusable. Once per
+  // step; linear in what is remembered.
   void Sweep();
 
   // The pending donors among the parameters of a graph, with their positions: those meant for steps, or those of one

@@ -482,3 +482,28 @@ def test_a_function_that_shards_inside_of_torch_compile_is_told_from_one_that_do
     results, (warning,) = found
     assert results == [[True, False]] * 3
     assert "torch.compile has broken the function's graph" in warning
+
+
+def test_a_mark_whose_tensor_is_sharded_before_the_step_is_over_and_told():
+    found = run(
+        """
+        import warnings
+
+        sharded, overwritten, dropped, kept = (make((8, 16)) for _ in range(4))
+        donate_buffer({"sharded": sharded, "overwritten": overwritten, "dropped": dropped, "kept": kept})
+        shard(sharded, ROWS)
+        overwritten.copy_(values(8, 16).to("xla") + 1)
+        del dropped
+        out = [sharded * 2, kept * 2]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch_xla.sync(wait=True)
+        told = [[donor.name, donor.outcome] for donor in donation_report().donors]
+        right = torch.equal(sharded.cpu(), values(8, 16)) and torch.equal(overwritten.cpu(), values(8, 16) + 1)
+        print(json.dumps([told, right, is_donated(kept), [str(w.message) for w in caught], _C.sizes()["pending"]]))
+        """
+    )
+    told, right, donated, (warning,), pending = found
+    assert told == [["['sharded']", "unusable"], ["['kept']", "donated"]]
+    assert right and donated and pending == 0
+    assert "xs.mark_sharding" in warning and "overwritten" not in warning
