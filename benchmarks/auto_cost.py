@@ -49,10 +49,8 @@ def warm_up(variants: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]])
             step()
 
 
-def bystanders(
-    count: int, read: bool, rounds: int, repeat: int, counter: _common.Instructions
-) -> dict[str, dict[str, list[float]]]:
-    """A tiny step beside ``count`` live tensors that it does not read, with auto_donate() on and off.
+def live(count: int, read: bool) -> list[torch.Tensor]:
+    """Tensors that a step may be beside.
 
     Args:
         read: whether an earlier step has read them, as it has frozen weights: a tensor keeps its graph node then.
@@ -62,6 +60,18 @@ def bystanders(
         results = [tensor * SCALE for tensor in others]
         _common.step()
         del results
+    return others
+
+
+def bystanders(
+    count: int, read: bool, rounds: int, repeat: int, counter: _common.Instructions
+) -> dict[str, dict[str, list[float]]]:
+    """A tiny step beside ``count`` live tensors that it does not read, with auto_donate() on and off.
+
+    Args:
+        read: as for `live`.
+    """
+    others = live(count, read)
     variants = {"on": (on, multiply(_common.small_tensors(1))), "off": (off, multiply(_common.small_tensors(1)))}
     warm_up(variants)
     found = _common.compare(variants, rounds, repeat, counter)
@@ -174,14 +184,14 @@ def main(tiny: bool, results: Path) -> None:
     searched = search(2 if tiny else 9)
     # Each sample begins with a collection, which then need not go through all modules; a search would not see them.
     gc.freeze()
-    live = [row for read in (False, True) for row in live_tensors(live_sizes, read, counter)]
+    rows = [row for read in (False, True) for row in live_tensors(live_sizes, read, counter)]
     idle = [switched_off(count, *sizes, counter) for count, sizes in off_sizes.items()]
     replaced = [all_replaced(count, *sizes, counter) for count, sizes in replaced_sizes.items()]
 
     result = _common.describe("auto_cost", "python benchmarks/auto_cost.py", {"tiny": tiny})
     result["clock"] = "per live tensor: processor time of the thread that steps; ratios: as named"
     result["instructions"] = "available" if counter.available else "not available"
-    result["live_tensors"] = live
+    result["live_tensors"] = rows
     result["growth_per_tensor"] = [
         {
             "read_before": read,
@@ -190,12 +200,12 @@ def main(tiny: bool, results: Path) -> None:
             "ns": largest["ns_per_tensor"]["median"] / smallest["ns_per_tensor"]["median"],
         }
         for read in (False, True)
-        for smallest, *_, largest in [[row for row in live if row["live"] > 0 and row["read_before"] is read]]
+        for smallest, *_, largest in [[row for row in rows if row["live"] > 0 and row["read_before"] is read]]
     ]
     result["all_replaced"] = replaced
     result["off"] = idle
     result["search"] = searched
-    largest = [row for row in live if row["live"] == max(live_sizes)]
+    largest = [row for row in rows if row["live"] == max(live_sizes)]
     result["aims"] = [
         {
             "text": f"under {AIM_NS} ns for each of {max(live_sizes):,} live tensors",
@@ -231,7 +241,7 @@ def main(tiny: bool, results: Path) -> None:
                         else ("", "")
                     ),
                 )
-                for row in live
+                for row in rows
             ],
             f"For each tensor: beyond what a step without any costs; growth from {sorted(live_sizes)[1]:,} to "
             f"{max(live_sizes):,}: {growth}. Aim: {result['aims'][0]['text']}: {result['aims'][0]['verdict']}.",

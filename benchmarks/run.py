@@ -14,6 +14,7 @@ BENCHMARKS = (
     "call_cost",
     "step_overhead",
     "auto_cost",
+    "auto_instructions",
     "auto_patterns",
     "peak_memory",
     "jax_side_by_side",

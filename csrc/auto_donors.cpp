@@ -369,6 +369,13 @@ void AutoPlans::Searched(lazy::hash_t plan, bool found) {
   }
 }
 
+void AutoPlans::Forget(lazy::hash_t key) {
+  const auto found = plans_.find(key);
+  parameters_ -= found->second.bytes.size();
+  plans_.erase(found);
+  order_.erase(std::find(order_.begin(), order_.end(), key));
+}
+
 AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   const std::vector<bool> kind = {question.orders, question.sharded};
   lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
@@ -377,15 +384,15 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   auto found = plans_.find(key);
   if (found == plans_.end() || found->second.bytes.size() != question.held.size() ||
       found->second.output_bytes.size() != question.roots.size()) {
-    Plan plan = Look(question);
-    if (found == plans_.end()) {
-      order_.push_back(key);
-      if (order_.size() > kKeptPlans) {
-        plans_.erase(order_.front());
-        order_.pop_front();
-      }
+    if (found != plans_.end()) {  // another graph has the same hash
+      Forget(key);
     }
-    found = plans_.insert_or_assign(key, std::move(plan)).first;
+    order_.push_back(key);
+    found = plans_.emplace(key, Look(question)).first;
+    parameters_ += question.held.size();
+    while (order_.size() > 1 && (order_.size() > kKeptPlans || parameters_ > kKeptParameters)) {
+      Forget(order_.front());
+    }
     found->second.always_dead.assign(question.held.size(), true);
   }
   Plan& plan = found->second;

@@ -11,7 +11,8 @@
 // garbage collector frees a cycle at odd times) is held to kMaxChoices graphs, and to the choice that fits from then
 // on.
 //
-// Ownership: a Liveness belongs to one step. The plans live as long as the process, the last kKeptPlans of them.
+// Ownership: a Liveness belongs to one step. The plans live as long as the process, the last kKeptPlans of them, or the
+// last ones that have kKeptParameters together: a plan takes some hundred bytes for each.
 // Threads: AutoPlans is guarded by a mutex of its own; Liveness belongs to one thread.
 // Errors: none of its own.
 #pragma once
@@ -119,7 +120,7 @@ struct AutoAnswer {
 class AutoPlans {
  public:
   static constexpr std::size_t kMaxChoices = 4;
-  static constexpr std::size_t kKeptPlans = 1024;
+  static constexpr std::size_t kKeptPlans = 1024, kKeptParameters = 1 << 18;
   static constexpr std::size_t kFirstPause = 1, kPauseGrowth = 4;  // in steps of one graph
 
   // Never destroyed: hooks may run until the process ends.
@@ -148,6 +149,7 @@ class AutoPlans {
     bool search_helps = false;
   };
 
+  void Forget(lazy::hash_t key);
   static Plan Look(const AutoQuestion& question);
   static ChoicePtr Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
   static ChoicePtr Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
@@ -155,6 +157,7 @@ class AutoPlans {
   mutable std::mutex mutex_;
   std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
+  std::size_t parameters_ = 0;  // of all plans
 };
 
 }  // namespace torch_xla_donate

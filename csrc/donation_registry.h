@@ -126,7 +126,7 @@ class DonationRegistry {
   static DonationRegistry& Get();
 
   // Whether any hook has something to look for: a mark, or a donated or spared buffer that somebody may still touch.
-  bool Armed() const noexcept { return armed_.load(std::memory_order_relaxed); }
+  static bool Armed() noexcept { return armed_.load(std::memory_order_relaxed); }
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
   bool HasSpared() const noexcept { return has_spared_.load(std::memory_order_relaxed); }
 
@@ -255,7 +255,7 @@ class DonationRegistry {
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;
-  std::atomic<bool> armed_{false};
+  static inline std::atomic<bool> armed_{false};  // asked for each live tensor of each step
   std::atomic<bool> has_notices_{false};
   std::atomic<bool> has_spared_{false};
   std::uint64_t next_step_ = 1;

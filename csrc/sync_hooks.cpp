@@ -125,7 +125,14 @@ bool AutoObstacleKnown() {
 }
 
 // Whether any hook has something to look for. Two loads where there is nothing.
-bool Watching() { return DonationRegistry::Get().Armed() || auto_wishes.load(std::memory_order_relaxed) > 0; }
+bool Watching() { return DonationRegistry::Armed() || auto_wishes.load(std::memory_order_relaxed) > 0; }
+
+// A tensor of the executor's list.
+struct Listed {
+  std::weak_ptr<abi::TensorData> tensor;
+  const abi::TensorData* data;      // the same for comparing, never followed
+  const lazy::BackendData* buffer;  // what it held then, likewise
+};
 
 struct ThreadState {
   std::optional<ArmedRun> armed;
@@ -140,13 +147,11 @@ struct ThreadState {
   bool listing = false;
   // Whether a list is kept. Decided when it begins: a mark that another thread makes meanwhile waits for the next step.
   bool noting = false;
-  // The data of the live tensors in the executor's order, how many of them have been asked for what they hold, and how
-  // many questions have followed.
-  std::vector<std::weak_ptr<abi::TensorData>> live;
-  std::vector<const abi::TensorData*> order;             // the same for comparing, never followed
-  std::vector<const lazy::BackendData*> listed_buffers;  // what they held then, likewise
-  std::int64_t newest = 0;                               // the last id among them
-  void* arena = nullptr;                                 // of the executor, which has made the list
+  // The live tensors in the executor's order, how many of them have been asked for what they hold, and how many
+  // questions have followed.
+  std::vector<Listed> list;
+  std::int64_t newest = 0;  // the last id among them
+  void* arena = nullptr;    // of the executor, which has made the list
   std::size_t asked = 0;
   std::size_t asked_again = 0;
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
@@ -172,7 +177,7 @@ struct ThreadState {
   // once, and must not be disturbed. A step then asks each of its outputs, which hold nothing, once more. Anybody else
   // reads a tensor, and the list is of no use any more.
   bool BelongsToList(const lazy::LazyTensor& tensor, bool holds_data) {
-    if (asked < order.size() && tensor.data().get() == order[asked]) {
+    if (asked < list.size() && tensor.data().get() == list[asked].data) {
       ++asked;
       return true;
     }
@@ -181,10 +186,10 @@ struct ThreadState {
     }
     // A tensor whose whole graph is device data gets that for its handle on the way, which asks it once more.
     const abi::TensorData& data = *tensor.data();
-    if (asked > 0 && &data == order[asked - 1] && abi::BufferOf(data) != nullptr) {
+    if (asked > 0 && &data == list[asked - 1].data && abi::BufferOf(data) != nullptr) {
       return true;
     }
-    if (asked == order.size()) {
+    if (asked == list.size()) {
       ++asked_again;
       return true;
     }
@@ -193,13 +198,11 @@ struct ThreadState {
 
   // Whether a graph with so many outputs is that of the step that made the list: a partial sync that came upon the list
   // of somebody else would have asked its tensors twice.
-  bool ListIsOfStep(std::size_t outputs) const { return noting && asked == order.size() && asked_again < 2 * outputs; }
+  bool ListIsOfStep(std::size_t outputs) const { return noting && asked == list.size() && asked_again < 2 * outputs; }
 
   void DropList() {
     noting = false;
-    live.clear();
-    order.clear();
-    listed_buffers.clear();
+    list.clear();
     newest = 0;
     asked = asked_again = 0;
   }
@@ -264,6 +267,9 @@ struct Candidate {
 // tensor was marked.
 void RefuseSharedBuffers(const std::vector<std::shared_ptr<abi::TensorData>>& live,
                          std::vector<Candidate>& candidates) {
+  if (candidates.empty()) {
+    return;
+  }
   std::unordered_map<const lazy::BackendData*, Candidate*> by_buffer;
   for (Candidate& candidate : candidates) {
     by_buffer.emplace(candidate.buffer.get(), &candidate);
@@ -387,15 +393,15 @@ std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const 
     if (listed != data->handle.get()) {
       liveness.Hold(listed);
     }
-    // A tensor that has a buffer keeps no other graph than the node of that buffer, and the graph of an output has become
-    // the step's.
+    // A tensor that has a buffer keeps no other graph than the node of that buffer, and the graph of an output has
+    // become the step's.
     if (data->handle == nullptr && data->ir_value) {
       liveness.HoldGraph(data->ir_value);
     }
     return !abi::HasView(*data);
   };
   for (std::size_t i = 0; i < live.size(); ++i) {
-    if (!hold(live[i].get(), state.listed_buffers[i])) {
+    if (!hold(live[i].get(), state.list[i].buffer)) {
       return std::nullopt;
     }
   }
@@ -653,8 +659,8 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);
     }
-  } else if (DonationRegistry::Get().Armed() && collection->config.force_ltc_data &&
-             !collection->config.sync_ltc_data && abi::InEagerMode(*self)) {
+  } else if (DonationRegistry::Armed() && collection->config.force_ltc_data && !collection->config.sync_ltc_data &&
+             abi::InEagerMode(*self)) {
     EndMarksReadEagerly(result.parameters_data);
   }
   state.DropList();
@@ -828,42 +834,49 @@ bool SearchOutdated() {
 
 // Whether a step has consumed the buffer, or would have.
 bool IsGone(const lazy::BackendData* buffer) {
+  if (!DonationRegistry::Armed()) {
+    return false;
+  }
   const DonationRegistry& registry = DonationRegistry::Get();
-  return registry.Armed() &&
-         (registry.IsTracked(buffer) || (registry.HasSpared() && registry.FindSpared(buffer).first != nullptr));
+  return (registry.IsTracked(buffer) || (registry.HasSpared() && registry.FindSpared(buffer).first != nullptr));
 }
 
-lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
-  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-  if (!Watching()) {
-    return handle;
-  }
+// Two hooks are passed by each live tensor of each step, so that their short ways are kept short.
+[[gnu::noinline]] void CheckHandle(const lazy::LazyTensor& tensor, lazy::BackendDataPtr& handle) {
   ThreadState& state = State();
   if (state.noting) {
-    if (state.BelongsToList(*self, handle != nullptr)) {
-      return handle;
+    if (state.BelongsToList(tensor, handle != nullptr)) {
+      return;
     }
     state.DropList();
   }
   if (handle == nullptr || !IsGone(handle.get())) {
-    return handle;
+    return;
   }
   // A view of a tensor that is out of date, perhaps. Rare, so that it may be searched for: most often it is an error.
-  const abi::TensorData& old_value = *self->data();
+  const abi::TensorData& old_value = *tensor.data();
   lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
   if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) && SearchOutdated()) {
     renewed = OutdatedTensors::Get().Renew(old_value);
   }
   if (renewed != nullptr && !IsGone(renewed.get())) {
-    return renewed;
+    handle = std::move(renewed);
+    return;
   }
   ThrowIfConsumed(handle.get());
   ReportReuse(handle.get());
+}
+
+lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
+  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  if (Watching()) {
+    CheckHandle(*self, handle);
+  }
   return handle;
 }
 
 lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDataPtr& data, bool read_only) {
-  if (DonationRegistry::Get().Armed()) {
+  if (DonationRegistry::Armed()) {
     ThrowIfConsumed(data.get());
     if (ReportReuse(data.get())) {
       State().reused.push_back({self->data(), data.get()});
@@ -873,16 +886,15 @@ lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDa
 }
 
 void ForAllDeviceContexts(void* arena, const void* function, const lazy::BackendDevice* device) {
-  DonationRegistry& registry = DonationRegistry::Get();
   ThreadState& state = State();
   AbandonLeftover(state);
   ForgetReused(state);
   OutdatedTensors::Get().Purge();
   state.last_spared = 0;
   state.DropList();
-  if (registry.Armed()) {
-    registry.Sweep();
-    state.noting = registry.Armed();
+  if (DonationRegistry::Armed()) {
+    DonationRegistry::Get().Sweep();
+    state.noting = DonationRegistry::Armed();
   }
   state.arena = nullptr;
   if (AutoDonates() && AutoObstacleKnown()) {  // asked before the list, as that makes a tensor of its own
@@ -896,18 +908,20 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
 }
 
+[[gnu::noinline]] void NoteTensor(const std::shared_ptr<abi::TensorData>& data) {
+  ThreadState& state = State();
+  if (!state.listing) {
+    ForgetReused(state);  // the op that used them has its result
+    state.DropList();     // the program goes on; whoever made the list has finished
+  } else if (state.noting) {
+    state.list.push_back({data, data.get(), data->handle.get()});
+    state.newest = std::max(state.newest, data->unique_id);
+  }
+}
+
 void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData> data) {
   if (Watching()) {
-    ThreadState& state = State();
-    if (!state.listing) {
-      ForgetReused(state);  // the op that used them has its result
-      state.DropList();     // the program goes on; whoever made the list has finished
-    } else if (state.noting) {
-      state.live.push_back(data);
-      state.order.push_back(data.get());
-      state.listed_buffers.push_back(data->handle.get());
-      state.newest = std::max(state.newest, data->unique_id);
-    }
+    NoteTensor(data);
   }
   lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, std::move(data));
 }
@@ -1053,9 +1067,11 @@ void DisarmRun() {
 }
 
 std::vector<std::shared_ptr<abi::TensorData>> ListedTensors() {
+  const std::vector<Listed>& list = State().list;
   std::vector<std::shared_ptr<abi::TensorData>> result;
-  for (const auto& weak : State().live) {
-    result.push_back(weak.lock());
+  result.reserve(list.size());
+  for (const Listed& listed : list) {
+    result.push_back(listed.tensor.lock());
   }
   return result;
 }

@@ -153,6 +153,54 @@ def test_auto_cost_measures_live_tensors_donors_a_search_and_nothing_at_all(tmp_
     assert [aim.keys() for aim in found["aims"]] == [{"text", "limit", "verdict"}] * 2
 
 
+DUMP = """# callgrind format
+pid: 7
+part: {part}
+thread: {thread}
+
+desc: Timerange: Basic block 0 - 12
+desc: Trigger: {trigger}
+
+positions: line
+events: Ir
+summary: {count}
+
+fn=(0)
+16 2
+"""
+
+
+def test_auto_instructions_reads_what_the_thread_that_steps_has_done(tmp_path: Path) -> None:
+    # GIVEN the files of two dumps with two threads each, and of the end of the process
+    for part, thread, trigger, count in (
+        (1, 1, "dump 10 False on", 500),
+        (1, 2, "dump 10 False on", 7),
+        (2, 1, "dump 10 False off", 300),
+        (2, 2, "dump 10 False off", 9),
+        (3, 1, "Program termination", 1000),
+    ):
+        text = DUMP.format(part=part, thread=thread, trigger=trigger, count=count)
+        (tmp_path / f"counts.{part}-0{thread}").write_text(text, encoding="utf-8")
+    # WHEN they are read
+    script = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import json, pathlib, auto_instructions
+        print(json.dumps(auto_instructions.totals(pathlib.Path(sys.argv[2]))))
+    """
+    printed = run_script(script, str(BENCHMARKS), str(tmp_path)).stdout
+    # THEN each dump has the count of its first thread
+    assert json.loads(printed.splitlines()[-1]) == {"10 False on": 500, "10 False off": 300}
+
+
+def test_auto_instructions_names_what_it_needs(tmp_path: Path) -> None:
+    process = run_script(
+        RUN, "auto_instructions.py", "--results", str(tmp_path), env={"PATH": str(tmp_path)}, exit_code=1
+    )
+    assert "install valgrind" in process.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_call_cost_compares_the_ways_to_call_a_function(tmp_path: Path) -> None:
     printed, found = run("call_cost.py", tmp_path, "--tiny")
     assert "call_cost" in printed
