@@ -841,38 +841,36 @@ bool IsGone(const lazy::BackendData* buffer) {
   return (registry.IsTracked(buffer) || (registry.HasSpared() && registry.FindSpared(buffer).first != nullptr));
 }
 
-// Two hooks are passed by each live tensor of each step, so that their short ways are kept short.
-[[gnu::noinline]] void CheckHandle(const lazy::LazyTensor& tensor, lazy::BackendDataPtr& handle) {
+// The part of a hook that has something to look for stands apart from it in the two hooks that each live tensor passes
+// in each step: with nothing to look for they are a test and a jump.
+[[gnu::noinline]] lazy::BackendDataPtr CheckedHandle(const lazy::LazyTensor* self) {
+  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
   ThreadState& state = State();
   if (state.noting) {
-    if (state.BelongsToList(tensor, handle != nullptr)) {
-      return;
+    if (state.BelongsToList(*self, handle != nullptr)) {
+      return handle;
     }
     state.DropList();
   }
   if (handle == nullptr || !IsGone(handle.get())) {
-    return;
+    return handle;
   }
   // A view of a tensor that is out of date, perhaps. Rare, so that it may be searched for: most often it is an error.
-  const abi::TensorData& old_value = *tensor.data();
+  const abi::TensorData& old_value = *self->data();
   lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
   if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) && SearchOutdated()) {
     renewed = OutdatedTensors::Get().Renew(old_value);
   }
   if (renewed != nullptr && !IsGone(renewed.get())) {
-    handle = std::move(renewed);
-    return;
+    return renewed;
   }
   ThrowIfConsumed(handle.get());
   ReportReuse(handle.get());
+  return handle;
 }
 
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
-  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-  if (Watching()) {
-    CheckHandle(*self, handle);
-  }
-  return handle;
+  return Watching() ? CheckedHandle(self) : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
 }
 
 lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDataPtr& data, bool read_only) {
@@ -908,7 +906,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
 }
 
-[[gnu::noinline]] void NoteTensor(const std::shared_ptr<abi::TensorData>& data) {
+[[gnu::noinline]] void NotedConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
   ThreadState& state = State();
   if (!state.listing) {
     ForgetReused(state);  // the op that used them has its result
@@ -917,13 +915,12 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     state.list.push_back({data, data.get(), data->handle.get()});
     state.newest = std::max(state.newest, data->unique_id);
   }
+  lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
 }
 
-void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData> data) {
-  if (Watching()) {
-    NoteTensor(data);
-  }
-  lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, std::move(data));
+void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
+  return Watching() ? NotedConstructor(self, data)
+                    : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
 }
 
 void MarkStep(void* arena, const lazy::BackendDevice& device) {

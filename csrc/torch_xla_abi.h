@@ -46,7 +46,9 @@ using RunPostOrderFn = Executor::PostOrderData (*)(lazy::LazyGraphExecutor*, con
 using AsyncConstructorFn = void (*)(Executor::Async*, Executor::SyncTensorCollection*,
                                     std::vector<lazy::BackendDataPtr>, std::vector<lazy::BackendDataPtr>,
                                     lazy::LazyGraphExecutor::ComputationCache::TypePtr);
-using LazyTensorConstructorFn = void (*)(lazy::LazyTensor*, std::shared_ptr<TensorData>);
+// Declared by value, which both supported ABIs (Itanium, on x86-64 and aarch64) pass as a reference to the caller's
+// object. Taken as that it need not be moved.
+using LazyTensorConstructorFn = void (*)(lazy::LazyTensor*, std::shared_ptr<TensorData>&);
 using CurrentDataHandleFn = lazy::BackendDataPtr (*)(const lazy::LazyTensor*);
 using CreateTensorNodeFn = lazy::Value (*)(const lazy::LazyTensor*, const lazy::BackendDataPtr&, bool);
 using ForAllDeviceContextsFn = void (*)(void* arena, const void* function, const lazy::BackendDevice*);

@@ -31,7 +31,7 @@ def run_script(
     source: str,
     *args: str,
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     exit_code: int | None = 0,
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python source in a fresh process on XLA's CPU backend; returns its output as text.
