@@ -7,17 +7,19 @@ import json
 import pytest
 import torch
 import torch_xla
-from helpers import dump_env, run_script
+from helpers import dump_env, pointer, run_script
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
 
 from torch_xla_donate import (
     DonationError,
     DonationWarning,
+    cancel_donation,
     donate_buffer,
     donation_report,
     gradient_accumulation,
     hlo,
     is_donated,
+    scan,
 )
 
 
@@ -70,8 +72,147 @@ def test_arguments_are_donated_from_outside(make):
     torch_xla.sync()
     del kept
     assert all(map(is_donated, carried))
-    with pytest.raises(ValueError, match='it takes "iterable_tensors", "carried_tensors" or both'):
-        gradient_accumulation(counted(model), (make(3, 2, 4),), model, donate="model")
+
+
+def test_an_iterable_tensor_is_donated_where_an_output_has_its_size(make):
+    def step(x, a):
+        return model(x).sum() * 0, a * 2 + x.sum()
+
+    model, data, carried = model_of(), make(3, 2, 4), make(3, 2, 4)
+    torch_xla.sync()
+    before = pointer(data)
+    _, result = gradient_accumulation(step, (data,), model, carried, donate="iterable_tensors")
+    torch_xla.sync()
+    assert (is_donated(data), is_donated(carried)) == (True, False)
+    assert pointer(result) == before
+    sums = [28, 92, 156]  # of the slices
+    offset = sums[0] * 4 + sums[1] * 2 + sums[2]
+    assert result.flatten().tolist() == [8 * k + offset for k in range(24)]
+    assert carried.flatten().tolist() == [*range(24)]
+
+
+def test_a_carried_tensor_that_comes_out_unchanged_is_donated_and_keeps_its_value(make):
+    model, carried, other = model_of(), make(5), make(6)
+    step = lambda x, a, b: (model(x).sum() + a.sum() * 0, a, b + 1)  # noqa: E731
+    _, result, more = gradient_accumulation(step, (make(3, 2, 4),), model, carried, other, donate="carried_tensors")
+    torch_xla.sync()
+    assert is_donated(carried) and is_donated(other)
+    assert (result.tolist(), more.tolist()) == ([0, 1, 2, 3, 4], [3, 4, 5, 6, 7, 8])
+
+
+def test_a_donation_in_the_step_is_as_strict_as_it_says_and_one_that_it_cancels_is_not_made(make):
+    model, data, first, second = model_of(), make(3, 2, 4), make(2), make(7)
+
+    def step(x, a, b):
+        donate_buffer(x, strict=True)
+        cancel_donation(b)
+        return model(x).sum(), a + 1, b + 1
+
+    kept = gradient_accumulation(step, (data,), model, first, second, donate="carried_tensors", strict=False)
+    with pytest.raises(DonationError, match=r"iterable_tensors\[0\]: no output of the step has its size") as raised:
+        torch_xla.sync(wait=True)
+    assert "carried" not in str(raised.value)
+    assert (is_donated(first), is_donated(second)) == (True, False)
+    del kept
+
+
+def test_into_and_what_is_no_tensor_are_errors_in_the_step(make):
+    def run(*given, **options):
+        def step(x, a):
+            donate_buffer([a, *given], **options)
+            return model(x).sum(), a + 1
+
+        model, carried = model_of(), make(2)
+        try:
+            gradient_accumulation(step, (make(3, 2, 4),), model, carried)
+        finally:
+            assert not donation_report().pending
+
+    with pytest.raises(TypeError, match=r"tensors\[1\] is of type str"):
+        run("text")
+    with pytest.raises(ValueError, match=r"into is given for tensors\[0\], which stands for an argument of grad"):
+        run(into=[torch.ones(7)])
+    torch_xla.sync()
+    for wrong, error in (("model", ValueError), (True, TypeError)):
+        with pytest.raises(error, match=f'donate is {wrong!r}; it takes "iterable_tensors", "carried_tensors" or both'):
+            gradient_accumulation(lambda x: x.sum(), (make(3, 2),), model_of(), donate=wrong)
+
+
+def test_a_scan_in_the_step_donates_what_the_step_carries_and_says_what_it_cannot(make):
+    model, data, carried, rows = model_of(), make(3, 2, 4), make(3), make(2, 3)
+
+    def run(first):
+        def step(x, a):
+            final, _ = scan(lambda carry, row: (carry + row, carry), first(a), rows, donate="init")
+            return model(x).sum(), final
+
+        return gradient_accumulation(step, (data,), model, carried)
+
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+        run(lambda a: a * 2)
+    torch_xla.sync()
+    _, final = run(lambda a: a)
+    torch_xla.sync()
+    assert is_donated(carried) and not is_donated(rows)
+    assert final.tolist() == [9, 16, 23]
+
+
+@pytest.mark.parametrize("alias", ["itself", "detached", "whole copy"])
+def test_a_tensor_that_is_carried_twice_is_refused(make, alias):
+    model, carried = model_of(), make(2)
+    other = {"itself": carried, "detached": carried.detach(), "whole copy": torch.empty_like(carried).copy_(carried)}
+    data = make(3, 2, 4)
+    with pytest.raises(ValueError, match=r"carried_tensors\[2\] has the same buffer as carried_tensors\[0\]: .*clone"):
+        gradient_accumulation(counted(model), (data,), model, carried, make(3), other[alias])
+    _, one, two = gradient_accumulation(counted(model), (data,), model, carried.clone(), other[alias].clone())
+    assert (one.tolist(), two.tolist()) == ([3, 4], [6, 7])
+    with pytest.raises(TypeError, match=r"carried_tensors\[1\] is of type int; only tensors are carried"):
+        gradient_accumulation(counted(model), (data,), model, carried, 3)
+
+
+def test_a_carried_tensor_whose_buffer_another_one_holds_is_refused_and_a_clone_is_right(make):
+    model, carried, data = model_of(), make(2), make(3, 2, 4)
+    copy = torch.empty_like(carried).copy_(carried)
+    torch_xla.sync()
+    with pytest.raises(ValueError, match=r"carried_tensors\[0\] shares its buffer with another tensor"):
+        gradient_accumulation(counted(model), (data,), model, carried)
+    _, result = gradient_accumulation(counted(model), (data,), model, carried.clone())
+    assert (result.tolist(), copy.tolist()) == ([3, 4], [0, 1])
+
+
+def test_under_spmd_what_is_carried_is_donated_and_aliased_per_device(tmp_path):
+    run_script(
+        """
+        import numpy as np, torch, torch_xla
+        import torch_xla.distributed.spmd as xs, torch_xla.runtime as xr
+        from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
+        from torch_xla_donate import donation_report, gradient_accumulation, is_donated
+
+        xr.use_spmd()
+        mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+
+        def run(function, **options):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1).to("xla")
+            data, carried = torch.arange(96.0).reshape(3, 8, 4).to("xla"), torch.arange(32.0).reshape(8, 4).to("xla")
+            xs.mark_sharding(data, mesh, (None, "x", None))
+            xs.mark_sharding(carried, mesh, ("x", None))
+            torch_xla.sync(wait=True)
+            loss, final = function(lambda x, a: (model(x).mean(), a * 2 + 1), (data,), model, carried, **options)
+            torch_xla.sync(wait=True)
+            return carried, [loss.cpu(), final.cpu(), model.weight.grad.cpu()]
+
+        _, expected = run(host_gradient_accumulation)
+        carried, found = run(gradient_accumulation, donate="carried_tensors")
+        assert is_donated(carried)
+        assert all(map(torch.equal, found, expected))
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome, donor.bytes_per_device) == ("carried_tensors[0]", "donated", 32)
+        """,
+        env={**dump_env(tmp_path, "--xla_force_host_platform_device_count=4"), "CPU_NUM_DEVICES": "4"},
+    )
+    aliased = [found.after for found in hlo.read_dump(tmp_path) if found.after is not None and found.after.aliases]
+    assert [module.aliased_bytes for module in aliased] == [8 * 4 * 4 // 4]
 
 
 def test_gradients_are_those_of_torch_xla_and_existing_ones_keep_their_memory(make):

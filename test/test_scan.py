@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import re
+import textwrap
+import weakref
 
 import pytest
 import torch
 import torch_xla
-from helpers import dump_env, run_script
+from helpers import dump_env, pointer, run_script
 from torch_xla.experimental.scan import scan as host_scan
 
 from torch_xla_donate import (
@@ -15,7 +19,10 @@ from torch_xla_donate import (
     DonationError,
     DonationWarning,
     _nested,
+    cancel_donation,
+    compile,
     donate_buffer,
+    donation_disabled,
     donation_report,
     hlo,
     is_donated,
@@ -73,8 +80,87 @@ def test_init_and_xs_are_donated_from_outside(make):
     torch_xla.sync()
     del kept
     assert all(map(is_donated, (init["sum"], init["same"], xs)))
-    with pytest.raises(ValueError, match='donate is \'ys\'; it takes "init", "xs" or both'):
-        scan(accumulate, *arguments(make), donate="ys")
+    for wrong, error in (("ys", ValueError), (("init", "ys"), ValueError), (True, TypeError), ([1], TypeError)):
+        with pytest.raises(error, match=f'donate is {re.escape(repr(wrong))}; it takes "init", "xs" or both'):
+            scan(accumulate, *arguments(make), donate=wrong)
+
+
+def test_a_leaf_of_the_carry_that_comes_out_unchanged_is_donated_and_keeps_its_value(make):
+    init, xs = arguments(make)
+    final, _ = scan(accumulate, init, xs, donate="init")
+    torch_xla.sync()
+    assert is_donated(init["same"])
+    assert (final["same"].tolist(), final["sum"].tolist()) == ([0, 1], [18, 23, 28])
+
+
+SPMD = """
+    import numpy as np, torch, torch_xla
+    import torch_xla.distributed.spmd as xs, torch_xla.runtime as xr
+    from torch_xla.experimental.scan import scan as host_scan
+    from torch_xla_donate import DonationError, donation_report, is_donated, scan
+
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+
+    def make(*shape):
+        t = (torch.arange(torch.Size(shape).numel()).reshape(shape) / 16).to("xla")
+        xs.mark_sharding(t, mesh, (*[None] * (len(shape) - 2), "x", None))
+        torch_xla.sync(wait=True)
+        return t
+
+    def body(carry, x):
+        return carry * x + 1, carry.sum()
+"""
+
+
+def on_four_devices(folder, body):
+    env = dump_env(folder, "--xla_force_host_platform_device_count=4")
+    return run_script(textwrap.dedent(SPMD) + textwrap.dedent(body), env={**env, "CPU_NUM_DEVICES": "4"})
+
+
+def test_under_spmd_the_carry_is_donated_and_aliased_per_device(tmp_path):
+    on_four_devices(
+        tmp_path,
+        """
+        expected, expected_ys = host_scan(body, make(8, 4), make(3, 8, 4))
+        torch_xla.sync(wait=True)
+        init = make(8, 4)
+        final, ys = scan(body, init, make(3, 8, 4), donate="init")
+        torch_xla.sync(wait=True)
+        assert is_donated(init)
+        assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome, donor.bytes_per_device) == ("init", "donated", 32)
+        """,
+    )
+    aliased = [found.after for found in hlo.read_dump(tmp_path) if found.after is not None and found.after.aliases]
+    assert [module.aliased_bytes for module in aliased] == [8 * 4 * 4 // 4]
+
+
+def test_under_spmd_the_backward_scan_reads_all_of_its_arguments_so_none_is_donated(tmp_path):
+    on_four_devices(
+        tmp_path,
+        """
+        def run(function, **options):
+            init, weights = make(8, 4), make(3, 8, 4).requires_grad_()
+            final, ys = function(body, init, weights, **options)
+            torch_xla.sync(wait=True)
+            (final.sum() + ys.sum()).backward()
+            return init, weights.grad.cpu()
+
+        import warnings
+        warnings.simplefilter("ignore")
+        _, expected = run(host_scan)
+        init, gradient = run(scan, donate="init")
+        assert not is_donated(init) and torch.equal(gradient, expected)
+        try:
+            run(scan, donate="init", strict=True)
+        except DonationError as error:
+            assert "init: autograd has saved it for the backward scan" in str(error)
+        else:
+            raise AssertionError("no error")
+        """,
+    )
 
 
 def test_the_carry_is_aliased_to_the_final_carry_in_the_hlo(tmp_path):
@@ -94,24 +180,240 @@ def test_the_carry_is_aliased_to_the_final_carry_in_the_hlo(tmp_path):
     assert [module.aliased_bytes for module in aliased] == [64 * 64 * 4]
 
 
-def test_what_autograd_has_saved_is_not_donated_and_the_gradients_are_right(make):
-    def run(function, **options):
-        weights, init = make(4, 3).requires_grad_(), make(3)
-        final, _ = function(lambda carry, w: (carry * w + 1, carry), init, weights, **options)
-        return weights, init, final
+def multiply(carry, w):
+    return carry * w + 1, carry
 
-    with pytest.warns(DonationWarning, match="init: autograd has saved it for the backward scan"):
-        weights, init, final = run(scan, donate="init")
-    torch_xla.sync()
-    assert not is_donated(init)
-    final.sum().backward()
-    expected_weights, _, expected = run(host_scan)
-    expected.sum().backward()
-    assert torch.equal(weights.grad.cpu(), expected_weights.grad.cpu())
+
+def differentiate(function, make, sync, **options):
+    """Gradients of a loop over weights; the backward pass is a part of the loop's step, or comes after it."""
+    weights, init = make(4, 3).requires_grad_(), make(3).requires_grad_()
+    final, ys = function(multiply, init, weights, **options)
+    if sync:
+        torch_xla.sync(wait=True)
+    (final.sum() + ys.sum()).backward()
+    torch_xla.sync(wait=True)
+    return init, weights, [weights.grad.cpu(), init.grad.cpu()]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_the_first_carry_is_donated_with_gradients_since_the_backward_scan_does_not_read_it(make, sync):
+    _, _, expected = differentiate(host_scan, make, sync)
+    init, weights, found = differentiate(scan, make, sync, donate="init", strict=True)
+    assert (is_donated(init), is_donated(weights)) == (True, False)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_the_backward_scan_reads_is_not_donated_and_the_gradients_are_right(make, sync):
+    _, _, expected = differentiate(host_scan, make, sync)
+    with pytest.warns(DonationWarning, match="xs: autograd has saved it for the backward scan"):
+        init, weights, found = differentiate(scan, make, sync, donate=("init", "xs"))
+    assert (is_donated(init), is_donated(weights)) == (True, False)
+    assert all(map(torch.equal, found, expected))
+    outcomes = {donor.name: (donor.outcome, donor.reason) for donor in donation_report(steps=2).donors}
+    assert outcomes == {"init": ("donated", ""), "xs": ("unusable", "autograd has saved it for the backward scan")}
     with torch.no_grad():
-        _, init, _ = run(scan, donate="init")
+        weights = make(4, 3).requires_grad_()
+        kept = scan(multiply, make(3), weights, donate="xs")
+    torch_xla.sync()
+    del kept
+    assert is_donated(weights)
+
+
+def test_slices_that_the_backward_scan_does_not_read_are_donated(make):
+    xs = make(4, 3).requires_grad_()
+    final, ys = scan(lambda carry, x: (carry + x, carry * 2), make(3), xs, donate="xs")
+    torch_xla.sync()
+    assert is_donated(xs)
+    (final.sum() + ys.sum()).backward()
+    assert xs.grad.tolist() == [[7.0] * 3, [5.0] * 3, [3.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("how", ["argument", "body", "environment"])
+def test_a_strict_donation_of_what_autograd_has_saved_is_an_error_each_time_and_nothing_is_donated(
+    make, how, monkeypatch
+):
+    def body(carry, w):
+        if how == "body":
+            donate_buffer(w, strict=True)
+        return multiply(carry, w)
+
+    if how == "environment":
+        monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "1")
+    options = {"donate": "init" if how == "body" else ("init", "xs"), "strict": True if how == "argument" else None}
+    weights, init = make(4, 3).requires_grad_(), make(3)
+    for _ in range(2):
+        with pytest.raises(DonationError, match="xs: autograd has saved it for the backward scan"):
+            scan(body, init, weights, **options)
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome) == ("xs", "unusable")
+    assert not donation_report().pending
+    torch_xla.sync()
+    assert (is_donated(init), is_donated(weights)) == (False, False)
+
+
+def test_where_donation_is_disabled_what_autograd_has_saved_is_not_told(make):
+    with donation_disabled():
+        weights = make(4, 3).requires_grad_()
+        kept = scan(multiply, make(3), weights, donate="xs", strict=True)
+    (donor,) = donation_report(steps=1).donors
+    assert donor.reason == "donation is disabled (donation_disabled())"
+    torch_xla.sync()
+    del kept
+
+
+def test_inside_of_a_compiled_function_the_strict_error_comes_with_the_result(make):
+    weights = make(4, 3).requires_grad_()
+    step = compile(lambda init: scan(multiply, init, weights, donate="xs", strict=True)[0])
+    with pytest.raises(DonationError, match="xs: autograd has saved it") as raised:
+        step(make(3))
+    assert torch.equal(raised.value.result.cpu(), host_scan(multiply, make(3), weights)[0].cpu())
+
+
+def test_a_donation_in_the_body_is_as_strict_as_it_says(make):
+    def body(carry, x):
+        donate_buffer(x, strict=True)
+        return carry + x, carry.sum()
+
+    kept = scan(body, make(3), make(4, 3), strict=False)
+    with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
+        torch_xla.sync(wait=True)
+    del kept
+
+
+def test_the_strict_of_the_scan_is_that_of_donations_that_do_not_say(make):
+    def body(carry, x):
+        donate_buffer(x)
+        return carry + x, carry.sum()
+
+    kept = scan(body, make(3), make(4, 3), strict=True)
+    with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
+        torch_xla.sync(wait=True)
+    del kept
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_a_donation_that_the_body_cancels_is_not_made_whoever_has_asked_for_it(make, is_fn_pure):
+    def body(carry, x):
+        donate_buffer([carry, x])
+        cancel_donation([carry, x + 1])
+        return carry + x, carry
+
+    for _ in range(2):
+        init, xs = make(3), make(4, 3)
+        donate_buffer(init)
+        kept = scan(body, init, xs, donate="init", is_fn_pure=is_fn_pure)
+        torch_xla.sync()
+        assert (is_donated(init), is_donated(xs)) == (False, True)
+        assert kept[0].tolist() == [18, 23, 28]
+
+
+def test_a_donation_after_a_cancellation_holds(make):
+    def body(carry, x):
+        cancel_donation(carry)
+        donate_buffer(carry)
+        return carry + x, carry
+
+    init = make(3)
+    kept = scan(body, init, make(4, 3))
+    torch_xla.sync()
+    del kept
+    assert is_donated(init)
+
+
+def test_what_cannot_be_donated_in_a_body_is_an_error_and_nothing_is_marked(make):
+    outside = make(5)
+
+    def run(*given, **options):
+        def body(carry, x):
+            try:
+                donate_buffer([carry, *given], **options)
+            finally:
+                tried.append(1)
+            return carry + x, carry
+
+        init, tried = make(3), []
+        try:
+            scan(body, init, make(4, 3))
+        finally:
+            assert tried
+            assert not donation_report().pending
+
+    with pytest.raises(TypeError, match=r"tensors\[2\] is of type str, which is neither a tensor nor"):
+        run(outside, "text")
+    with pytest.raises(ValueError, match=r"tensors\[1\] is float32.2. on cpu"):
+        run(torch.ones(2))
+    with pytest.raises(ValueError, match=r"into is given for tensors\[0\], which stands for an argument of scan"):
+        run(into=[torch.ones(7)])
+    torch_xla.sync()
+
+
+def test_a_tensor_from_outside_takes_into_in_a_body_too(make):
+    outside, init, xs = make(3), make(3), make(2, 3)
+    target = outside * 2
+
+    def body(carry, x):
+        donate_buffer(outside, into=target)
+        return carry + x, carry
+
+    kept = scan(body, init, xs)
+    torch_xla.sync()
+    del kept
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.outcome, donor.into_kept) == ("donated", True)
+
+
+def test_the_first_carry_goes_into_the_result_that_is_named_after_the_loop(make):
+    init, xs = make(3), make(4, 3)
+    before = pointer(init)
+    final, _ = scan(lambda carry, x: (carry + x, carry), init, xs)
+    donate_buffer(init, into=final)
+    torch_xla.sync()
+    assert pointer(final) == before
+
+
+@dataclasses.dataclass
+class Unhashable:
+    factor: float = 2.0
+
+    def __call__(self, carry, x):
+        return carry * self.factor + x, carry
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        self.factor = 2.0
+
+    def __call__(self, carry, x):
+        return carry * self.factor + x, carry
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Slotted])
+def test_bodies_that_cannot_be_remembered_are_called_as_by_torch_xla(make, kind):
+    expected, expected_ys = host_scan(kind(), make(3), make(4, 3))
+    init = make(3)
+    final, ys = scan(kind(), init, make(4, 3), donate="init")
     torch_xla.sync()
     assert is_donated(init)
+    assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
+    with pytest.raises(TypeError, match=f"fn is of type {kind.__name__}, by which the trace of a pure body cannot"):
+        scan(kind(), init, make(4, 3), is_fn_pure=True)
+
+
+def test_bodies_are_not_kept(make):
+    def run(is_fn_pure):
+        def body(carry, x):
+            return carry + x, carry
+
+        scan(body, make(3), make(4, 3), is_fn_pure=is_fn_pure)
+        torch_xla.sync()
+        return weakref.ref(body)
+
+    found = [run(False), run(True)]
+    gc.collect()
+    assert [reference() for reference in found] == [None, None]
 
 
 def test_tensors_that_the_body_makes_and_pending_arguments_are_refused(make):
@@ -160,17 +462,19 @@ def test_layers_donate_their_input(make):
             assert torch.allclose(result.cpu(), expected, atol=1e-5)
 
 
-def test_layers_that_need_gradients_keep_their_input_and_get_the_right_ones(make):
+@pytest.mark.parametrize("sync", [False, True])
+def test_layers_that_need_gradients_give_up_their_input_and_get_the_right_ones(make, sync):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(4, 4).to("xla") for _ in range(3)]
     x = make(2, 4).requires_grad_()
-    with pytest.warns(DonationWarning, match="autograd has saved it for the backward scan"):
-        result = scan_layers(layers, x, donate=True)
-    torch_xla.sync()
-    assert not is_donated(x)
+    result = scan_layers(layers, x, donate=True, strict=True)
+    if sync:
+        torch_xla.sync()
     result.sum().backward()
+    torch_xla.sync()
+    assert is_donated(x)
     found = [x.grad, *(layer.weight.grad for layer in layers)]
-    x.grad = None
+    x = make(2, 4).requires_grad_()
     for layer in layers:
         layer.zero_grad()
     torch.nn.Sequential(*layers)(x).sum().backward()

@@ -639,8 +639,56 @@ def test_in_eager_mode_the_computation_runs_and_its_donors_are_kept_and_told():
             halved = call_jax(jax.jit(lambda w: w / 2, donate_argnums=0), (weight,))
             torch_xla.sync()
         (warning,) = [w for w in caught if w.category is DonationWarning]
-        assert "eager mode runs each operation at once" in str(warning.message)
+        assert "args[0] of <lambda>: eager mode runs each operation at once" in str(warning.message)
         assert halved.tolist() == [0, 0.5, 1, 1.5] and weight.tolist() == [0, 1, 2, 3]
-        assert donation_report().donors == () and donation_report().pending == ()
+        (donor,) = donation_report().donors
+        assert donor.outcome == "unusable" and donor.reason.startswith("eager mode runs each operation at once")
+        assert donation_report().pending == ()
+        """
+    )
+
+
+@pytest.mark.parametrize("environment", [{}, {"TORCH_XLA_DONATE_STRICT": "1"}], ids=["argument", "environment"])
+def test_a_strict_donation_is_an_error_in_eager_mode_each_time_and_the_computation_does_not_run(environment):
+    run_script(
+        f"""
+        import jax, torch, torch_xla
+        from torch_xla_donate import DonationError, call_jax, donation_report
+        torch_xla.experimental.eager_mode(True)
+        weight = torch.arange(4.0).to("xla")
+        halve = jax.jit(lambda w: w / 2, donate_argnums=0)
+        for step in (1, 2):
+            try:
+                call_jax(halve, (weight,), strict={None if environment else True})
+            except DonationError as error:
+                assert "args[0] of <lambda>: eager mode runs each operation at once" in str(error)
+                assert [donor.step for donor in donation_report().donors] == [*range(1, step + 1)]
+            else:
+                raise AssertionError("no error")
+        assert call_jax(halve, (weight,), strict=False).tolist() == [0, 0.5, 1, 1.5]
+        """,
+        env=environment,
+    )
+
+
+def test_in_eager_mode_inputs_that_could_not_be_donated_anyway_are_told_too():
+    run_script(
+        """
+        import warnings, jax, torch, torch_xla
+        from torch_xla_donate import DonationError, DonationWarning, call_jax, is_donated
+        torch_xla.experimental.eager_mode(True)
+        weight = torch.arange(4.0).to("xla")
+        step = jax.jit(lambda w, g: w - g, donate_argnums=0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert call_jax(step, (weight, weight)).tolist() == [0, 0, 0, 0]
+        (warning,) = [w for w in caught if w.category is DonationWarning]
+        assert "args[0] of <lambda> is donated, and args[1] of <lambda>, which is not" in str(warning.message)
+        try:
+            call_jax(step, (weight, weight), strict=True)
+        except ValueError as error:
+            assert "has the same buffer" in str(error)
+        else:
+            raise AssertionError("no error")
         """
     )

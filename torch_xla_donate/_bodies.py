@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from torch_xla_donate import _leaves
+from torch_xla_donate import _config, _leaves
 from torch_xla_donate._errors import DonationError
+
+
+class Wish(NamedTuple):
+    """A donation that waits for its loop to be called.
+
+    where: its ``file:line``.
+    strict: as for `donate_buffer`.
+    """
+
+    where: str
+    strict: bool | None
+
+    def is_strict(self) -> bool:
+        """Whether it raises if it cannot be used."""
+        return _config.strict_by_default() if self.strict is None else self.strict
 
 
 class Body:
@@ -18,38 +34,71 @@ class Body:
     Args:
         loop: what messages call the loop, such as ``scan``.
         leaves: the traced tensors by identity, each with the name of the loop's argument that it stands for.
+
+    Attributes:
+        wishes: by argument; None for one whose donation the body has taken back, whoever had asked for it.
     """
 
     def __init__(self, loop: str, leaves: Mapping[int, str]) -> None:
-        self._loop = loop
+        self.loop = loop
         self._leaves = leaves
-        self.wishes: dict[str, str] = {}  # argument, and where it was donated
+        self.wishes: dict[str, Wish | None] = {}
 
-    def donate(self, tensor: torch.Tensor, where: str) -> bool:
-        """Notes the wish for an argument of the loop; False for a tensor that exists outside of the trace.
+    def find(self, tensor: Any) -> str | None:
+        """The argument of the loop that a tensor stands for, if it does."""
+        return self._leaves.get(id(tensor))
+
+    def argument(self, tensor: Any) -> str | None:
+        """The same for a tensor to be donated; None for one that exists outside of the trace.
 
         Raises DonationError for a tensor that the body has made.
         """
-        name = self._leaves.get(id(tensor))
-        if name is not None:
-            self.wishes.setdefault(name, where)
-            return True
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            return False
+        name = self.find(tensor)
+        if name is not None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            return name
+        if not isinstance(tensor, torch.Tensor):
+            return None
         raise DonationError(
-            f"tensors is {_leaves.array(tensor)}, which the body of {self._loop} has made or sliced: inside of the "
+            f"tensors is {_leaves.array(tensor)}, which the body of {self.loop} has made or sliced: inside of the "
             "loop it has no buffer of its own, and XLA reuses its memory anyway. Donate an argument of the body as it "
             "came. Nothing was marked."
         )
 
+    def donate(self, name: str, wish: Wish) -> None:
+        """Notes the wish for an argument of the loop. The first one holds, as a mark does."""
+        if self.wishes.get(name) is None:
+            self.wishes[name] = wish
+
+    def cancel(self, names: Iterable[str]) -> None:
+        """The arguments of the loop are not donated."""
+        self.wishes.update(dict.fromkeys(names))
+
 
 def chosen(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str, ...]:
-    """The arguments of a loop that `donate` names. ValueError if it names another."""
-    names = (donate,) if isinstance(donate, str) else tuple(donate)
+    """The arguments of a loop that `donate` names. ValueError if it names another, TypeError if it is no name."""
+    names = (donate,) if isinstance(donate, str) or not isinstance(donate, Iterable) else tuple(donate)
     for name in names:
         if name not in arguments:
-            raise ValueError(f'donate is {donate!r}; it takes "{arguments[0]}", "{arguments[1]}" or both.')
+            kind = ValueError if isinstance(name, str) else TypeError
+            raise kind(f'donate is {donate!r}; it takes "{arguments[0]}", "{arguments[1]}" or both.')
     return names
+
+
+def settle(
+    wanted: Mapping[str, Wish], found: Mapping[str, Wish | None], strict: bool | None
+) -> tuple[dict[str, Wish], list[str]]:
+    """What is donated of a loop's arguments, and what the body has taken back.
+
+    wanted: from outside of the body.
+    found: the body's wishes.
+    strict: the loop's, for wishes of the body that do not say.
+    """
+    wishes = dict(wanted)
+    for name, wish in found.items():
+        if wish is not None:
+            wishes[name] = wish if wish.strict is not None else wish._replace(strict=strict)
+    cancelled = [name for name, wish in found.items() if wish is None]
+    return {name: wish for name, wish in wishes.items() if name not in cancelled}, cancelled
 
 
 class _Current(threading.local):

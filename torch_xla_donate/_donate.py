@@ -38,18 +38,25 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
 
     Raises:
         TypeError: a leaf is not a tensor.
-        ValueError: a leaf is not an XLA tensor, or ``into`` does not fit.
+        ValueError: a leaf is not an XLA tensor, or ``into`` does not fit, or is given inside of a loop's body.
         DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or shares a buffer that torch_xla keeps
             for everybody (cached constants, the RNG seed).
         DonatedBufferError: a leaf has been donated already.
     """
+    where = call_site()
     body = _bodies.current()
     if body is not None:
-        place = call_site()
-        tensors = [leaf for leaf in _leaves.flatten(tensors)[0] if leaf is not None and not body.donate(leaf, place)]
-        if not tensors:
+        named = _named(tensors)
+        stands_for = next((name for name, leaf in named.items() if body.argument(leaf) is not None), None)
+        if stands_for is not None and into is not None:
+            raise ValueError(
+                f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body: the buffer "
+                "goes to an output of the step, and those are not known inside. Call donate_buffer with into= after "
+                f"{body.loop}, on its argument and its result. Nothing was marked."
+            )
+        if stands_for is not None:
+            mark_named(named, dict.fromkeys(named, _bodies.Wish(where, strict)))
             return
-    where = call_site()
     prepare(where)
     if strict is None:
         strict = _config.strict_by_default()
@@ -85,36 +92,75 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         _into.watch(paired, where)
 
 
+def _named(tensors: Any) -> dict[str, Any]:
+    """The leaves by the names that messages have for them."""
+    leaves, names = _leaves.flatten(tensors)
+    return {
+        _leaves.label("tensors", names.name(index)): _leaves.without_wrapper(leaf)
+        for index, leaf in enumerate(leaves)
+        if leaf is not None
+    }
+
+
 def mark_named(
-    tensors: Mapping[str, torch.Tensor],
-    places: Mapping[str, str],
-    strict: bool | None,
-    targets: Mapping[str, torch.Tensor] | None = None,
+    tensors: Mapping[str, Any], wishes: Mapping[str, _bodies.Wish], targets: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """`donate_buffer` for tensors that messages know by a name of their own, each donated at its place.
+    """`donate_buffer` for tensors that messages know by a name of their own; all are marked, or none.
+
+    Inside of a loop's body those that stand for its arguments are left to the loop.
 
     targets: the outputs that should take buffers over, as with ``into=``, by the names of the tensors.
     """
-    if strict is None:
-        strict = _config.strict_by_default()
+    body = _bodies.current()
+    arguments = {name: body.argument(tensor) for name, tensor in tensors.items()} if body is not None else {}
+    free = {name: tensor for name, tensor in tensors.items() if arguments.get(name) is None}
     if _into.open_pairs():
         _into.resolve_pairs(wait=False)
-    for where in sorted({places[name] for name in tensors}):
-        prepare(where)
-        names = [name for name in tensors if places[name] == where]
-        leaves = [_leaves.without_wrapper(tensors[name]) for name in names]
+    for wish, leaves, names in _by_wish(free, wishes):
         listed: _leaves.Names = _leaves.Listed(names)
         paired: _into.Paired | None = None
         wanted: dict[int, torch.Tensor] = {}
         if targets:
-            paired, wanted = _into.pair(leaves, listed, [targets.get(name) for name in names], where)
+            paired, wanted = _into.pair(leaves, listed, [targets.get(name) for name in names], wish.where)
             listed = paired
-        refused = _C.mark(leaves, where, strict, listed, wanted)
+        refused = _C.mark(leaves, wish.where, wish.is_strict(), listed, wanted)
         if refused is not None:
             index, obstacle = refused
             raise refusal(leaves[index], obstacle, names[index])
         if paired is not None:
-            _into.watch(paired, where)
+            _into.watch(paired, wish.where)
+    if body is not None:
+        for name, argument in arguments.items():
+            if argument is not None:
+                body.donate(argument, wishes[name])
+
+
+def refuse_named(tensors: Mapping[str, Any], wishes: Mapping[str, _bodies.Wish], reason: str) -> None:
+    """Ends donations before they begin: the report has them as unusable, for this reason, and they are told.
+
+    Raises DonationError if one is strict; inside of a compiled function, at the end of its call.
+    """
+    off = _C.disabled_reason()
+    for wish, leaves, names in _by_wish(tensors, wishes):
+        call = _C.mark_arguments(leaves, [], wish.where, wish.is_strict(), True, _leaves.Listed(names))
+        assert isinstance(call, _C.Call), "the leaves have been checked"
+        _C.end_call(call, {}, off or reason, tell=not off)
+    _report.tell()
+
+
+def _by_wish(
+    tensors: Mapping[str, Any], wishes: Mapping[str, _bodies.Wish]
+) -> Iterator[tuple[_bodies.Wish, list[torch.Tensor], list[str]]]:
+    """The tensors of each wish, and their names, once it is known that all can be marked."""
+    plain = {name: _leaves.without_wrapper(tensor) for name, tensor in tensors.items()}
+    for name, tensor in plain.items():
+        obstacle = _C.state(tensor) if isinstance(tensor, torch.Tensor) else "not_tensor"
+        if obstacle not in ("materialized", "marked", "donated"):  # what has been donated raises when it is marked
+            raise refusal(tensor, obstacle, name)
+    for wish in dict.fromkeys(wishes[name] for name in plain):
+        prepare(wish.where)
+        names = [name for name in plain if wishes[name] == wish]
+        yield wish, [plain[name] for name in names], names
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -183,6 +229,8 @@ def passed_twice(donated: str, kept: str) -> ValueError:
 def cancel_donation(tensors: Any) -> None:
     """Takes back the marks of ``tensors`` that no step has read yet.
 
+    Inside of a loop's body, an argument of the body stands for that of the loop, as it does for `donate_buffer`.
+
     Args:
         tensors: as for `donate_buffer`. Tensors without a mark are passed over.
 
@@ -190,15 +238,16 @@ def cancel_donation(tensors: Any) -> None:
         TypeError: a leaf is not a tensor.
         DonationError: a leaf has been donated already; no mark is taken back then.
     """
-    leaves, names = _leaves.flatten(tensors)
+    body = _bodies.current()
+    arguments: list[str] = []
     found: list[torch.Tensor] = []
-    for index, leaf in enumerate(leaves):
-        tensor = _leaves.without_wrapper(leaf)
-        if tensor is None:
-            continue
-        name = _leaves.label("tensors", names.name(index))
+    for name, tensor in _named(tensors).items():
         if not isinstance(tensor, torch.Tensor):
-            raise refusal(leaf, "not_tensor", name)
+            raise refusal(tensor, "not_tensor", name)
+        argument = body.find(tensor) if body is not None else None
+        if argument is not None:
+            arguments.append(argument)
+            continue
         state = _C.state(tensor)
         if state == "donated":
             raise DonationError(
@@ -208,6 +257,8 @@ def cancel_donation(tensors: Any) -> None:
         if state == "marked":
             found.append(tensor)
     _C.cancel(found)
+    if body is not None:
+        body.cancel(arguments)
 
 
 def is_donated(t: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _bodies, _donate, _host
+from torch_xla_donate import _C, _bodies, _donate, _host, _leaves
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
 
@@ -39,7 +39,9 @@ def gradient_accumulation(
         The mean loss; followed by the carried tensors, if there are any.
 
     Raises:
-        ValueError: ``donate`` names something else, or the tensors do not fit torch_xla's function.
+        TypeError: ``donate`` is no name, or a carried one is not a tensor.
+        ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
+            have the same buffer.
         DonationError: a donated tensor is pending, or a tensor donated in the step is none of its arguments.
     """
     where = _donate.call_site()
@@ -49,15 +51,34 @@ def gradient_accumulation(
         for argument, tensors in zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
         for index, tensor in enumerate(tensors)
     }
-    wishes = {name: where for name in arguments if name.partition("[")[0] in chosen}
+    _refuse_twice(carried_tensors)
+    wanted = {name: _bodies.Wish(where, strict) for name in arguments if name.partition("[")[0] in chosen}
+    found: dict[str, _bodies.Wish | None] = {}
 
     def step(*traced: torch.Tensor) -> Any:
         body = _bodies.Body("gradient_accumulation", {id(leaf): name for leaf, name in zip(traced, arguments)})
         with _bodies.tracing(body):
             result = train_step(*traced)
-        wishes.update(body.wishes)
+        found.update(body.wishes)
         return result
 
     result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
-    _donate.mark_named({name: arguments[name] for name in wishes}, wishes, strict)
+    wishes, cancelled = _bodies.settle(wanted, found, strict)
+    _donate.cancel_donation([arguments[name] for name in cancelled])
+    _donate.mark_named({name: arguments[name] for name in wishes}, wishes)
     return result
+
+
+def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
+    """ValueError for carried tensors of one buffer: torch_xla's loop has one place for both, and loses the first."""
+    places: dict[int, int] = {}
+    for index, tensor in enumerate(carried):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"carried_tensors[{index}] is of type {type(tensor).__name__}; only tensors are carried.")
+        for key in _C.identity(_leaves.without_wrapper(tensor)):
+            first = places.setdefault(key, index) if key else index
+            if first != index:
+                raise ValueError(
+                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}]: it was passed twice, "
+                    "and each is to become a value of its own. Pass a .clone() as one of them."
+                )

@@ -403,6 +403,19 @@ def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="xla").requires_grad_(leaf.requires_grad)
 
 
+def read_by_backward_scan(node: Any) -> Sequence[Any]:
+    """What the backward pass of a scan reads; node is that of its result.
+
+    torch_xla saves `init` and `xs` whole, next to the activations, and looks at them under SPMD alone, for their
+    sharding. The activations have those arrays of `xs` among them that the backward pass needs.
+    """
+    saved: Sequence[Any] = getattr(node, "saved_tensors", ())
+    if runtime().is_spmd() or not hasattr(node, "_saved_tensors_spec"):
+        return saved
+    activations: Sequence[Any] = pytree.tree_unflatten(saved, node._saved_tensors_spec)["activations"]
+    return activations
+
+
 def accumulate(
     step: Callable[..., Any],
     iterable_tensors: tuple[torch.Tensor, ...],
@@ -411,7 +424,7 @@ def accumulate(
 ) -> Any:
     """torch_xla's gradient_accumulation, with the carried tensors in their order.
 
-    Raises ValueError if the step does not read one of them: torch_xla's loop loses it then.
+    Raises ValueError if torch_xla's loop loses one of them, which it does if the step does not read it.
     """
     from torch_xla.experimental import gradient_accumulation as host
 
@@ -423,12 +436,23 @@ def accumulate(
         # The place of the k-th carried tensor is computed with the wrong sign, which counts from the end.
         carried = [carried[-index] for index in range(len(carried))]
     for index, tensor in enumerate(carried):
+        if tensor is None and _is_known_by_another(carried_tensors[index]):
+            raise ValueError(
+                f"carried_tensors[{index}] shares its buffer with another tensor (as after a whole copy, b.copy_(t)), "
+                "as which torch_xla knows it, so that its loop loses the new value. Pass a .clone() of it."
+            )
         if tensor is None:
             raise ValueError(
                 f"carried_tensors[{index}] is not read by the train step, and torch_xla loses its new "
                 "value then. Use it in the step, or make it in the step and do not carry it."
             )
     return (loss, *carried)
+
+
+def _is_known_by_another(tensor: torch.Tensor) -> bool:
+    """Whether torch_xla takes what a tensor's buffer holds for the value of another one."""
+    ids, _ = xlac()._get_tensors_xla_device_data_node([tensor])
+    return list(ids) != [xlac()._xla_get_tensor_id(tensor)]
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:

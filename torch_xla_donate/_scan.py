@@ -11,7 +11,7 @@ import torch
 from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _bodies, _donate, _host, _leaves, _nested, _report
+from torch_xla_donate import _C, _bodies, _donate, _host, _leaves, _nested
 
 _ARGUMENTS = ("init", "xs")
 
@@ -19,19 +19,19 @@ _ARGUMENTS = ("init", "xs")
 class _Wrapped:
     """A body that notes what it donates.
 
-    One for each function: torch_xla keeps the trace of a pure body by the function's identity, and does not trace it
-    again; what the first trace has asked for holds then.
+    Args:
+        function: gives the body. A pure one is referred to weakly, since what is remembered for it must not keep it.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        self._fn = weakref.ref(fn)  # whoever calls scan holds it; this object lives as long as the function
-        self.wishes: dict[Any, dict[str, str]] = {}  # by the structure of the arguments
+    def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
+        self._find = function
+        self.wishes: dict[Any, dict[str, _bodies.Wish | None]] = {}  # by the structure of the arguments
         self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
         self._key: Any = None
 
     def _function(self) -> Callable[..., Any]:
-        fn = self._fn()
-        assert fn is not None
+        fn = self._find()
+        assert fn is not None, "whoever calls scan holds it"
         return fn
 
     def prepare(self, init: Any, xs: Any) -> Any:
@@ -51,7 +51,23 @@ class _Wrapped:
         return result
 
 
-_wrapped: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapped] = weakref.WeakKeyDictionary()
+# torch_xla keeps the trace of a pure body by the function's identity, and does not trace it again; what the first trace
+# has asked for holds then.
+_pure: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapped] = weakref.WeakKeyDictionary()
+
+
+def _remembered(fn: Callable[..., Any]) -> _Wrapped:
+    """The one wrapper of a pure body. TypeError for a body that cannot be remembered."""
+    try:
+        found = _pure.get(fn)
+        if found is None:
+            found = _pure[fn] = _Wrapped(weakref.ref(fn))
+    except TypeError as error:
+        raise TypeError(
+            f"fn is of type {type(fn).__name__}, by which the trace of a pure body cannot be remembered: {error}. Pass "
+            "a function that calls it, the same one at every call, or leave is_fn_pure out."
+        ) from None
+    return found
 
 
 def scan(
@@ -68,7 +84,7 @@ def scan(
 
     Inside of ``fn``, ``donate_buffer(leaf)`` of a leaf of ``carry`` or ``x`` as it came in donates the corresponding
     leaf of ``init`` or ``xs``: its memory can go to the final carry, or to a stacked output of the same bytes. It must
-    be materialised. What autograd has saved for the backward scan is not donated; a `DonationWarning` says so.
+    be materialised. What the backward scan will read is not donated; a `DonationWarning` says so.
 
     Args:
         fn: ``(carry, x) -> (carry, y)``, all pytrees of tensors.
@@ -84,29 +100,31 @@ def scan(
 
     Raises:
         ValueError: ``donate`` names something else.
-        DonationError: a donated leaf is pending, or a tensor donated in the body is none of its arguments.
+        TypeError: ``donate`` is no name, or ``fn`` is pure and an object that cannot be hashed or weakly referenced.
+        DonationError: a donated leaf is pending, a tensor donated in the body is none of its arguments, or, with
+            ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental.scan import scan as host_scan
 
     where = _donate.call_site()
     names = _bodies.chosen(donate, _ARGUMENTS)
-    body = _wrapped.get(fn)
-    if body is None or not is_fn_pure:
-        body = _wrapped[fn] = _Wrapped(fn)
+    body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
     key = body.prepare(init, xs)
     with _nested.allowed(body.loops):
         result = host_scan(body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
     _keep_loops(result, body.loops)
-    wishes = dict(body.wishes.get(key, {}))
     leaves: dict[str, torch.Tensor] = {}
+    wanted: dict[str, _bodies.Wish] = {}
     for argument, tree in zip(_ARGUMENTS, (init, xs)):
         found, paths = _leaves.flatten(tree)
         for index, leaf in enumerate(found):
             name = _leaves.label(argument, paths.name(index))
             leaves[name] = leaf
             if argument in names:
-                wishes.setdefault(name, where)
-    _donate_leaves({name: leaves[name] for name in wishes}, wishes, result, strict)
+                wanted[name] = _bodies.Wish(where, strict)
+    wishes, cancelled = _bodies.settle(wanted, body.wishes.get(key, {}), strict)
+    _donate.cancel_donation([leaves[name] for name in cancelled])
+    _donate_leaves({name: leaves[name] for name in wishes}, wishes, result)
     return result
 
 
@@ -118,36 +136,25 @@ def _keep_loops(result: Any, loops: list[object]) -> None:
             node.torch_xla_donate_loops = loops
 
 
-def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, str], result: Any, strict: bool | None) -> None:
-    outer = _bodies.current()
-    if outer is not None:
-        for name, leaf in leaves.items():
-            outer.donate(leaf, wishes[name])
-        return
-    saved = _saved_by_autograd(result)
-    free: dict[str, torch.Tensor] = {}
-    for name, leaf in leaves.items():
-        if _C.identity(leaf)[0] in saved:
-            _report.warn_once(
-                f"Some donated buffers were not usable: {_leaves.array(leaf)} {name} (donated at {wishes[name]}).\n"
-                f"  {name}: autograd has saved it for the backward scan.\n"
-                "  They stay readable. See docs/unusable.md.",
-                wishes[name],
-            )
-        else:
-            free[name] = leaf
-    _donate.mark_named(free, wishes, strict)
+def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, _bodies.Wish], result: Any) -> None:
+    read = _read_by_backward(result) if wishes and _bodies.current() is None else set()
+    saved = {name: leaf for name, leaf in leaves.items() if not read.isdisjoint(_C.identity(leaf))}
+    if saved:
+        _donate.refuse_named(saved, wishes, _SAVED)
+    _donate.mark_named({name: leaf for name, leaf in leaves.items() if name not in saved}, wishes)
 
 
-def _saved_by_autograd(result: Any) -> set[int]:
-    """Identities of the tensors that the backward scan will read."""
-    saved: set[int] = set()
-    for leaf in pytree.tree_leaves(result):
-        node = getattr(leaf, "grad_fn", None)
-        for tensor in getattr(node, "saved_tensors", None) or ():
+_SAVED = "autograd has saved it for the backward scan"
+
+
+def _read_by_backward(result: Any) -> set[int]:
+    """Identities of the tensors, and of the buffers, that the backward scan will read."""
+    read: set[int] = set()
+    for node in {leaf.grad_fn for leaf in pytree.tree_leaves(result) if getattr(leaf, "grad_fn", None) is not None}:
+        for tensor in _host.read_by_backward_scan(node):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
-                saved.add(_C.identity(tensor)[0])
-    return saved
+                read.update(_C.identity(tensor))
+    return read - {0}
 
 
 def scan_layers(
@@ -157,6 +164,7 @@ def scan_layers(
     is_layer_pure: bool = False,
     *,
     donate: bool = False,
+    strict: bool | None = None,
 ) -> Any:
     """`torch_xla.experimental.scan_layers.scan_layers`, which can give up the buffers of ``input_data`` at the step.
 
@@ -168,15 +176,17 @@ def scan_layers(
         partition_fn: divides the forward from the backward graph.
         is_layer_pure: whether the layer is traced once only.
         donate: whether ``input_data`` is donated.
+        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
 
     Returns:
         What the last layer returns.
 
     Raises:
-        DonationError: a donated leaf is pending, or a tensor donated in a layer is not the layer's input.
+        DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
+            ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental import scan_layers as host
 
-    ours = functools.partial(scan, donate="init" if donate else ())
+    ours = functools.partial(scan, donate="init" if donate else (), strict=strict)
     with _host.replaced(host, "scan", ours):
         return host.scan_layers(layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)

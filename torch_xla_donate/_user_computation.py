@@ -178,6 +178,12 @@ def _module(computation: Any) -> _Module:
     return module
 
 
+_EAGER = (
+    "eager mode runs each operation at once, outside of a step, and the computation with them; call it in a function "
+    "of torch_xla.compile, or without eager mode"
+)
+
+
 def to_donate(
     tensors: Sequence[Any], donors: Sequence[int], names: _leaves.Names, where: str, strict: bool | None
 ) -> list[int]:
@@ -186,18 +192,15 @@ def to_donate(
     Raises:
         ValueError: a donor is passed a second time where it is not donated.
         DonationError: a donor is pending, or in a buffer that torch_xla keeps for everybody.
-        Neither of them with ``strict=False``, which warns.
+            Neither of them with ``strict=False``, which warns. In eager mode both warn, and a strict donation is an
+            error.
     """
     if not donors or _compile.inside():
         return []
     _donate.prepare(where)
-    if _C.eager_mode():
-        _report.warn_once(
-            "eager mode runs each operation at once, outside of a step, so the computation's donors are kept. "
-            "Call it in a function of torch_xla.compile, or without eager mode.",
-            where,
-        )
-        return []
+    eager = _C.eager_mode()
+    wish = _bodies.Wish(where, strict)
+    may_warn = strict is False or (eager and not wish.is_strict())
     body = _bodies.current()
     kept = {
         _C.identity(_leaves.without_wrapper(tensors[index]))[1]: index
@@ -208,12 +211,14 @@ def to_donate(
     unfit: dict[int, str] = {}
     for index in donors:
         tensor = _leaves.without_wrapper(tensors[index])
-        if body is not None and body.donate(tensor, where):
+        argument = body.argument(tensor) if body is not None else None
+        if body is not None and argument is not None:
+            body.donate(argument, wish)
             continue
         error = _obstacle(tensor, index, kept, names)
         if error is None:
             free.append(index)
-        elif strict is not False:
+        elif not may_warn:
             raise error
         else:
             unfit[index] = str(error).rpartition(" Nothing was ")[0]  # others are marked
@@ -225,6 +230,10 @@ def to_donate(
             "  They stay readable, and the computation runs. See docs/user_computations.md.",
             where,
         )
+    if eager and free:
+        given = {names.name(index): tensors[index] for index in free}
+        _donate.refuse_named(given, dict.fromkeys(given, wish), _EAGER)
+        return []
     return free
 
 
@@ -250,7 +259,6 @@ def give(
     if donated:
         _donate.mark_named(
             {names.name(index): tensors[index] for index in donated},
-            {names.name(index): where for index in donated},
-            strict,
+            {names.name(index): _bodies.Wish(where, strict) for index in donated},
             {names.name(index): target for index, target in targets.items()},
         )
