@@ -590,11 +590,60 @@ def test_sharded_tensors_are_donated():
         assert [(d.automatic, d.outcome) for d in donors] == [(True, "donated")] * 3, donors
         assert torch.equal(p.cpu(), torch.arange(32.0).reshape(8, 4) - 1.5)
         """,
-        env={
-            "TORCH_XLA_DONATE_AUTO": "1",
-            "CPU_NUM_DEVICES": "4",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        },
+        env=SHARDED,
+    )
+
+
+SHARDED = {
+    "TORCH_XLA_DONATE_AUTO": "1",
+    "CPU_NUM_DEVICES": "4",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+}
+# One graph that cannot use its donor, as the output is whole on each device, and one that can.
+UNUSABLE = """
+import numpy as np, torch, torch_xla
+import torch_xla.runtime as xr, torch_xla.distributed.spmd as xs
+import torch_xla.debug.metrics as metrics
+from torch_xla_donate import donate_buffer, donation_report
+xr.use_spmd()
+mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+
+def sharded(t, spec):
+    xs.mark_sharding(t, mesh, spec)
+    return t
+
+def made():
+    t = sharded(torch.ones(8, 4).to("xla"), ("x", None))
+    torch_xla.sync(wait=True)
+    return t
+
+def useless():
+    q = sharded(made() * 2, (None, None))
+    torch_xla.sync(wait=True)
+    return q
+"""
+
+
+def test_an_automatic_donor_of_no_use_makes_no_report_worse():
+    run_script(
+        UNUSABLE
+        + """
+q = useless()
+report = donation_report()
+assert [(d.automatic, d.outcome) for d in report.donors] == [(True, "unusable")], report
+assert not report and report.offered == () and report.reused_fraction == 0.0
+assert "0 of 0 donors donated, 0 B (0.0% of the bytes offered); 1 automatic of no use" in str(report)
+
+p = made()
+donate_buffer(p)
+p = p + 1
+torch_xla.sync(wait=True)
+report = donation_report()
+assert [(d.automatic, d.outcome) for d in report.donors] == [(True, "unusable"), (False, "donated")], report
+assert report and report.reused_fraction == 1.0 and len(report.offered) == 1
+assert "1 of 1 donors donated, 128 B (100.0% of the bytes offered); 1 automatic of no use" in str(report)
+""",
+        env=SHARDED,
     )
 
 
