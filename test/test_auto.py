@@ -168,7 +168,7 @@ def held_by_cycle(t):
 
 
 def held_by_view(t):
-    return t[1:], lambda kept: kept._base if kept._base is not None else kept
+    return t[1:], lambda kept: kept._base
 
 
 def held_by_detached(t):
@@ -196,6 +196,7 @@ def held_by_whole_copy(t):
         held_by_list,
         held_by_closure,
         held_by_cycle,
+        held_by_view,
         held_by_detached,
         held_by_data,
         held_by_pending_clone,
@@ -233,6 +234,31 @@ def test_what_backward_will_read_is_kept(make):
     torch_xla.sync()
     y.backward()
     assert w.grad.tolist() == [0, 1, 2, 3] and x.tolist() == [1, 2, 3, 4]
+
+
+def leaves(function):
+    """The parameters that a graph leads to."""
+    if hasattr(function, "variable"):
+        return [function.variable]
+    return [leaf for below, _ in function.next_functions if below is not None for leaf in leaves(below)]
+
+
+@pytest.mark.parametrize("keep", [lambda loss: loss, lambda loss: loss.detach(), lambda loss: None])
+def test_the_graph_of_a_live_loss_holds_the_old_parameters(make, keep):
+    p, m, x = make(6, 6), make(6, 6), make(3, 6)
+    for _ in range(4):
+        before = p.cpu()
+        loss = (x @ p.requires_grad_()).mean()
+        (gradient,) = torch.autograd.grad(loss, [p])
+        m = 0.9 * m + gradient
+        p = (p - 0.1 * m).detach()
+        loss = keep(loss)
+        torch_xla.sync(wait=True)
+        holds = loss is not None and loss.requires_grad
+        assert donated() == ["f32[6,6]"] * (1 if holds else 2)
+        if holds:
+            (held,) = leaves(loss.grad_fn)
+            assert torch.equal(held.detach().cpu(), before)
 
 
 def test_a_step_closure_reads_the_value_it_was_given(make):
