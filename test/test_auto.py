@@ -620,6 +620,44 @@ def test_sharded_tensors_are_donated():
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["2", "3"])
+def test_each_device_of_a_process_has_donors_of_its_own(devices):
+    """Threads that step at the same time, each with its loop, its cache, and tensors that it keeps."""
+    done = run_script(
+        """
+        import sys, torch, torch_xla
+        from torch_xla_donate import auto_donate, donation_report
+
+        def loop(rank):
+            p, m, cache, kept, seen = (torch.arange(6.0) + rank).to("xla"), torch.zeros(6).to("xla"), None, [], []
+            for i in range(30):
+                m = 0.9 * m + p * 0.1
+                p = p - 0.1 * m
+                cache = torch.zeros(4, 6).to("xla") if cache is None else cache
+                cache[i % 4] = p
+                if i % 5 == 0:
+                    kept.append(p)
+                torch_xla.sync(wait=bool(i % 2))
+                if i % 7 == 0:
+                    seen.append(p.sum().item())
+            return p.tolist(), cache.tolist(), [k.tolist() for k in kept], seen
+
+        def main(rank):
+            without = loop(rank)
+            with auto_donate():
+                found = loop(rank)
+            assert found == without, (found, without)
+            sys.stdout.write(f"{rank} {any(donor.automatic for donor in donation_report().donors)}\\n")
+
+        if __name__ == "__main__":
+            torch_xla.launch(main)
+        """,
+        env={"CPU_NUM_DEVICES": devices},
+    )
+    assert sorted(done.stdout.splitlines()) == [f"{rank} True" for rank in range(int(devices))]
+
+
 SHARDED = {
     "TORCH_XLA_DONATE_AUTO": "1",
     "CPU_NUM_DEVICES": "4",
