@@ -4,9 +4,9 @@ A difference between with and without is a failure, which hypothesis shrinks. Wh
 from the CPU the program says nothing about donation; such programs are counted.
 
 torch_xla 2.9.0 gives one hash to graphs that differ in nothing but which input goes where (pytorch/xla#8353), so that a
-program may run what an earlier one has compiled. A difference is therefore looked for in fresh processes: of the program
-alone; and if it is not there, of the programs before it, too, while torch_xla keeps one compiled graph at a time. What is
-in neither is told and counted as of history.
+program may run what an earlier one has compiled. A difference is therefore looked for in fresh processes: of the
+program alone; and if it is not there, of the programs before it, too, while torch_xla keeps one compiled graph at a
+time. What is in neither is told and counted as of history.
 """
 
 from __future__ import annotations
