@@ -112,6 +112,28 @@ def functional_adam(size: int) -> tuple[State, Step]:
     return {"weights": weights, "m": like(weights), "v": like(weights)}, step
 
 
+def momentum_by_autograd(size: int, keeps_loss: bool) -> tuple[State, Step]:
+    """The usual loop of torch.autograd.grad, with the loss alive at the step as it is, or detached."""
+
+    def step(state: State, index: int, give: Give) -> torch.Tensor:
+        for weight in state["weights"].values():
+            weight.requires_grad_()
+        with torch.autograd.set_multithreading_enabled(False):
+            loss = loss_of(state["weights"], batch(size, index))
+            found = torch.autograd.grad(loss, list(state["weights"].values()))
+        speed = {key: DECAY * value + grad for (key, value), grad in zip(state["speed"].items(), found)}
+        updated = {
+            "weights": {key: value.detach() for key, value in descend(state["weights"], speed).items()},
+            "speed": speed,
+        }
+        give(dict(state), into=updated)
+        state.update(updated)
+        return loss if keeps_loss else loss.detach()
+
+    weights = layers(size, 0)
+    return {"weights": weights, "speed": like(weights)}, step
+
+
 def adamw_in_place(size: int) -> tuple[State, Step]:
     weights = {key: torch.nn.Parameter(value) for key, value in layers(size, 0).items()}
     optimizer = torch.optim.AdamW(weights.values(), lr=RATE, foreach=False)
@@ -257,9 +279,13 @@ def scan_over_layers(size: int) -> tuple[State, Step]:
     return {"layers": stack, "speed": torch.zeros_like(stack)}, step
 
 
+# The graph of the loss holds the old weights, which auto_donate leaves alone; whoever marks them knows better.
+LOSS_KEPT = "torch.autograd.grad, loss kept"
 PATTERNS: dict[str, Callable[[int], tuple[State, Step]]] = {
     "functional SGD": functional_sgd,
     "functional Adam": functional_adam,
+    "torch.autograd.grad, loss.detach()": functools.partial(momentum_by_autograd, keeps_loss=False),
+    LOSS_KEPT: functools.partial(momentum_by_autograd, keeps_loss=True),
     "torch.optim.AdamW, in place": adamw_in_place,
     "moving average of weights": moving_average,
     "two optimizers": two_optimizers,
@@ -297,7 +323,7 @@ def run(pattern: str, variant: str, size: int) -> dict[str, Any]:
         seen = step(state, index, give)
         _common.step()
         kept.append(sum(count for place, count in places(state).items() if place in before))
-        values.update(seen.cpu().numpy())
+        values.update(seen.detach().cpu().numpy())
         del seen
     compiled = _common.compiles() - warm
     if compiled or len(set(kept[WARM_UP:])) != 1:
@@ -387,9 +413,11 @@ def main(tiny: bool, results: Path) -> None:
     result["step"] = "steady; bytes of the HLO after XLA's optimisation"
     result["rows"] = rows
     result["aim"] = {
-        "text": "auto aliases at least what is aliased by hand, and all values are equal",
+        "text": f"auto aliases at least what is aliased by hand (not asked of {LOSS_KEPT}), and all values are equal",
         "met": all(
-            row["same_values"] and row["aliased_bytes"]["auto"] >= row["aliased_bytes"]["by hand"] for row in rows
+            row["same_values"]
+            and (row["pattern"] == LOSS_KEPT or row["aliased_bytes"]["auto"] >= row["aliased_bytes"]["by hand"])
+            for row in rows
         ),
     }
     _common.finish(

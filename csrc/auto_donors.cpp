@@ -1,9 +1,11 @@
 // Liveness of a step's parameters, and the choice among the dead ones.
 #include "auto_donors.h"
 
+#include <time.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <queue>
 #include <set>
@@ -184,6 +186,23 @@ void OutdatedTensors::Purge() {
 
 std::size_t OutdatedTensors::Size() const { return count_; }
 
+bool SearchBudget::Allows() const {
+  return std::chrono::steady_clock::now().time_since_epoch() >= std::chrono::nanoseconds(next_.load());
+}
+
+bool SearchBudget::Charge(const std::function<bool()>& search) {
+  const auto own_time = [] {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+  };
+  const auto before = own_time();
+  const bool found = search();
+  const std::chrono::nanoseconds now = std::chrono::steady_clock::now().time_since_epoch();
+  next_ = (now + (found ? kPauseOfFinder : kPause) * (own_time() - before)).count();
+  return found;
+}
+
 AutoPlans& AutoPlans::Get() {
   static AutoPlans* plans = new AutoPlans();
   return *plans;
@@ -362,10 +381,26 @@ AutoPlans::ChoicePtr AutoPlans::Settle(Plan& plan, const AutoQuestion& question,
   return best != nullptr ? best : adopt(Decide(plan, question, std::vector<bool>(dead.size(), false)));
 }
 
-void AutoPlans::Searched(lazy::hash_t plan, bool found) {
+void AutoPlans::Searched(const AutoSearch& search, bool found) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (const auto entry = plans_.find(plan); entry != plans_.end()) {
-    entry->second.search_helps = found;
+  const auto entry = plans_.find(search.plan);
+  if (entry == plans_.end() || entry->second.in_vain.size() != search.held.size()) {
+    return;
+  }
+  Plan& plan = entry->second;
+  plan.has_helped = found;
+  if (found) {
+    plan.pause = kFirstPause;
+    return;
+  }
+  if (search.stage == AutoSearch::kStages) {
+    plan.wait = plan.pause;
+    plan.pause *= kPauseGrowth;
+  }
+  for (std::size_t i = 0; i < search.held.size(); ++i) {
+    if (search.held[i] && plan.in_vain[i] < search.stage) {
+      plan.in_vain[i] = static_cast<std::uint8_t>(search.stage);
+    }
   }
 }
 
@@ -394,28 +429,35 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
       Forget(order_.front());
     }
     found->second.always_dead.assign(question.held.size(), true);
+    found->second.in_vain.assign(question.held.size(), 0);
   }
   Plan& plan = found->second;
-  std::vector<bool> dead(question.held.size());
-  std::size_t held = 0;
+  std::vector<bool> dead(question.held.size()), held(question.held.size());
+  bool any_held = false;
+  std::size_t stage = AutoSearch::kStages;
   for (std::size_t i = 0; i < dead.size(); ++i) {
     const bool fits = plan.fits[i] && !question.barred[i];
     dead[i] = fits && !question.held[i];
-    held += fits && question.held[i] ? 1 : 0;
+    held[i] = fits && question.held[i];
     if (!dead[i]) {
       plan.always_dead[i] = false;
     }
+    if (plan.has_helped && !held[i]) {
+      plan.in_vain[i] = 0;
+    }
+    if (held[i]) {
+      any_held = true;
+      stage = std::min<std::size_t>(stage, plan.in_vain[i]);
+    }
   }
-  AutoAnswer answer{nullptr, key};
-  if (plan.search_helps && held > plan.held) {
-    plan.wait = 0;
-    plan.pause = kFirstPause;
-  }
-  plan.held = held;
-  if (held > 0 && plan.wait-- == 0) {
-    answer.search = true;
-    plan.wait = plan.pause;
-    plan.pause *= kPauseGrowth;
+  plan.has_helped = false;
+  AutoAnswer answer;
+  if (stage < AutoSearch::kStages) {
+    answer.search = AutoSearch{key, std::move(held), stage};
+  } else if (any_held && plan.wait == 0) {
+    answer.search = AutoSearch{key, std::move(held), AutoSearch::kStages - 1};
+  } else if (any_held) {
+    --plan.wait;
   }
   const auto same = [&dead](const auto& entry) { return entry.first == dead; };
   const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);

@@ -22,6 +22,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -88,6 +89,20 @@ class OutdatedTensors {
   std::vector<Known> tensors_;
 };
 
+// Keeps searches to a share of the time that goes by: a small one, unless they find something, which saves the copies
+// of a cache. What a search takes is the thread's own time, which does not depend on what else the machine does.
+class SearchBudget {
+ public:
+  static constexpr std::int64_t kPause = 20, kPauseOfFinder = 3;  // times what the search has taken
+
+  bool Allows() const;
+  // Runs the search, and returns what it does.
+  bool Charge(const std::function<bool()>& search);
+
+ private:
+  std::atomic<std::int64_t> next_{0};  // nanoseconds of the steady clock
+};
+
 // What a step looks like to whoever chooses its automatic donors.
 struct AutoQuestion {
   const abi::Executor::PostOrderData& graph;
@@ -110,26 +125,34 @@ struct AutoChoice {
   std::int64_t bytes = 0;
 };
 
-// A choice, and whether it may pay to look for tensors that hold more inputs without a need.
+// It may pay to look for tensors that hold these inputs without a need: among the youngest of Python's objects, the
+// less young, and all, each where the one before has been in vain.
+struct AutoSearch {
+  static constexpr std::size_t kStages = 3;
+  lazy::hash_t plan;
+  std::vector<bool> held;  // by position of the parameter
+  std::size_t stage;       // to begin with
+};
+
 struct AutoAnswer {
   std::shared_ptr<const AutoChoice> choice;
-  lazy::hash_t plan;
-  bool search = false;
+  std::optional<AutoSearch> search;
 };
 
 class AutoPlans {
  public:
   static constexpr std::size_t kMaxChoices = 4;
   static constexpr std::size_t kKeptPlans = 1024, kKeptParameters = 1 << 18;
-  static constexpr std::size_t kFirstPause = 1, kPauseGrowth = 4;  // in steps of one graph
+  static constexpr std::size_t kFirstPause = 1, kPauseGrowth = 4;  // in steps of one graph that hold something
 
   // Never destroyed: hooks may run until the process ends.
   static AutoPlans& Get();
 
   // The choice is never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
   AutoAnswer Choose(const AutoQuestion& question);
-  // What a search that Choose() has asked for has come to.
-  void Searched(lazy::hash_t plan, bool found);
+  // What a search that Choose() has asked for has come to: its stage is the one that has found something or that there
+  // was no time for, or kStages.
+  void Searched(const AutoSearch& search, bool found);
 
   std::size_t Size() const;
 
@@ -143,10 +166,11 @@ class AutoPlans {
     std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // answers given, newest first
     std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
     std::vector<bool> always_dead;
-    // When to search next. A search goes through all of Python's objects, so it is repeated ever more seldom, unless it
-    // has found something and more is held than the last time.
-    std::size_t held = 0, wait = 0, pause = kFirstPause;
-    bool search_helps = false;
+    // When to search next. All stages take long, so for what they have not helped they are repeated ever more seldom.
+    // What is held and has not been, as a cache that takes the place of an earlier one, is searched for at once.
+    std::vector<std::uint8_t> in_vain;  // by position of the parameter: how many stages
+    std::size_t wait = 0, pause = kFirstPause;
+    bool has_helped = false;  // the last search: what nobody holds any more at the next step has not been in vain
   };
 
   void Forget(lazy::hash_t key);

@@ -500,10 +500,10 @@ PYBIND11_MODULE(_C, m) {
         };
         const auto quietly = [](py::object function) {
           auto* kept = new py::object(std::move(function));
-          return [kept] {
+          return [kept](auto... arguments) {
             py::gil_scoped_acquire gil;
             try {
-              (*kept)();
+              (*kept)(arguments...);
             } catch (py::error_already_set& error) {
               error.discard_as_unraisable("torch_xla_donate");
             }
@@ -517,7 +517,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("prepare_auto"), py::arg("donating_step_ended"), py::arg("search_outdated"),
       "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used, at "
       "the end of a step, before the first step that donates automatically, at the end of a step that has donated, and "
-      "to show all tensors to remember_outdated.");
+      "to show all tensors, or those of a generation of the garbage collector, to remember_outdated.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {

@@ -160,7 +160,7 @@ struct ThreadState {
   int disabled = 0, reporting = 0, checking = 0;
   std::vector<bool> auto_donates;          // the wishes of this thread's contexts
   bool has_donated = false;                // the step in progress has donors
-  std::optional<lazy::hash_t> search_for;  // the plan of the step in progress, which asks for a search at its end
+  std::optional<AutoSearch> search_for;    // what the step in progress wants to be searched at its end
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
   std::optional<lazy::BackendDevice> last_device;
@@ -464,9 +464,7 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   }
   const AutoAnswer answer = AutoPlans::Get().Choose(question);
   const std::shared_ptr<const AutoChoice>& choice = answer.choice;
-  if (answer.search) {
-    state.search_for = answer.plan;
-  }
+  state.search_for = answer.search;
   std::vector<DonorPtr> donors;
   donors.reserve(choice->parameters.size());
   for (std::size_t i = 0; i < choice->parameters.size(); ++i) {
@@ -824,12 +822,26 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
 }
 
 // Whether a search has found tensors that were not known to be out of date.
-bool SearchOutdated() {
+bool SearchOutdated(std::optional<int> generation) {
   const std::size_t known = OutdatedTensors::Get().Size();
   if (Callbacks().search_outdated) {
-    Callbacks().search_outdated();
+    Callbacks().search_outdated(generation);
   }
   return OutdatedTensors::Get().Size() > known;
+}
+
+// The same at the end of a step, as far as there is time for it now.
+void Search(AutoSearch search) {
+  static SearchBudget budgets[AutoSearch::kStages];
+  const std::optional<int> generations[AutoSearch::kStages] = {0, 1, std::nullopt};
+  bool found = false;
+  for (; search.stage < AutoSearch::kStages && budgets[search.stage].Allows(); ++search.stage) {
+    found = budgets[search.stage].Charge([&] { return SearchOutdated(generations[search.stage]); });
+    if (found) {
+      break;
+    }
+  }
+  AutoPlans::Get().Searched(search, found);
 }
 
 // Whether a step has consumed the buffer, or would have.
@@ -858,7 +870,8 @@ bool IsGone(const lazy::BackendData* buffer) {
   // A view of a tensor that is out of date, perhaps. Rare, so that it may be searched for: most often it is an error.
   const abi::TensorData& old_value = *self->data();
   lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
-  if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) && SearchOutdated()) {
+  if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) &&
+      SearchOutdated(/*generation=*/std::nullopt)) {
     renewed = OutdatedTensors::Get().Renew(old_value);
   }
   if (renewed != nullptr && !IsGone(renewed.get())) {
@@ -926,12 +939,12 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
-  const auto search_for = std::exchange(State().search_for, std::nullopt);
+  std::optional<AutoSearch> search_for = std::exchange(State().search_for, std::nullopt);
   if (std::exchange(State().has_donated, false) && Callbacks().donating_step_ended) {
     Callbacks().donating_step_ended();
   }
   if (search_for.has_value()) {
-    AutoPlans::Get().Searched(*search_for, SearchOutdated());
+    Search(std::move(*search_for));
   }
   OutdatedTensors::Get().BringUpToDate(device);
   State().last_device = device;

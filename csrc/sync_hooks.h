@@ -60,8 +60,9 @@ struct HookCallbacks {
   std::function<std::string()> prepare_auto;
   // Called at the end of a step that has donated, before step closures run. May take the GIL; must not throw.
   std::function<void()> donating_step_ended;
-  // Shows the program's tensors to OutdatedTensors. Called without locks; may take the GIL; must not throw.
-  std::function<void()> search_outdated;
+  // Shows the program's tensors, or those of a generation of Python's garbage collector, to OutdatedTensors. Called
+  // without locks; may take the GIL; must not throw.
+  std::function<void(std::optional<int> generation)> search_outdated;
   // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.
   std::function<void()> step_ended;
 };

@@ -101,9 +101,15 @@ def step_ended() -> None:
     _host.forget_collectives()
 
 
-def search_outdated() -> None:
-    """Shows the hooks all tensors: nothing leads from a buffer to the tensors that functionalization keeps on it."""
-    _C.remember_outdated([item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)])
+def search_outdated(generation: int | None = None) -> None:
+    """Shows the hooks all tensors: nothing leads from a buffer to the tensors that functionalization keeps on it.
+
+    Args:
+        generation: of the garbage collector; None for all. The young ones, 0 and 1, are small, and a cache that was not
+            there at the last search is in one of them most often.
+    """
+    objects = gc.get_objects(generation=generation)
+    _C.remember_outdated([item for item in objects if issubclass(type(item), torch.Tensor)])
 
 
 def start() -> None:

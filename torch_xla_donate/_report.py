@@ -65,7 +65,8 @@ class Donor:
 class DonationReport:
     """Outcome of every donor of the last steps that had any, oldest first.
 
-    ``bool(report)`` is True if there are donors and each was donated.
+    ``bool(report)`` is True if there are donors that were offered, and each was donated. Marked donors are offered, and
+    automatic ones that an output has taken over; nobody has asked for those that were of no use.
 
     Attributes:
         donors: read by a step.
@@ -84,12 +85,17 @@ class DonationReport:
 
     @property
     def reused_fraction(self) -> float:
-        """`donated_bytes` as a fraction of the bytes of all donors that steps have read; 0.0 if there are none."""
-        offered = sum(donor.bytes for donor in self.donors)
+        """`donated_bytes` as a fraction of the bytes of all donors that were offered; 0.0 if there are none."""
+        offered = sum(donor.bytes for donor in self.offered)
         return self.donated_bytes / offered if offered else 0.0
 
+    @property
+    def offered(self) -> tuple[Donor, ...]:
+        """The donors that count: all but the automatic ones that were of no use."""
+        return tuple(donor for donor in self.donors if donor.outcome == "donated" or not donor.automatic)
+
     def __bool__(self) -> bool:
-        return bool(self.donors) and all(donor.outcome == "donated" for donor in self.donors)
+        return bool(self.offered) and all(donor.outcome == "donated" for donor in self.offered)
 
     def __str__(self) -> str:
         from torch_xla_donate import _tables

@@ -41,16 +41,18 @@ def report(found: DonationReport) -> str:
         return "No step has had a donor yet." + left_alone
     used = sum(donor.outcome == "donated" for donor in found.donors)
     summary = (
-        f"{used} of {len(found.donors)} donors donated, {size(found.donated_bytes)} "
+        f"{used} of {len(found.offered)} donors donated, {size(found.donated_bytes)} "
         f"({found.reused_fraction:.1%} of the bytes offered)"
     )
+    if len(found.donors) > len(found.offered):
+        summary += f"; {len(found.donors) - len(found.offered)} automatic of no use"
     if found.pending:
         summary += f"; {len(found.pending)} pending"
     table = Table(title=summary, title_justify="left")
     for column in ("step", "donor", "array", "bytes", "outcome", "reason"):
         table.add_column(column, justify="right" if column in ("step", "bytes") else "left", overflow="fold")
     # What went wrong first: with thousands of donors it must not drown.
-    rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated")
+    rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
     for donor in rows[:_ROWS]:
         place = "(auto)" if donor.automatic else donor.where.rpartition("/")[2]
         kept = {True: ", into kept", False: ", into not kept", None: ""}[donor.into_kept]
