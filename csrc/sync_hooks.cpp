@@ -158,9 +158,9 @@ struct ThreadState {
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
-  std::vector<bool> auto_donates;          // the wishes of this thread's contexts
-  bool has_donated = false;                // the step in progress has donors
-  std::optional<AutoSearch> search_for;    // what the step in progress wants to be searched at its end
+  std::vector<bool> auto_donates;        // the wishes of this thread's contexts
+  bool has_donated = false;              // the step in progress has donors
+  std::optional<AutoSearch> search_for;  // what the step in progress wants to be searched at its end
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
   std::optional<lazy::BackendDevice> last_device;

@@ -132,3 +132,28 @@ def test_a_difference_that_is_in_no_fresh_process_is_told_and_counted(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["of_history"] == 1
     assert "no difference in fresh processes: [(" in done.stderr
+
+
+def test_a_program_that_stock_torch_xla_cannot_end_is_counted_and_harms_no_other(tmp_path):
+    # Clones share a buffer until one is updated in place; torch_xla then destroys it for the other.
+    script = tmp_path / "clones.py"
+    script.write_text("""
+import json
+from fuzz import run
+
+clones = [("data", 9, 0, 19), ("add_in_place", 5, 15, 15), ("parameter", 18, 4, 19), ("parameter", 6, 19, 5),
+          ("step", 23, 5, 11), ("add", 8, 9, 17), ("parameter", 6, 19, 5), ("data", 6, 16, 13), ("row", 9, 0, 19)]
+for program in (clones, [("update", 0, 0, 0), ("step", 0, 0, 0)]):
+    run.compare(program, False)
+print(json.dumps([run.counts["programs"], run.counts["of_stock"], len(run.history)]))
+""")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": f"{FOLDER}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [2, 1, 1]
