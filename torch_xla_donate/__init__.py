@@ -4,7 +4,7 @@ from torch_xla_donate import _host
 
 _C = _host.load()
 
-from torch_xla_donate import _auto, _debug, _reuse
+from torch_xla_donate import _auto, _debug, _errors, _reuse
 from torch_xla_donate import hlo as hlo
 from torch_xla_donate._auto import auto_donate as auto_donate
 from torch_xla_donate._call_jax import call_jax as call_jax
@@ -17,7 +17,6 @@ from torch_xla_donate._donate import is_donated as is_donated
 from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
 from torch_xla_donate._errors import DonationError as DonationError
 from torch_xla_donate._errors import DonationWarning as DonationWarning
-from torch_xla_donate._errors import describe_use
 from torch_xla_donate._gradient_accumulation import gradient_accumulation as gradient_accumulation
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import Donor as Donor
@@ -52,7 +51,7 @@ __all__ = [
 
 _C.set_callbacks(
     DonatedBufferError,
-    describe_use,
+    _errors.describe_use,
     _reuse.report,
     _debug.step_ended,
     _auto.prepare,
