@@ -25,8 +25,11 @@ from torch_xla_donate import (
     donate_buffer,
     donation_disabled,
     donation_report,
+    gradient_accumulation,
     hlo,
     is_donated,
+    scan,
+    scan_layers,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
@@ -878,3 +881,136 @@ def test_the_report_names_leaf_place_and_step(make):
     assert donor.name == "state['w'] (argument 0 of <lambda>)"
     assert re.search(r"test_pure.py:\d+$", donor.where)
     assert donor.array == "f32[3]"
+
+
+# --- Loops ---
+
+
+def cell(carry, x):
+    return carry * x + 1, carry.sum()
+
+
+def test_a_scan_is_traced_once_and_gives_its_argument_away_at_every_call(make):
+    traces = []
+
+    @give_away
+    def run(init, xs):
+        traces.append(1)
+        return scan(cell, init, xs, donate="init")
+
+    final, ys = scan(cell, make(3), make(4, 3))
+    expected = final.tolist(), ys.tolist()
+    for _ in range(3):
+        init, xs = make(3), make(4, 3)
+        before = pointer(init)
+        final, ys = run(init, xs)
+        assert (is_donated(init), is_donated(xs)) == (True, False)
+        assert (final.tolist(), ys.tolist()) == expected
+        assert pointer(final) == before
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome) == ("init (argument 0 of run)", "donated")
+    assert len(traces) == 1
+
+
+def test_the_donation_of_a_scan_reaches_the_hlo(tmp_path):
+    run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import compile, scan
+        init, xs = torch.ones(64, 64).to("xla"), torch.ones(5, 64, 64).to("xla")
+        torch_xla.sync(wait=True)
+        run = compile(lambda init, xs: scan(lambda c, x: (c * 2 + x, c.sum()), init, xs), donate_argnums=0, pure=True)
+        for _ in range(2):
+            init, ys = run(init, xs)
+        assert init[0, 0].item() == 63 * 32 + 31
+        """,
+        env=dump_env(tmp_path),
+    )
+    aliased = [found.after for found in hlo.read_dump(tmp_path) if found.after is not None and found.after.aliases]
+    assert [module.aliased_bytes for module in aliased] == [64 * 64 * 4]
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_arrays_that_a_scan_goes_over_are_read_at_every_call(make, is_fn_pure):
+    xs = make(4, 3)
+    run = give_away(lambda init: scan(cell, init, xs, is_fn_pure=is_fn_pure)[0])
+    for _ in range(3):
+        expected = scan(cell, make(3), xs)[0].tolist()
+        assert run(make(3)).tolist() == expected
+        xs.add_(1)
+        torch_xla.sync()
+    assert len(run._programs) == 1
+
+
+def test_training_through_a_scan_inside_computes_what_it_does_outside(make):
+    def train(weights, init):
+        weights = weights.detach().requires_grad_()
+        final, ys = scan(cell, init, weights)
+        (final.sum() + ys.sum()).backward()
+        return weights.detach() - 0.01 * weights.grad, final.detach()
+
+    step, weights, expected = give_away(train), make(4, 3), make(4, 3)
+    for _ in range(3):
+        given = weights
+        weights, final = step(given, make(3))
+        expected, expected_final = train(expected, make(3))
+        torch_xla.sync()
+        assert is_donated(given)
+        assert torch.equal(weights.cpu(), expected.cpu()) and torch.equal(final.cpu(), expected_final.cpu())
+    assert len(step._programs) == 1
+
+
+class Doubling(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if self.training else 1)
+
+
+def test_layers_that_are_scanned_are_read_at_every_call_in_the_mode_that_they_are_in(make):
+    layers = [torch.nn.Sequential(Doubling(4, 4)).to("xla") for _ in range(2)]
+    run = give_away(torch.no_grad()(lambda x: scan_layers(layers, x)))
+    for step in range(4):
+        for layer in layers:
+            layer.train(step == 2)
+            layer[0].weight.data.mul_(1.5)
+        torch_xla.sync()
+        x = make(2, 4)
+        with torch.no_grad():
+            result, plain = run(x).cpu(), torch.nn.Sequential(*layers)(make(2, 4)).cpu()
+        assert is_donated(x)
+        assert torch.allclose(result, plain, rtol=1e-4)
+    assert len(run._programs) == 1
+
+
+def test_a_scan_draws_other_random_numbers_at_every_call(make):
+    run = pure(lambda init, xs: scan(lambda c, x: (c * 1, torch.rand_like(c) + x * 0 + c * 0), init, xs)[1])
+    drawn = [run(make(2), make(3, 2)).flatten().tolist() for _ in range(3)]
+    assert len({number for numbers in drawn for number in numbers}) == 18
+
+
+def test_nested_scans_are_traced_once_too(make):
+    outer = lambda init, xs: scan(lambda c, rows: scan(cell, c, rows), init, xs)[0]  # noqa: E731
+    run = give_away(outer)
+    expected = outer(make(3), make(2, 4, 3)).tolist()
+    for _ in range(2):
+        init = make(3)
+        assert run(init, make(2, 4, 3)).tolist() == expected
+        assert is_donated(init)
+
+
+def test_what_a_scan_would_donate_beyond_the_calls_arguments_is_refused(make):
+    run = pure(lambda init, xs: scan(cell, init, xs, donate="init"))
+    init, xs = make(3), make(4, 3)
+    with pytest.raises(DonationError, match="test_pure.py:.* it donates init, a tensor from outside, to a scan"):
+        run(init, xs)
+    assert not donation_report().pending
+    assert init.tolist() == [0, 1, 2]
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+        pure(lambda init, xs: scan(cell, init * 2, xs, donate="init"))(init, xs)
+
+
+def test_gradient_accumulation_is_refused_by_name(make):
+    model, carried = torch.nn.Linear(4, 1).to("xla"), make(3)
+    run = give_away(lambda a, xs: gradient_accumulation(lambda x, a: (model(x).sum(), a + 1), (xs,), model, a))
+    with pytest.raises(DonationError, match="test_pure.py:.* it calls gradient_accumulation, which computes its arg"):
+        run(carried, make(3, 2, 4))
+    assert carried.tolist() == [0, 1, 2]

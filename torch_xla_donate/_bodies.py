@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -101,8 +101,22 @@ def settle(
     return {name: wish for name, wish in wishes.items() if name not in cancelled}, cancelled
 
 
+class Watcher(Protocol):
+    """Looks at each operation of a function that is traced to be replayed."""
+
+    def as_one(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function that is one operation to the watcher: it reads its arguments and makes its result."""
+
+    def uses(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Notes modules whose mode the trace depends on, though it calls copies of them."""
+
+    def refuse(self, what: str, remedy: str) -> Exception:
+        """The error for what a replay would not do again."""
+
+
 class _Current(threading.local):
     body: Body | None = None
+    watcher: Watcher | None = None
 
 
 _current = _Current()
@@ -120,3 +134,23 @@ def tracing(body: Body) -> Iterator[None]:
         yield
     finally:
         _current.body = outer
+
+
+def watcher() -> Watcher | None:
+    """Who looks at the operations of this thread, if somebody does."""
+    return _current.watcher
+
+
+@contextlib.contextmanager
+def watched(by: Watcher) -> Iterator[None]:
+    outer, _current.watcher = _current.watcher, by
+    try:
+        yield
+    finally:
+        _current.watcher = outer
+
+
+def as_one(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls what traces the body of a loop: that is nobody's but the loop's."""
+    by = watcher()
+    return func(*args, **kwargs) if by is None else by.as_one(func, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import types
 import warnings
@@ -79,3 +80,17 @@ def line_of(error: BaseException) -> str:
         if not is_internal(frame):
             found = f"{frame.f_code.co_filename}:{line}"
     return found
+
+
+def forget_values(error: BaseException) -> None:
+    """Drops what the frames that an error has passed hold, but for those of the user's code.
+
+    Where torch_xla fails in a trace, they hold placeholders, and a sync ends the process if these are alive.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        for frame, _ in traceback.walk_tb(found.__traceback__):
+            if is_internal(frame):
+                with contextlib.suppress(RuntimeError):  # it is running
+                    frame.clear()
+        found = found.__context__

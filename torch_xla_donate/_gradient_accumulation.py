@@ -42,8 +42,12 @@ def gradient_accumulation(
         TypeError: ``donate`` is no name, or a carried one is not a tensor.
         ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
             have the same buffer.
-        DonationError: a donated tensor is pending, or a tensor donated in the step is none of its arguments.
+        DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, or this is
+            inside of a function that is declared pure.
     """
+    by = _bodies.watcher()
+    if by is not None:
+        raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
     where = _donate.call_site()
     chosen = _bodies.chosen(donate, _ARGUMENTS)
     arguments = {

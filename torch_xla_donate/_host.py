@@ -624,8 +624,19 @@ def graph_name(name: str) -> Iterator[None]:
         xlac()._set_current_graph_name(saved)
 
 
+def seed_buffer() -> int:
+    """The buffer of the random seed that this step draws from.
+
+    torch_xla finds the seed among a graph's inputs by an id, which it takes away itself where a scan draws.
+    """
+    from torch_xla_donate import _C
+
+    ids, inputs = xlac()._get_tensors_xla_device_data_node([torch.rand(1, device="xla")])
+    return int(_C.identity(inputs[ids.index(xlac()._get_seed_info_id())])[1])
+
+
 def compile_graph(
-    outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor], seed_buffer: int | None = None
 ) -> tuple[bytes | None, list[torch.Tensor], list[int]]:
     """Compiles the pending graph of some tensors, without running it, donating the buffers given.
 
@@ -634,6 +645,8 @@ def compile_graph(
 
     XLA pairs donors and outputs of equal bytes in their order, and copies where pairs cross. So donors come first among
     the inputs, in the order of the outputs of their shape and dtype, as JAX pairs them.
+
+    seed_buffer: that of the seed, where its id does not tell.
     """
     if not outputs:
         return None, [], []
@@ -655,9 +668,9 @@ def compile_graph(
             xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
     found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
     assert found.keys() == set(order), "the hooks have not seen the graph"
-    ids, inputs = [found[buffer][0] for buffer in order], [found[buffer][1] for buffer in order]
     seed = xlac()._get_seed_info_id()
-    return graph_hash, inputs, [place for place, tensor_id in enumerate(ids) if tensor_id == seed]
+    seeds = [place for place, buffer in enumerate(order) if buffer == seed_buffer or found[buffer][0] == seed]
+    return graph_hash, [found[buffer][1] for buffer in order], seeds
 
 
 def paired(donors: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_xla_donate import _C, _arguments, _donate, _errors, _host, _leaves, _log, _runs
+from torch_xla_donate import _C, _arguments, _bodies, _donate, _errors, _host, _leaves, _log, _runs
 from torch_xla_donate._arguments import Arguments, Plan
 from torch_xla_donate._compile import Compiled, Donated
 
@@ -27,13 +27,18 @@ class Recorder(TorchFunctionMode):
         captured: the tensors that the function uses and has not been given, by identity.
         given: the identities of those that it has been given.
         inseparable: ids of tensors that the function must not close over, as nothing would tell them from arguments.
+        seed_buffer: of the random seed, if a loop may have taken its id away.
         reads: what knows whether this thread has drawn random numbers on the host; None if nothing does.
+        modules: those that the function calls.
     """
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads: HostReads | None = None
+        self.modules = ModulesCalled()
         self._function = function
+        self.seed_buffer: int | None = None
+        self._pauses = False
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
@@ -45,11 +50,33 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        return func(*args, **kwargs) if self._pauses else self._watch(func, args, kwargs)
+
+    def as_one(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._pauses:
+            return func(*args, **kwargs)
+        if self.seed_buffer is None:
+            self.seed_buffer = _host.seed_buffer()
+
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            self._pauses = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._pauses = False
+
+        return self._watch(paused, args, kwargs)
+
+    def uses(self, modules: Iterable[torch.nn.Module]) -> None:
+        for module in modules:
+            self.modules.note(module)
+
+    def _watch(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = _tensors((args, kwargs))
         used = [(tensor, *self._read(tensor)) for tensor in tensors]
         self._check_attribute(func, args)
         if func in _TEXTS and tensors[0].device.type == "xla":
-            raise self._impure(f"reads {_leaves.array(tensors[0])} on the host", _RETURN_IT)
+            raise self.refuse(f"reads {_leaves.array(tensors[0])} on the host", _RETURN_IT)
         seed = torch.default_generator.get_state()
         result = func(*args, **kwargs)
         # Threads of the program, such as a data loader's, draw from the same generator.
@@ -75,7 +102,7 @@ class Recorder(TorchFunctionMode):
     def _check_generator(self, before: torch.Tensor) -> None:
         if not torch.equal(before, torch.default_generator.get_state()):
             torch.default_generator.set_state(before)
-            raise self._impure(
+            raise self.refuse(
                 "draws random numbers on the host, which a replay would not draw again",
                 'Draw them on the device (device="xla")',
             )
@@ -85,7 +112,7 @@ class Recorder(TorchFunctionMode):
         made = self._results.get(id(tensor)) is tensor
         if tensor.device.type != "xla":
             if tensor.device.type == "cpu" and not made:
-                raise self._impure(
+                raise self.refuse(
                     f"reads {_leaves.array(tensor)} on {tensor.device}, which a replay would not read again",
                     "Move it to the XLA device outside, or make it an argument",
                 )
@@ -93,7 +120,7 @@ class Recorder(TorchFunctionMode):
         identity, buffer = _C.identity(tensor)
         if identity in self.given:
             if id(tensor) in self.inseparable:
-                raise self._impure(f"closes over {_leaves.array(tensor)}, which is an argument, too", "Pass a .clone()")
+                raise self.refuse(f"closes over {_leaves.array(tensor)}, which is an argument, too", "Pass a .clone()")
             return identity, buffer
         if made:
             return (identity, buffer) if identity in self.captured else (0, 0)
@@ -118,15 +145,15 @@ class Recorder(TorchFunctionMode):
         if owner == _GRAD and name == "__get__":
             gradient = tensor.grad
             if gradient is not None and self._results.get(id(gradient)) is not gradient:
-                raise self._impure(
+                raise self.refuse(
                     f"reads .grad of {_leaves.array(tensor)}, a tensor from outside, which would be read only once",
                     "Make the gradient an argument",
                 )
         elif owner == _GRAD and name == "__set__":
-            raise self._impure(f"sets .grad of {_leaves.array(tensor)}, a tensor from outside", "Do that outside")
+            raise self.refuse(f"sets .grad of {_leaves.array(tensor)}, a tensor from outside", "Do that outside")
         elif (owner == _REQUIRES_GRAD and name == "__set__") or func is torch.Tensor.requires_grad_:
             if tensor.requires_grad != (args[1] if len(args) > 1 else True):
-                raise self._impure(
+                raise self.refuse(
                     f"sets requires_grad of {_leaves.array(tensor)}, a tensor from outside", "Use .detach() of it"
                 )
 
@@ -149,11 +176,11 @@ class Recorder(TorchFunctionMode):
 
     def _updated(self, tensor: torch.Tensor, identity: int) -> Exception:
         which = "an argument" if identity in self.given or any(tensor is t for t in self._arguments) else "a tensor"
-        return self._impure(
+        return self.refuse(
             f"updates {which} from outside, {_leaves.array(tensor)}, in place", "Compute a new tensor and return it"
         )
 
-    def _impure(self, what: str, remedy: str) -> Exception:
+    def refuse(self, what: str, remedy: str) -> Exception:
         return impure(self._function, _donate.call_site(), what, remedy)
 
     def restore(self) -> None:
@@ -287,10 +314,10 @@ class Program:
             args, kwargs, leaves = stand_ins.make()
             recorder = Recorder(compiled.function, leaves)
             recorder.inseparable = stand_ins.inseparable()
-            modules = _ModulesCalled()
             try:
                 reads = recorder.reads = HostReads(compiled.function)
-                with _host_reads_refused(compiled.function), modules, reads, recorder:
+                watched = _bodies.watched(recorder)
+                with _host_reads_refused(compiled.function), recorder.modules, reads, recorder, watched:
                     tree = compiled.trace(*args, **kwargs)
                     results, self._structure = pytree.tree_flatten(tree)
                     plain = _C.flatten(tree)
@@ -317,7 +344,7 @@ class Program:
                 donors = [i for i in offered if i not in self.returned]
                 pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
                 _log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
-                self._hash, inputs, seeds = _host.compile_graph(pending, given_up)
+                self._hash, inputs, seeds = _host.compile_graph(pending, given_up, recorder.seed_buffer)
             finally:
                 recorder.restore()
         self._seed = seeds[0] if seeds else None
@@ -332,7 +359,7 @@ class Program:
         self._arguments = [(place, slot.source) for place, slot in enumerate(sources) if slot.kind == "argument"]
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()
-        self._modules = modules.found
+        self._modules = recorder.modules.found
         read = {source for _, source in self._arguments}
         self._usable = read.difference(self.returned)
         self.donors = [i for i in donors if i in read]
@@ -516,7 +543,7 @@ class StandIns:
             )
 
 
-class _ModulesCalled:
+class ModulesCalled:
     """Notes which modules a trace calls, and in which mode each is."""
 
     def __init__(self) -> None:
@@ -524,12 +551,12 @@ class _ModulesCalled:
         self._seen: set[int] = set()
 
     def __enter__(self) -> None:
-        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._note)
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self.note(module))
 
     def __exit__(self, *_: object) -> None:
         self._hook.remove()
 
-    def _note(self, module: torch.nn.Module, _: Any) -> None:
+    def note(self, module: torch.nn.Module) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.found.append((weakref.ref(module), module.training))

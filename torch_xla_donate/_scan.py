@@ -11,7 +11,7 @@ import torch
 from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _bodies, _donate, _host, _leaves, _nested
+from torch_xla_donate import _C, _bodies, _donate, _errors, _host, _leaves, _nested
 
 _ARGUMENTS = ("init", "xs")
 
@@ -110,8 +110,13 @@ def scan(
     names = _bodies.chosen(donate, _ARGUMENTS)
     body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
     key = body.prepare(init, xs)
+    result: tuple[Any, Any]
     with _nested.allowed(body.loops):
-        result = host_scan(body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+        try:
+            result = _bodies.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+        except BaseException as error:
+            _errors.forget_values(error)
+            raise
     _keep_loops(result, body.loops)
     leaves: dict[str, torch.Tensor] = {}
     wanted: dict[str, _bodies.Wish] = {}
@@ -137,6 +142,13 @@ def _keep_loops(result: Any, loops: list[object]) -> None:
 
 
 def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, _bodies.Wish], result: Any) -> None:
+    by = _bodies.watcher()
+    if by is not None and _bodies.current() is None:
+        # What the function's own call gives away needs no mark; any other would wait for a step.
+        leaves = {name: leaf for name, leaf in leaves.items() if _C.state(leaf) != "marked"}
+        for name, leaf in leaves.items():
+            if _C.state(leaf) == "materialized":
+                raise by.refuse(f"donates {name}, a tensor from outside, to a scan", "Name it in donate_argnums")
     read = _read_by_backward(result) if wishes and _bodies.current() is None else set()
     saved = {name: leaf for name, leaf in leaves.items() if not read.isdisjoint(_C.identity(leaf))}
     if saved:
@@ -187,6 +199,10 @@ def scan_layers(
     """
     from torch_xla.experimental import scan_layers as host
 
+    layers = list(layers)  # torch_xla goes through them twice
+    by = _bodies.watcher()
+    if by is not None:
+        by.uses(module for layer in layers for module in layer.modules())
     ours = functools.partial(scan, donate="init" if donate else (), strict=strict)
     with _host.replaced(host, "scan", ours):
         return host.scan_layers(layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
