@@ -61,7 +61,8 @@ bool IsSubset(const std::vector<std::size_t>& parameters, const std::vector<bool
 
 }  // namespace
 
-Liveness::Liveness(const std::vector<lazy::BackendDataPtr>& parameters) : held_(parameters.size(), false) {
+Liveness::Liveness(const std::vector<lazy::BackendDataPtr>& parameters)
+    : held_(parameters.size(), false), read_(parameters.size(), false) {
   position_of_.reserve(parameters.size());
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     position_of_.emplace(parameters[i].get(), i);
@@ -82,7 +83,10 @@ void Liveness::HoldGraph(const lazy::Value& root) {
     if (node == nullptr || !seen_.insert(node).second) {
       continue;
     }
-    Hold(lazy::getBackend()->GetComputationDataFromNode(node).get());
+    const lazy::BackendDataPtr data = lazy::getBackend()->GetComputationDataFromNode(node);
+    if (const auto found = position_of_.find(data.get()); found != position_of_.end()) {
+      read_[found->second] = true;
+    }
     for (const lazy::Output& operand : node->operands()) {
       open.push_back(operand.node);
     }
@@ -219,10 +223,12 @@ AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
     return BytesPerDevice(question.sharded ? WithoutLayout(array) : array);
   };
   Plan plan;
+  std::vector<std::string> arrays;
   for (const lazy::BackendDataPtr& parameter : question.graph.parameters_data) {
-    plan.arrays.push_back(abi::DescribeBuffer(*parameter));
-    plan.bytes.push_back(bytes_of(plan.arrays.back()));
+    arrays.push_back(abi::DescribeBuffer(*parameter));
+    plan.bytes.push_back(bytes_of(arrays.back()));
   }
+  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(arrays));
   std::map<std::int64_t, std::int64_t> free;
   bool dynamic = false;
   for (const lazy::Value& root : question.roots) {
@@ -251,9 +257,6 @@ AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& que
     if (dead[i]) {
       position_of.emplace(question.graph.parameters_data[i].get(), i);
     }
-  }
-  if (position_of.empty()) {
-    return choice;
   }
   // The donor of each output: first what is known, then neighbours, then whatever is left of its size.
   std::vector<std::optional<std::size_t>> donor_of(question.roots.size());
@@ -285,7 +288,7 @@ AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& que
   };
   std::vector<Pair> pairs;
   for (std::size_t output = 0; output < question.roots.size(); ++output) {
-    if (plan.output_bytes[output].has_value() && !donor_of[output].has_value()) {
+    if (!position_of.empty() && plan.output_bytes[output].has_value() && !donor_of[output].has_value()) {
       FindNear(question.roots[output], output, position_of, pairs);
     }
   }
@@ -310,6 +313,14 @@ AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& que
     }
   }
   std::sort(choice->parameters.begin(), choice->parameters.end());
+  for (const auto& [size, count] : free) {
+    if (count > 0) {
+      choice->room.push_back(size);
+    }
+  }
+  if (position_of.empty()) {
+    return choice;
+  }
 
   if (question.orders) {
     // XLA goes through donors and outputs of a size in their order; left alone, the k-th gets the k-th.
@@ -338,7 +349,7 @@ AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& que
   }
 
   for (std::size_t i : choice->parameters) {
-    const std::string& array = plan.arrays[i];
+    const std::string& array = (*plan.arrays)[i];
     auto donor = std::make_shared<Donor>(question.graph.parameters_data[i]->device());
     donor->automatic = true;
     donor->told = true;
@@ -411,6 +422,23 @@ void AutoPlans::Forget(lazy::hash_t key) {
   order_.erase(std::find(order_.begin(), order_.end(), key));
 }
 
+std::vector<HeldInput> AutoPlans::LastHeld() const {
+  std::vector<HeldInput> result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [device, left] : last_left_) {
+    for (const bool by_tensor : {true, false}) {
+      for (const std::size_t i : by_tensor ? left.held : left.read_later) {
+        const std::string array = WithoutLayout((*left.arrays)[i]);
+        const std::int64_t bytes = BytesPerDevice(array).value_or(0);
+        if (const auto& room = left.choice->room; std::find(room.begin(), room.end(), bytes) != room.end()) {
+          result.push_back({array, bytes, device, by_tensor});
+        }
+      }
+    }
+  }
+  return result;
+}
+
 AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   const std::vector<bool> kind = {question.orders, question.sharded};
   lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
@@ -433,12 +461,12 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   }
   Plan& plan = found->second;
   std::vector<bool> dead(question.held.size()), held(question.held.size());
-  bool any_held = false;
+  Left left;
   std::size_t stage = AutoSearch::kStages;
   for (std::size_t i = 0; i < dead.size(); ++i) {
     const bool fits = plan.fits[i] && !question.barred[i];
-    dead[i] = fits && !question.held[i];
-    held[i] = fits && question.held[i];
+    held[i] = fits && (question.held[i] || question.read_later[i]);
+    dead[i] = fits && !held[i];
     if (!dead[i]) {
       plan.always_dead[i] = false;
     }
@@ -446,11 +474,12 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
       plan.in_vain[i] = 0;
     }
     if (held[i]) {
-      any_held = true;
+      (question.held[i] ? left.held : left.read_later).push_back(i);
       stage = std::min<std::size_t>(stage, plan.in_vain[i]);
     }
   }
   plan.has_helped = false;
+  const bool any_held = !left.held.empty() || !left.read_later.empty();
   AutoAnswer answer;
   if (stage < AutoSearch::kStages) {
     answer.search = AutoSearch{key, std::move(held), stage};
@@ -463,12 +492,19 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);
   if (given != plan.by_dead.end()) {
     answer.choice = given->second;
-    return answer;
+  } else {
+    answer.choice = Settle(plan, question, dead);
+    plan.by_dead.emplace_front(dead, answer.choice);
+    if (plan.by_dead.size() > kKnownDeadSets) {
+      plan.by_dead.pop_back();
+    }
   }
-  answer.choice = Settle(plan, question, dead);
-  plan.by_dead.emplace_front(dead, answer.choice);
-  if (plan.by_dead.size() > kKnownDeadSets) {
-    plan.by_dead.pop_back();
+  if (any_held) {
+    left.arrays = plan.arrays;
+    left.choice = answer.choice;
+    last_left_.insert_or_assign(question.device, std::move(left));
+  } else {
+    last_left_.erase(question.device);
   }
   return answer;
 }

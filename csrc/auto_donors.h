@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -45,12 +46,13 @@ class Liveness {
   void Hold(const lazy::BackendData* buffer);
   // Somebody may still run the graph, and read what it reads.
   void HoldGraph(const lazy::Value& root);
-  // By position of the parameter.
+  // By position of the parameter: what Hold() was called with, and what only a graph reads.
   const std::vector<bool>& Held() const { return held_; }
+  const std::vector<bool>& Read() const { return read_; }
 
  private:
   ska::flat_hash_map<const lazy::BackendData*, std::size_t> position_of_;
-  std::vector<bool> held_;
+  std::vector<bool> held_, read_;
   std::unordered_set<const lazy::Node*> seen_;
 };
 
@@ -107,11 +109,13 @@ class SearchBudget {
 struct AutoQuestion {
   const abi::Executor::PostOrderData& graph;
   const std::vector<lazy::Value>& roots;
+  const lazy::BackendDevice& device;
   lazy::hash_t hash;  // of the graph without its donors
   bool sharded;       // SPMD: what the compiler shards is not known before
   bool orders;        // whether the order of the parameters may be chosen, too
   // By position of the parameter:
-  std::vector<bool> held;                                   // by somebody who can still reach it
+  std::vector<bool> held;                                   // by a live tensor
+  std::vector<bool> read_later;                             // by work that stays pending
   std::vector<bool> barred;                                 // not to be donated, whoever holds it
   std::vector<bool> donors;                                 // is a donor without being asked for here
   std::vector<std::optional<std::size_t>> output_replaced;  // by such a donor, where that is known
@@ -123,6 +127,15 @@ struct AutoChoice {
   std::vector<DonorPtr> prototypes;  // what the report will say of each; without a buffer
   std::vector<std::size_t> order;    // the parameters to put first, so that XLA pairs each with its output; or empty
   std::int64_t bytes = 0;
+  std::vector<std::int64_t> room;  // sizes of outputs that are left without a donor
+};
+
+// An input that an output could have taken over, had nobody held it.
+struct HeldInput {
+  std::string array;  // "f32[8,4]"
+  std::int64_t bytes;
+  lazy::BackendDevice device;
+  bool by_tensor;  // held by a live tensor; otherwise by work that stays pending
 };
 
 // It may pay to look for tensors that hold these inputs without a need: among the youngest of Python's objects, the
@@ -154,12 +167,15 @@ class AutoPlans {
   // was no time for, or kStages.
   void Searched(const AutoSearch& search, bool found);
 
+  // Of the last step of each device.
+  std::vector<HeldInput> LastHeld() const;
+
   std::size_t Size() const;
 
  private:
   using ChoicePtr = std::shared_ptr<const AutoChoice>;
   struct Plan {
-    std::vector<std::string> arrays;                              // the parameters, as abi::DescribeBuffer writes them
+    std::shared_ptr<const std::vector<std::string>> arrays;       // the parameters, as abi::DescribeBuffer writes them
     std::vector<std::optional<std::int64_t>> bytes;               // of a parameter; nothing if it cannot be told
     std::vector<std::optional<std::int64_t>> output_bytes;        // the same for outputs
     std::vector<bool> fits;                                       // an output of this size is free
@@ -178,7 +194,15 @@ class AutoPlans {
   static ChoicePtr Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
   static ChoicePtr Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
 
+  // What a step has left alone, without the texts.
+  struct Left {
+    std::shared_ptr<const std::vector<std::string>> arrays;
+    ChoicePtr choice;
+    std::vector<std::size_t> held, read_later;  // parameters
+  };
+
   mutable std::mutex mutex_;
+  std::map<lazy::BackendDevice, Left> last_left_;
   std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
   std::size_t parameters_ = 0;  // of all plans

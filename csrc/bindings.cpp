@@ -825,6 +825,17 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
       "How many steps automatic donation has left alone, by reason.");
+  m.def(
+      "auto_held",
+      [] {
+        py::list result;
+        for (const HeldInput& input : AutoPlans::Get().LastHeld()) {
+          result.append(py::make_tuple(input.array, input.bytes, input.device.toString(), input.by_tensor));
+        }
+        return result;
+      },
+      "Inputs of each device's last step that an output could have taken, had nobody held them: (array, bytes, device, "
+      "whether a live tensor holds it; otherwise pending work reads it).");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
         "Whether donation is disabled, uses are reported and outputs noted on every thread.");
   m.def(

@@ -375,9 +375,9 @@ void SpareDonors(ThreadState& state, Executor::Async& run) {
 //
 // What was held when the list was made, what is held now, and what has been made since: whatever another thread does
 // meanwhile, a buffer is in one of them until nobody has it.
-std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const Executor::PostOrderData& graph,
-                                                const lazy::BackendDevice& device,
-                                                const std::vector<std::shared_ptr<abi::TensorData>>& live) {
+std::optional<Liveness> HeldParameters(const ThreadState& state, const Executor::PostOrderData& graph,
+                                       const lazy::BackendDevice& device,
+                                       const std::vector<std::shared_ptr<abi::TensorData>>& live) {
   // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
   const auto outdated = OutdatedTensors::Get().Values(device, /*holders=*/3);
   Liveness liveness(graph.parameters_data);
@@ -410,7 +410,7 @@ std::optional<std::vector<bool>> HeldParameters(const ThreadState& state, const 
       return std::nullopt;
     }
   }
-  return liveness.Held();
+  return liveness;
 }
 
 // The inputs that nobody can reach once the step has run, as far as it pays to donate them. `others` are the buffers
@@ -433,17 +433,19 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   if (ids.Empty()) {
     return refuse(kUnmatched);
   }
-  std::optional<std::vector<bool>> held = HeldParameters(state, graph, collection.device, live);
+  const std::optional<Liveness> held = HeldParameters(state, graph, collection.device, live);
   if (!held.has_value()) {
     return refuse("functionalization is off and a live tensor is a view, or has views, which share its graph");
   }
   const std::size_t count = graph.parameters_data.size();
   AutoQuestion question{graph,
                         roots,
+                        collection.device,
                         collection.hash,
                         /*sharded=*/abi::IsSpmd(collection.device),
                         /*orders=*/others.empty(),
-                        /*held=*/std::move(*held),
+                        /*held=*/held->Held(),
+                        /*read_later=*/held->Read(),
                         /*barred=*/std::vector<bool>(count, false),
                         /*donors=*/std::vector<bool>(count, false),
                         /*output_replaced=*/std::vector<std::optional<std::size_t>>(count)};

@@ -302,6 +302,7 @@ def test_the_graph_of_a_live_loss_holds_the_old_parameters(make, keep):
         torch_xla.sync(wait=True)
         holds = loss is not None and loss.requires_grad
         assert donated() == ["f32[6,6]"] * (1 if holds else 2)
+        assert [held.array for held in donation_report().held] == ["f32[6,6]"] * holds
         if holds:
             (held,) = leaves(loss.grad_fn)
             assert torch.equal(held.detach().cpu(), before)
@@ -424,6 +425,38 @@ def test_tensors_updated_in_place_are_left_to_torch_xla(make):
     t.add_(1)
     torch_xla.sync(wait=True)
     assert pointer(t) == place and steps_so_far() == before
+
+
+# --- What the report says of it ---
+
+
+def test_the_report_lists_what_was_held_although_an_output_could_have_taken_it(make):
+    weights, kept = [make(9), make(9), make(9)], []
+    for holds in (True, False, True):
+        kept = weights[:2] if holds else []
+        weights = [w * 2 for w in weights]
+        torch_xla.sync()
+        report = donation_report()
+        one = ("f32[9]", 36, "CPU:0", "a live tensor")
+        assert [(h.array, h.bytes, h.device, h.holder) for h in report.held] == ([one] * 2 if holds else [])
+        assert donated() == ["f32[9]"] * (1 if holds else 3)
+    assert str(report).endswith(
+        "\nauto_donate left inputs of the last step alone, which outputs could have taken:"
+        "\n  2 x f32[9] (36 B): held by a live tensor"
+    )
+    assert report and report.to_dict()["held"] == 2 * [
+        {"array": "f32[9]", "bytes": 36, "device": "CPU:0", "holder": "a live tensor"}
+    ]
+    assert [t.tolist() for t in kept] == [[4 * i for i in range(9)]] * 2
+
+
+def test_what_no_output_could_have_taken_is_not_listed(make):
+    held, dead, large = make(9), make(9), make(10)
+    out = held + dead + large.sum()  # the only output of 36 bytes goes to the dead one, and none is of 40
+    del dead
+    torch_xla.sync()
+    assert donated() == ["f32[9]"] and donation_report().held == ()
+    assert [len(t) for t in (held, large, out)] == [9, 10, 9]
 
 
 # --- With marks, and without ---

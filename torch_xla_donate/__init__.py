@@ -20,6 +20,7 @@ from torch_xla_donate._errors import DonationWarning as DonationWarning
 from torch_xla_donate._gradient_accumulation import gradient_accumulation as gradient_accumulation
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import Donor as Donor
+from torch_xla_donate._report import HeldInput as HeldInput
 from torch_xla_donate._report import donation_report as donation_report
 from torch_xla_donate._scan import scan as scan
 from torch_xla_donate._scan import scan_layers as scan_layers
@@ -33,6 +34,7 @@ __all__ = [
     "DonationReport",
     "DonationWarning",
     "Donor",
+    "HeldInput",
     "auto_donate",
     "call_jax",
     "cancel_donation",

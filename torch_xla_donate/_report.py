@@ -62,6 +62,24 @@ class Donor:
 
 
 @dataclasses.dataclass(frozen=True)
+class HeldInput:
+    """An input that an output could have taken over, had nobody held it.
+
+    Attributes:
+        array: element type and shape, as XLA writes them: ``f32[8,4]``.
+        bytes: of the whole array, before any sharding.
+        device: such as ``CPU:0``.
+        holder: ``a live tensor``, which may be one that a graph of autograd or a closure keeps; or ``work that stays
+            pending``.
+    """
+
+    array: str
+    bytes: int
+    device: str
+    holder: Literal["a live tensor", "work that stays pending"]
+
+
+@dataclasses.dataclass(frozen=True)
 class DonationReport:
     """Outcome of every donor of the last steps that had any, oldest first.
 
@@ -72,11 +90,13 @@ class DonationReport:
         donors: read by a step.
         pending: marked, and not read by any step yet.
         auto_refusals: how many steps of the process `auto_donate` has left alone, by reason; empty if none.
+        held: what `auto_donate` has left alone in its last step of each device, although an output could have taken it.
     """
 
     donors: tuple[Donor, ...]
     pending: tuple[Donor, ...]
     auto_refusals: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    held: tuple[HeldInput, ...] = ()
 
     @property
     def donated_bytes(self) -> int:
@@ -110,6 +130,7 @@ class DonationReport:
             "donated_bytes": self.donated_bytes,
             "reused_fraction": self.reused_fraction,
             "auto_refusals": dict(self.auto_refusals),
+            "held": [dataclasses.asdict(held) for held in self.held],
         }
 
 
@@ -141,7 +162,11 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     outlook = _outlook.Outlook() if predict and marks else None
     pending = [_donor(raw, None, outlook) for raw in marks]
     tell(everywhere=True)
-    return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals())
+    held = tuple(
+        HeldInput(array, size, device, "a live tensor" if by_tensor else "work that stays pending")
+        for array, size, device, by_tensor in _C.auto_held()
+    )
+    return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals(), held)
 
 
 def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None, outlook: _outlook.Outlook | None = None) -> Donor:

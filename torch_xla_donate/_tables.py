@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -37,6 +38,11 @@ def report(found: DonationReport) -> str:
         f"\nauto_donate left {count} step{'s' if count > 1 else ''} alone: {reason}."
         for reason, count in found.auto_refusals.items()
     )
+    if found.held:
+        left_alone += "\nauto_donate left inputs of the last step alone, which outputs could have taken:"
+        alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
+        for (array, bytes_, holder), count in list(alike.items())[:_ROWS]:
+            left_alone += f"\n  {count} x {array} ({size(bytes_)}): held by {holder}"
     if not found.donors and not found.pending:
         return "No step has had a donor yet." + left_alone
     used = sum(donor.outcome == "donated" for donor in found.donors)
