@@ -64,6 +64,9 @@ struct RewrittenInfo {
 
 struct StepInProgress {
   StepPtr step;
+  // Under SPMD, where the outcome alone tells which donors are of use: those of the choice, in its order.
+  AutoAnswer sharded;
+  std::vector<DonorPtr> sharded_donors;
   std::vector<RewrittenInfo> rewritten;
   bool compiled = false;
   lazy::MultiWait* runner = nullptr;
@@ -75,6 +78,19 @@ struct StepInProgress {
       }
     }
     rewritten.clear();
+  }
+
+  // The step has run.
+  void Learn() const {
+    std::vector<std::size_t> of_no_use;
+    for (std::size_t i = 0; i < sharded_donors.size(); ++i) {
+      if (sharded_donors[i]->state == DonorState::kUnusable) {
+        of_no_use.push_back(sharded.choice->parameters[i]);
+      }
+    }
+    if (!of_no_use.empty()) {
+      AutoPlans::Get().OfNoUse(sharded.plan, of_no_use);
+    }
   }
 
   void Abandon(const std::string& why) {
@@ -153,9 +169,9 @@ struct ThreadState {
   bool in_post_order = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
-  std::vector<bool> auto_donates;          // the wishes of this thread's contexts
-  bool has_donated = false;                // the step in progress has donors
-  std::optional<AutoSearch> search_for;    // what the step in progress wants to be searched at its end
+  std::vector<bool> auto_donates;        // the wishes of this thread's contexts
+  bool has_donated = false;              // the step in progress has donors
+  std::optional<AutoSearch> search_for;  // what the step in progress wants to be searched at its end
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
   std::optional<lazy::BackendDevice> last_device;
@@ -370,8 +386,8 @@ void SpareDonors(ThreadState& state, Executor::Async& run) {
 // What was held when the list was made, what is held now, and what has been made since: whatever another thread does
 // meanwhile, a buffer is in one of them until nobody has it.
 std::optional<Liveness> HeldParameters(const ThreadState& state, const Executor::PostOrderData& graph,
-                                                const lazy::BackendDevice& device,
-                                                const std::vector<std::shared_ptr<abi::TensorData>>& live) {
+                                       const lazy::BackendDevice& device,
+                                       const std::vector<std::shared_ptr<abi::TensorData>>& live) {
   // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
   const auto outdated = OutdatedTensors::Get().Values(device, /*holders=*/3);
   Liveness liveness(graph.parameters_data);
@@ -413,7 +429,8 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
                                       const std::vector<lazy::Value>& roots, Executor::SyncTensorCollection& collection,
                                       const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                       const abi::OutputIds& ids,
-                                      const std::unordered_set<const lazy::BackendData*>& others) {
+                                      const std::unordered_set<const lazy::BackendData*>& others,
+                                      StepInProgress& progress) {
   const auto refuse = [](const std::string& reason) {
     DonationRegistry::Get().NoteAutoRefusal(reason);
     return std::vector<DonorPtr>();
@@ -468,6 +485,10 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
     donors.back()->buffer = graph.parameters_data[choice->parameters[i]];
   }
   PutFirst(choice->order, graph, collection);
+  if (question.sharded) {
+    progress.sharded = answer;
+    progress.sharded_donors = donors;
+  }
   return donors;
 }
 
@@ -553,7 +574,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   }
   if (automatic && SwitchedOffReason().empty()) {
     try {
-      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others)) {
+      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others, *progress)) {
         asked.push_back(std::move(donor));
       }
     } catch (const std::exception& error) {  // marks are worth more
@@ -812,6 +833,7 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
         throw;
       }
       DonationRegistry::Get().Settle(current->step, nullptr);
+      current->Learn();
     };
   }
   return completer.As<abi::CompleterFn>()(self, std::move(run));
