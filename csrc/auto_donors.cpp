@@ -422,6 +422,15 @@ void AutoPlans::Forget(lazy::hash_t key) {
   order_.erase(std::find(order_.begin(), order_.end(), key));
 }
 
+void AutoPlans::OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto entry = plans_.find(plan); entry != plans_.end()) {
+    for (const std::size_t i : parameters) {
+      entry->second.fits.at(i) = false;
+    }
+  }
+}
+
 std::vector<HeldInput> AutoPlans::LastHeld() const {
   std::vector<HeldInput> result;
   std::lock_guard<std::mutex> lock(mutex_);
@@ -480,7 +489,7 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   }
   plan.has_helped = false;
   const bool any_held = !left.held.empty() || !left.read_later.empty();
-  AutoAnswer answer;
+  AutoAnswer answer{nullptr, key, std::nullopt};
   if (stage < AutoSearch::kStages) {
     answer.search = AutoSearch{key, std::move(held), stage};
   } else if (any_held && plan.wait == 0) {

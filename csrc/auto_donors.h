@@ -149,6 +149,7 @@ struct AutoSearch {
 
 struct AutoAnswer {
   std::shared_ptr<const AutoChoice> choice;
+  lazy::hash_t plan;
   std::optional<AutoSearch> search;
 };
 
@@ -166,6 +167,9 @@ class AutoPlans {
   // What a search that Choose() has asked for has come to: its stage is the one that has found something or that there
   // was no time for, or kStages.
   void Searched(const AutoSearch& search, bool found);
+
+  // The compiler has had no use for these parameters: the graph does not ask for them again.
+  void OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters);
 
   // Of the last step of each device.
   std::vector<HeldInput> LastHeld() const;

@@ -64,6 +64,9 @@ struct RewrittenInfo {
 
 struct StepInProgress {
   StepPtr step;
+  // Under SPMD, where the outcome alone tells which donors are of use: those of the choice, in its order.
+  AutoAnswer sharded;
+  std::vector<DonorPtr> sharded_donors;
   std::vector<RewrittenInfo> rewritten;
   bool compiled = false;
   lazy::MultiWait* runner = nullptr;
@@ -75,6 +78,19 @@ struct StepInProgress {
       }
     }
     rewritten.clear();
+  }
+
+  // The step has run.
+  void Learn() const {
+    std::vector<std::size_t> of_no_use;
+    for (std::size_t i = 0; i < sharded_donors.size(); ++i) {
+      if (sharded_donors[i]->state == DonorState::kUnusable) {
+        of_no_use.push_back(sharded.choice->parameters[i]);
+      }
+    }
+    if (!of_no_use.empty()) {
+      AutoPlans::Get().OfNoUse(sharded.plan, of_no_use);
+    }
   }
 
   void Abandon(const std::string& why) {
@@ -419,7 +435,8 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
                                       const std::vector<lazy::Value>& roots, Executor::SyncTensorCollection& collection,
                                       const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                       const abi::OutputIds& ids,
-                                      const std::unordered_set<const lazy::BackendData*>& others) {
+                                      const std::unordered_set<const lazy::BackendData*>& others,
+                                      StepInProgress& progress) {
   const auto refuse = [](const std::string& reason) {
     DonationRegistry::Get().NoteAutoRefusal(reason);
     return std::vector<DonorPtr>();
@@ -474,6 +491,10 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
     donors.back()->buffer = graph.parameters_data[choice->parameters[i]];
   }
   PutFirst(choice->order, graph, collection);
+  if (question.sharded) {
+    progress.sharded = answer;
+    progress.sharded_donors = donors;
+  }
   return donors;
 }
 
@@ -559,7 +580,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   }
   if (automatic && SwitchedOffReason().empty()) {
     try {
-      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others)) {
+      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others, *progress)) {
         asked.push_back(std::move(donor));
       }
     } catch (const std::exception& error) {  // marks are worth more
@@ -818,6 +839,7 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
         throw;
       }
       DonationRegistry::Get().Settle(current->step, nullptr);
+      current->Learn();
     };
   }
   return completer.As<abi::CompleterFn>()(self, std::move(run));

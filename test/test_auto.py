@@ -790,6 +790,53 @@ assert "1 of 1 donors donated, 128 B (100.0% of the bytes offered); 1 automatic 
     )
 
 
+def test_a_graph_asks_only_once_for_what_sharding_keeps_from_being_used():
+    run_script(
+        UNUSABLE
+        + """
+def compiles():
+    return metrics.metric_data("CompileTime")[0]
+
+counts = []
+for _ in range(5):
+    useless()
+    counts.append((compiles(), len(donation_report().donors)))
+assert len(donation_report().donors) == 1, donation_report()
+# The graph with its donor, and without.
+assert counts[1][0] == counts[0][0] + 1 and counts[-1] == counts[1], counts
+
+# Another graph of the same arrays makes up its mind by itself.
+p = made()
+for _ in range(3):
+    p = sharded(p * 3, ("x", None))
+    torch_xla.sync(wait=True)
+assert [d.outcome for d in donation_report(steps=3).donors] == ["donated"] * 3, donation_report()
+""",
+        env=SHARDED,
+    )
+
+
+def test_of_two_inputs_the_one_that_sharding_lets_through_is_donated_in_the_end():
+    run_script(
+        UNUSABLE
+        + """
+def step():
+    a, b = made(), sharded(torch.ones(8, 4).to("xla"), (None, None))
+    torch_xla.sync(wait=True)
+    out = sharded(a + b, (None, None))
+    del a, b
+    torch_xla.sync(wait=True)
+    return out
+
+for _ in range(3):
+    out = step()
+assert [d.outcome for d in donation_report().donors] == ["unusable", "donated", "donated"], donation_report()
+assert out.tolist() == [[2.0] * 4] * 8
+""",
+        env=SHARDED,
+    )
+
+
 # --- What other parts rely on ---
 
 

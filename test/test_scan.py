@@ -252,6 +252,19 @@ def test_a_strict_donation_of_what_autograd_has_saved_is_an_error_each_time_and_
     assert (is_donated(init), is_donated(weights)) == (False, False)
 
 
+def test_what_autograd_has_saved_is_in_the_report_each_time_and_warned_of_once(make):
+    with pytest.warns(DonationWarning, match="xs: autograd has saved it for the backward scan") as caught:
+        for number in (1, 2, 3):
+            weights = make(4, 3).requires_grad_()
+            final, _ = scan(multiply, make(3), weights, donate="xs")
+            torch_xla.sync()
+            final.sum().backward()
+            donors = donation_report(steps=number).donors
+            assert [(donor.name, donor.outcome) for donor in donors] == [("xs", "unusable")] * number
+            assert not donation_report(steps=number)
+    assert len(caught) == 1
+
+
 def test_where_donation_is_disabled_what_autograd_has_saved_is_not_told(make):
     with donation_disabled():
         weights = make(4, 3).requires_grad_()
