@@ -425,8 +425,11 @@ void AutoPlans::Forget(lazy::hash_t key) {
 void AutoPlans::OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (const auto entry = plans_.find(plan); entry != plans_.end()) {
+    std::vector<bool>& fits = entry->second.fits;
     for (const std::size_t i : parameters) {
-      entry->second.fits.at(i) = false;
+      if (i < fits.size()) {  // else another graph has come to have this hash
+        fits[i] = false;
+      }
     }
   }
 }
