@@ -836,6 +836,8 @@ PYBIND11_MODULE(_C, m) {
       },
       "Inputs of each device's last step that an output could have taken, had nobody held them: (array, bytes, device, "
       "whether a live tensor holds it; otherwise pending work reads it).");
+  m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
+        "Whether other processes run the same program, whose steps must have the same donors.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
         "Whether donation is disabled, uses are reported and outputs noted on every thread.");
   m.def(

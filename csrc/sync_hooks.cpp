@@ -115,6 +115,7 @@ struct Reused {
 };
 
 std::atomic<bool> debug_process{false};
+std::atomic<bool> one_of_many{false};  // other processes run the same program
 
 // Automatic donation: the wish of the process, how many wishes for it there are in all, and whether it can be had.
 std::atomic<bool> auto_default{false};
@@ -854,12 +855,15 @@ bool SearchOutdated(std::optional<int> generation) {
   return OutdatedTensors::Get().Size() > known;
 }
 
-// The same at the end of a step, as far as there is time for it now.
+// The same at the end of a step, as far as there is time for it now. Processes that run one program must compile one
+// graph, so that nothing is asked there which depends on the clock or on when the garbage collector has run.
 void Search(AutoSearch search) {
   static SearchBudget budgets[AutoSearch::kStages];
   const std::optional<int> generations[AutoSearch::kStages] = {0, 1, std::nullopt};
+  const bool alone = !one_of_many.load(std::memory_order_relaxed);
+  search.stage = alone ? search.stage : AutoSearch::kStages - 1;
   bool found = false;
-  for (; search.stage < AutoSearch::kStages && budgets[search.stage].Allows(); ++search.stage) {
+  for (; search.stage < AutoSearch::kStages && (!alone || budgets[search.stage].Allows()); ++search.stage) {
     found = budgets[search.stage].Charge([&] { return SearchOutdated(generations[search.stage]); });
     if (found) {
       break;
@@ -1177,6 +1181,8 @@ std::string DisabledReason() {
 }
 
 bool DonationDisabled() { return State().disabled > 0 || State().Checking(); }
+
+void SetOneOfMany(bool on) { one_of_many.store(on, std::memory_order_relaxed); }
 
 void SetDebugProcess(bool on) { debug_process.store(on, std::memory_order_relaxed); }
 

@@ -132,6 +132,9 @@ std::string DisabledReason();
 // Both wishes, for every thread.
 void SetDebugProcess(bool on);
 
+// Whether other processes run the same program, whose steps must have the same donors.
+void SetOneOfMany(bool on);
+
 // The outputs of this thread's runs since the last call that hold a NaN or, if asked for, an infinity. Waits for the
 // device; the caller must not hold the GIL. If there are any, the donors of the thread's last step may be used again:
 // whoever looks for the cause needs them.

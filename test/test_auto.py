@@ -158,6 +158,35 @@ def test_an_input_that_is_held_for_good_is_searched_for_ever_more_seldom(make, m
     assert searched.count(0) == searched.count(1) == 1 and searched.count(None) <= 5
 
 
+def test_one_process_of_many_searches_after_numbers_of_steps_alone():
+    # Others run the same program, and must come to the same graphs, however fast they are.
+    script = """
+        import gc, sys, time
+        import torch, torch_xla, torch_xla_donate
+
+        searched, look = [], gc.get_objects
+        gc.get_objects = lambda generation=None: searched.append((step, generation)) or look(generation)
+        key, caches, step = torch.ones(4).to("xla"), [], 0
+        torch_xla.sync(wait=True)
+        for request in range(4):
+            cache = torch.zeros(5, 4).to("xla")
+            torch_xla.sync(wait=True)
+            for i in range(5):
+                step += 1
+                cache[i] = key * i
+                torch_xla.sync(wait=True)
+                time.sleep(float(sys.argv[1]))
+            assert cache[:, 0].tolist() == [0, 1, 2, 3, 4]
+        print(searched)
+    """
+    env = {"TORCH_XLA_DONATE_AUTO": "1", "WORLD_SIZE": "2"}
+    fast, slow = (run_script(script, pause, env=env).stdout for pause in ("0", "0.05"))
+    assert fast == slow and "None" in fast
+    assert "(1, 0)" not in fast and "(1, None)" in fast
+    # By itself a process looks among the young objects first.
+    assert run_script(script, "0", env={**env, "WORLD_SIZE": "1"}).stdout.startswith("[(1, 0)")
+
+
 def test_a_view_of_a_cache_that_was_just_written_is_of_the_new_value(make):
     cache, key = make(4, 4), make(4)
     for i in range(4):

@@ -89,6 +89,7 @@ def prepare() -> str:
         _host.verify_layouts()
     except ImportError as error:
         return str(error)
+    _C.set_one_of_many(_host.process_count() > 1)
     if _config.functionalization_off():
         return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
     setting = _host.ignores_donors()

@@ -51,3 +51,9 @@ def aliasing_switched_off() -> bool:
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on, so that views share graphs instead of being worked out anew."""
     return _host_flag("XLA_DISABLE_FUNCTIONALIZATION", False)
+
+
+def world_size() -> int:
+    """How many processes a launcher has started (torchrun's ``WORLD_SIZE``); 1 if none has."""
+    number = os.environ.get("WORLD_SIZE", "")
+    return int(number) if number.isdecimal() else 1

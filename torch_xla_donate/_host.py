@@ -220,6 +220,11 @@ def device_count() -> int:
     return int(runtime().global_runtime_device_count())
 
 
+def process_count() -> int:
+    """How many processes run the program: as the runtime says, or torchrun, of which it knows nothing on the CPU."""
+    return max(int(runtime().process_count()), _config.world_size())
+
+
 def list_live_tensors() -> bool:
     """Makes torch_xla list the live tensors of the current device, which the hooks note; whether one is pending."""
     import torch_xla
