@@ -462,8 +462,8 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
     if (found != plans_.end()) {  // another graph has the same hash
       Forget(key);
     }
-    order_.push_back(key);
     found = plans_.emplace(key, Look(question)).first;
+    order_.push_back(key);
     parameters_ += question.held.size();
     while (order_.size() > 1 && (order_.size() > kKeptPlans || parameters_ > kKeptParameters)) {
       Forget(order_.front());

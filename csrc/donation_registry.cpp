@@ -351,10 +351,10 @@ void DonationRegistry::Sweep() {
       ++it;
       continue;
     }
-    // A tensor that is overwritten has no buffer until the step.
-    const auto lives = [](const Holder& holder) {
+    // A tensor that is overwritten has no buffer until the step. One that has been marked again is a donor.
+    const auto lives = [this](const Holder& holder) {
       const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
-      return tensor != nullptr && tensor->handle != nullptr;
+      return tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0;
     };
     if (abi::IsSpmd(donor.device) && !donor.Held() && std::any_of(donor.holders.begin(), donor.holders.end(), lives)) {
       lost.push_back({it->second, kAnotherBuffer, /*tell=*/true});

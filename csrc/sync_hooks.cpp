@@ -840,7 +840,10 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
         throw;
       }
       DonationRegistry::Get().Settle(current->step, nullptr);
-      current->Learn();
+      // Not where other processes must compile the same graph: the next step may come before this or after it.
+      if (!one_of_many.load(std::memory_order_relaxed)) {
+        current->Learn();
+      }
     };
   }
   return completer.As<abi::CompleterFn>()(self, std::move(run));

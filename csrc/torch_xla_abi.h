@@ -141,7 +141,8 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
 // The outputs of a step, by the ids that tell which inputs torch_xla donates to them by itself.
 class OutputIds {
  public:
-  void Add(const TensorData& output) { place_of_.emplace(AliasId(output), place_of_.size()); }
+  // Of several with one id, which share a buffer, the first one counts.
+  void Add(const TensorData& output) { place_of_.emplace(AliasId(output), added_++); }
   // The output that replaces the buffer, counted in the order of Add(); nothing if torch_xla does not donate it.
   std::optional<std::size_t> ReplacementOf(const lazy::BackendData& buffer) const;
   bool Empty() const { return place_of_.empty(); }
@@ -150,6 +151,7 @@ class OutputIds {
 
  private:
   std::unordered_map<std::int64_t, std::size_t> place_of_;
+  std::size_t added_ = 0;
 };
 
 // Whether a device stands for all devices of an SPMD program.

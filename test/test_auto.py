@@ -138,7 +138,7 @@ def test_each_new_cache_is_written_in_place_from_its_second_write_on():
         # Where there was no time for a search, or the garbage collector has just been there, it takes a write more.
         assert sum(in_place) >= 27, in_place
         compiled = metrics.metric_data("CompileTime")[0]
-        assert all(torch_xla_donate.donation_report().donors)
+        assert all(donor.outcome == "donated" for donor in torch_xla_donate.donation_report().donors)
         assert compiled < 30, compiled
         """,
         env={"TORCH_XLA_DONATE_AUTO": "1"},

@@ -250,3 +250,20 @@ def test_other_names_are_refused_and_other_containers_of_the_same_names_are_not(
     donate_buffer([a, b], into=new)
     torch_xla.sync()
     assert all(map(is_donated, (a, b))) and new[1].tolist() == [2, 3, 4]
+
+
+def test_a_pair_is_kept_where_other_outputs_share_a_buffer(make):
+    # As after updates in place whose values are kept by detach(): the executor has several outputs of one id.
+    counter, source, other = make(7), make(5), make(5)
+    kept = []
+    for _ in range(3):
+        counter.add_(1)
+        kept.append(counter.detach())
+    counter.add_(1)
+    result = source * 2
+    other.add_(1)
+    place = pointer(source)
+    donate_buffer(source, into=result)
+    torch_xla.sync(wait=True)
+    (donor,) = donation_report(steps=1).donors
+    assert donor.outcome == "donated" and donor.into_kept and pointer(result) == place

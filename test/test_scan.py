@@ -698,3 +698,39 @@ def test_an_inner_scan_without_outputs_to_go_back_over_is_refused():
 
     with pytest.raises(NotImplementedError, match="backward pass with nothing to go over.*such as the new carry"):
         scan(body, init, rows)
+
+
+def test_a_pure_body_donates_for_the_arguments_for_which_it_has_asked(make):
+    def body(carry, x):
+        if carry.shape[0] == 5:
+            donate_buffer(carry)
+        return carry + x, carry.sum()
+
+    for size, donated in ((3, False), (5, True), (3, False), (5, True)):
+        init = make(size)
+        result = scan(body, init, make(4, size), is_fn_pure=True)
+        torch_xla.sync()
+        assert is_donated(init) is donated and result[0].shape == init.shape
+
+
+def test_a_pure_body_that_scans_itself_keeps_the_donations_of_each(make):
+    def body(carry, x):
+        if isinstance(x, dict):
+            donate_buffer(carry)
+            return scan(body, carry, x["inner"], is_fn_pure=True)
+        return carry + x, carry.sum()
+
+    for xs, donated in (({"inner": make(2, 4, 3)}, True), (make(4, 3), False)):
+        init = make(3)
+        result = scan(body, init, xs, is_fn_pure=True)
+        torch_xla.sync()
+        assert is_donated(init) is donated and result[0].shape == init.shape
+
+
+def test_a_donation_of_what_autograd_has_saved_ends_an_earlier_mark_of_it(make):
+    weights = make(4, 3).requires_grad_()
+    donate_buffer(weights)
+    with pytest.raises(DonationError, match="autograd has saved it for the backward scan"):
+        scan(lambda carry, x: (carry * x, carry), make(3), weights, donate="xs", strict=True)
+    torch_xla.sync()
+    assert not is_donated(weights)

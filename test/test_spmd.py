@@ -507,3 +507,22 @@ def test_a_mark_whose_tensor_is_sharded_before_the_step_is_over_and_told():
     assert told == [["['sharded']", "unusable"], ["['kept']", "donated"]]
     assert right and donated and pending == 0
     assert "xs.mark_sharding" in warning and "overwritten" not in warning
+
+
+def test_a_tensor_that_is_sharded_and_marked_again_donates_without_a_word():
+    found = run(
+        """
+        import warnings
+
+        t = make((8, 16))
+        donate_buffer(t, strict=True)
+        shard(t, ROWS)
+        donate_buffer(t, strict=True)
+        out = shard(t * 2, ROWS)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch_xla.sync(wait=True)
+        print(json.dumps([is_donated(t), [str(w.message) for w in caught]]))
+        """
+    )
+    assert found == [True, []]

@@ -27,8 +27,8 @@ class auto_donate:
     `debug_nans`. Marks of `donate_buffer` come first. `donation_report` shows automatic donors as such, and says where
     a step was left alone.
 
-    Nothing changes in what a program computes, and there are no warnings of automatic donors. Which inputs are donated
-    follows from the live tensors alone, so that a loop compiles once; where these differ from step to step (the
+    Nothing changes in what a program computes, and there are no warnings of automatic donors. Which inputs are out of
+    reach follows from the live tensors, so that a steady loop compiles once; where these differ from step to step (the
     garbage collector frees a cycle now and then) a graph is compiled for at most six sets of donors, and the one that
     fits is taken from then on.
 

@@ -25,18 +25,13 @@ class _Wrapped:
 
     def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
         self._find = function
-        self.wishes: dict[Any, dict[str, _bodies.Wish | None]] = {}  # by the structure of the arguments
+        self.wishes: dict[Any, dict[str, _bodies.Wish | None]] = {}  # by `_kind` of the arguments
         self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
-        self._key: Any = None
 
     def _function(self) -> Callable[..., Any]:
         fn = self._find()
         assert fn is not None, "whoever calls scan holds it"
         return fn
-
-    def prepare(self, init: Any, xs: Any) -> Any:
-        self._key = (pytree.tree_structure(init), pytree.tree_structure(xs))
-        return self._key
 
     def __call__(self, carry: Any, x: Any) -> Any:
         leaves: dict[int, str] = {}
@@ -47,8 +42,15 @@ class _Wrapped:
         body = _bodies.Body("scan", leaves)
         with _bodies.tracing(body):
             result = self._function()(carry, x)
-        self.wishes[self._key] = body.wishes
+        self.wishes[_kind(carry, x)] = body.wishes
         return result
+
+
+def _kind(carry: Any, x: Any, rows: int = 0) -> Any:
+    """What tells the traces of a body apart; rows: how many leading dimensions ``x`` has too many."""
+    arrays = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(carry)]
+    arrays += [(tuple(leaf.shape[rows:]), leaf.dtype) for leaf in pytree.tree_leaves(x)]
+    return pytree.tree_structure(carry), pytree.tree_structure(x), tuple(arrays)
 
 
 # torch_xla keeps the trace of a pure body by the function's identity, and does not trace it again; what the first trace
@@ -109,7 +111,6 @@ def scan(
     where = _donate.call_site()
     names = _bodies.chosen(donate, _ARGUMENTS)
     body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
-    key = body.prepare(init, xs)
     result: tuple[Any, Any]
     with _nested.allowed(body.loops):
         try:
@@ -127,7 +128,7 @@ def scan(
             leaves[name] = leaf
             if argument in names:
                 wanted[name] = _bodies.Wish(where, strict)
-    wishes, cancelled = _bodies.settle(wanted, body.wishes.get(key, {}), strict)
+    wishes, cancelled = _bodies.settle(wanted, body.wishes.get(_kind(init, xs, rows=1), {}), strict)
     _donate.cancel_donation([leaves[name] for name in cancelled])
     _donate_leaves({name: leaves[name] for name in wishes}, wishes, result)
     return result
@@ -152,6 +153,7 @@ def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, _bodies.Wi
     read = _read_by_backward(result) if wishes and _bodies.current() is None else set()
     saved = {name: leaf for name, leaf in leaves.items() if not read.isdisjoint(_C.identity(leaf))}
     if saved:
+        _donate.cancel_donation(list(saved.values()))  # an earlier mark would destroy it as well
         _donate.refuse_named(saved, wishes, _SAVED)
     _donate.mark_named({name: leaf for name, leaf in leaves.items() if name not in saved}, wishes)
 

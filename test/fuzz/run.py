@@ -169,6 +169,8 @@ def compare(program: Program, sharded: bool) -> None:
     expected = _run(program, "cpu", sharded)
     try:
         without = _run(program, "xla", sharded)
+    except torch_xla_donate.DonationError:
+        raise
     except RuntimeError:
         # Stock torch_xla has destroyed a buffer that its own last step needs: there is nothing to compare with.
         without = None
