@@ -252,18 +252,28 @@ def test_other_names_are_refused_and_other_containers_of_the_same_names_are_not(
     assert all(map(is_donated, (a, b))) and new[1].tolist() == [2, 3, 4]
 
 
-def test_a_pair_is_kept_where_other_outputs_share_a_buffer(make):
+def test_a_pair_is_kept_where_other_outputs_share_a_buffer():
     # As after updates in place whose values are kept by detach(): the executor has several outputs of one id.
-    counter, source, other = make(7), make(5), make(5)
-    kept = []
-    for _ in range(3):
+    run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import donate_buffer, donation_report
+
+        pointer = torch_xla._XLAC._unsafe_buffer_pointer
+        counter, source, other = (torch.arange(float(size)).to("xla") for size in (7, 5, 5))
+        torch_xla.sync(wait=True)
+        kept = []
+        for _ in range(3):
+            counter.add_(1)
+            kept.append(counter.detach())
         counter.add_(1)
-        kept.append(counter.detach())
-    counter.add_(1)
-    result = source * 2
-    other.add_(1)
-    place = pointer(source)
-    donate_buffer(source, into=result)
-    torch_xla.sync(wait=True)
-    (donor,) = donation_report(steps=1).donors
-    assert donor.outcome == "donated" and donor.into_kept and pointer(result) == place
+        result = source * 2
+        places = pointer(source), pointer(other)
+        other.add_(1)
+        donate_buffer(source, into=result)
+        torch_xla.sync(wait=True)
+        (donor,) = donation_report(steps=1).donors
+        assert donor.outcome == "donated" and donor.into_kept, donor
+        assert (pointer(result), pointer(other)) == places
+        """
+    )
