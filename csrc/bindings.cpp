@@ -555,7 +555,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "verify_layouts", [](py::handle probe, std::int64_t id) { abi::VerifyLayouts(TensorOf(probe), id); },
       py::arg("probe"), py::arg("tensor_id"),
-      "Compares an uploaded float32[3] tensor with the layouts relied on; RuntimeError names the first difference.");
+      "Compares an uploaded int32[3] tensor with the layouts relied on; RuntimeError names the first difference.");
 
   m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
@@ -769,8 +769,10 @@ PYBIND11_MODULE(_C, m) {
         "Compares torch_xla's executor with the layout relied on, and with what it says of itself; RuntimeError if it "
         "differs.");
   m.def("eager_mode", &InEagerMode, "Whether torch_xla's eager mode is on.");
-  m.def("refuse_runs", &RefuseRuns, py::arg("on"),
-        "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
+  m.def(
+      "refuse_runs", &RefuseRuns, py::arg("on"),
+      "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'. Returns "
+      "whether they were before.");
   m.def("barriers_passed", &BarriersPassed,
         "How often this thread has waited for a device, as for a read or a step. Counted while runs are refused.");
   m.def(
@@ -822,6 +824,9 @@ PYBIND11_MODULE(_C, m) {
         OutdatedTensors::Get().Remember(found);
       },
       py::arg("tensors"), "Remembers those of the tensors that are out of date after a write through a view.");
+  m.def(
+      "note_auto_refusal", [](const std::string& reason) { DonationRegistry::Get().NoteAutoRefusal(reason); },
+      py::arg("reason"), "A step that automatic donation has left alone, for this reason.");
   m.def(
       "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
       "How many steps automatic donation has left alone, by reason.");

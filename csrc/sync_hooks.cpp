@@ -1080,7 +1080,7 @@ void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataP
   state.armed = ArmedRun{std::move(call), std::move(donors), std::move(graph)};
 }
 
-void RefuseRuns(bool on) { State().refusing_runs = on; }
+bool RefuseRuns(bool on) { return std::exchange(State().refusing_runs, on); }
 
 bool InEagerMode() {
   const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);

@@ -97,8 +97,8 @@ void InspectNextRun();
 std::optional<abi::CompiledGraph> TakeInspected();
 
 // While a thread's runs are refused, a graph that it is about to run makes std::runtime_error. torch_xla has a switch
-// for this, which would stop the steps of all other threads, too.
-void RefuseRuns(bool on);
+// for this, which would stop the steps of all other threads, too. Returns whether they were refused before.
+bool RefuseRuns(bool on);
 // How often this thread has passed the barrier that stands before every read and every run, while its runs were
 // refused.
 std::uint64_t BarriersPassed();

@@ -424,7 +424,7 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
     Mismatch(std::string("a lazy tensor's data is a ") + typeid(*data).name() + ", expected " + kTensorDataType);
   }
   const HostTensorData& host = AsHost(*data);
-  if (host.view != nullptr || host.logical_element_type != at::ScalarType::Float || host.sharding != nullptr ||
+  if (host.view != nullptr || host.logical_element_type != at::ScalarType::Int || host.sharding != nullptr ||
       host.alias_id != data->unique_id || host.is_cloned) {
     Mismatch(
         "view, element type, sharding, alias id or clone flag are not where they were expected in the data of a "
@@ -435,8 +435,8 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
     Mismatch("an uploaded tensor has no device data");
   }
   const std::string shape = DescribeBuffer(*data->handle);
-  if (shape.rfind("f32[3]", 0) != 0) {
-    Mismatch("device data describes itself as '" + shape + "', expected a text that starts with f32[3]");
+  if (shape.rfind("s32[3]", 0) != 0) {
+    Mismatch("device data describes itself as '" + shape + "', expected a text that starts with s32[3]");
   }
 }
 

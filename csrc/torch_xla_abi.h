@@ -195,7 +195,7 @@ struct CompiledGraph {
 // The graph of a run that has been prepared. Throws std::runtime_error if the objects are not of the classes expected.
 CompiledGraph DescribeGraph(const Executor::Async& run);
 
-// Compares a fresh, uploaded float32[3] probe and torch_xla's own id of it with all that is assumed here.
+// Compares a fresh, uploaded int32[3] probe and torch_xla's own id of it with all that is assumed here.
 // Throws std::runtime_error that names the first assumption which does not hold.
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id);
 

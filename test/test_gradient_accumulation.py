@@ -14,6 +14,7 @@ from torch_xla_donate import (
     DonationError,
     DonationWarning,
     cancel_donation,
+    compile,
     donate_buffer,
     donation_report,
     gradient_accumulation,
@@ -336,3 +337,86 @@ def test_a_whole_training_step_aliases_every_parameter_gradient_and_moment_and_t
     }
     assert donate["losses"] == plain["losses"] == sorted(plain["losses"], reverse=True)
     assert donate["values"] == plain["values"]
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_a_compiled_function_is_a_part_of_the_step_and_donates_nothing_of_its_own(make, options):
+    model, data, carried = model_of(), make(3, 2, 4), make(5)
+    torch_xla.sync()
+    loss, _ = gradient_accumulation(lambda x, t: (model(x).pow(2).mean(), t + 1), (data,), model, carried)
+    gradient, expected = model.weight.grad.tolist(), loss.item()
+    model.zero_grad()
+    bump = compile(lambda t: t + 1, donate_argnums=0, **options)
+    step = compile(lambda x, t: (model(x).pow(2).mean(), bump(t)), donate_argnums=(0, 1), **options)
+    loss, result = gradient_accumulation(step, (data,), model, carried)
+    torch_xla.sync()
+    assert (loss.item(), model.weight.grad.tolist()) == (expected, gradient)
+    assert torch.equal(result.cpu(), carried.cpu() + 3)
+    assert not is_donated(data) and not donation_report(steps=1).pending
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: torch_xla.sync(),
+        lambda t: repr(t),
+        lambda t: t.sum().item(),
+        lambda t: torch.compile(lambda a: a + 1, backend="openxla")(t),
+        lambda t: torch_xla.compile(lambda a: a + 1)(t),
+    ],
+    ids=["sync", "print", "item", "openxla", "torch_xla.compile"],
+)
+def test_a_step_that_runs_something_is_refused_and_named(make, read):
+    # torch_xla's own loop goes on with what came out, as a constant: a wrong loss, and gradients of one iteration.
+    model, data, carried = model_of(), make(3, 2, 4), make(5)
+    torch_xla.sync()
+
+    def step(x, t):
+        hidden = model(x)
+        read(hidden)
+        return hidden.sum(), t + 1
+
+    with pytest.raises(
+        DonationError, match=r"makes torch_xla run something at .*test_gradient_accumulation\.py:\d+, as"
+    ):
+        gradient_accumulation(step, (data,), model, carried, donate="carried_tensors")
+    assert not is_donated(carried) and not donation_report().pending
+    _, result = gradient_accumulation(lambda x, t: (model(x).sum(), t + 1), (data,), model, carried)
+    torch_xla.sync()
+    assert torch.equal(result.cpu(), carried.cpu() + 3)
+
+
+def test_a_step_may_read_what_is_there(make):
+    model, data, seen = model_of(), make(3, 2, 4), []
+    torch_xla.sync()
+
+    def step(x):
+        seen.append(x.tolist())
+        return model(x).sum()
+
+    gradient_accumulation(step, (data,), model)
+    assert seen == [data[0].tolist()]
+
+
+def test_in_eager_mode_it_is_refused_and_runs_in_a_compiled_function():
+    # torch_xla's own goes on with the values of the first iteration.
+    run_script("""
+        import torch, torch_xla
+        from torch_xla_donate import DonationError, compile, donation_report, gradient_accumulation
+        torch_xla.experimental.eager_mode(True)
+        torch.manual_seed(0)
+        model, data, carried = torch.nn.Linear(4, 1).to("xla"), torch.ones(3, 2, 4).to("xla"), torch.zeros(2).to("xla")
+        def accumulate(data, carried):
+            return gradient_accumulation(
+                lambda x, t: (model(x).mean(), t + 1), (data,), model, carried, donate="carried_tensors")
+        try:
+            accumulate(data, carried)
+        except DonationError as error:
+            assert "gradient_accumulation is called in eager mode" in str(error), error
+        else:
+            raise AssertionError
+        assert torch_xla.experimental.is_eager_mode()
+        loss, result = compile(accumulate)(data, carried)
+        assert result.tolist() == [3, 3] and torch.allclose(model.weight.grad.cpu(), torch.ones(1, 4))
+        assert donation_report().donors[-1].outcome == "donated"
+    """)

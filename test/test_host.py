@@ -238,6 +238,93 @@ assert out.tolist() == [1, 2, 3, 4]
     )
 
 
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize(
+    "ambient",
+    [
+        "torch.set_default_dtype(torch.bfloat16)",
+        "torch.set_default_device('xla')",
+        "open_contexts.enter_context(torch.device('meta'))",
+        "open_contexts.enter_context(FakeTensorMode())",
+        "open_contexts.enter_context(Mode())",
+        "open_contexts.enter_context(torch.inference_mode())",
+        "os.environ['XLA_USE_BF16'] = '1'",
+    ],
+)
+def test_the_layouts_are_right_whatever_holds_where_they_are_looked_at(ambient, automatic):
+    run_script(f"""
+        import contextlib, os
+        import torch, torch_xla
+        import torch_xla_donate as txd
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.utils._python_dispatch import TorchDispatchMode
+        seen = []
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return func(*args, **(kwargs or {{}}))
+        host = torch.arange(4.0)
+        with contextlib.ExitStack() as open_contexts:
+            if {automatic}:
+                t = host.to("xla") + 0; torch_xla.sync()
+                out = t + 1; del t
+                {ambient}
+                txd.auto_donate()
+                torch_xla.sync()
+            else:
+                t = host.to("xla")
+                out = t + 1
+                {ambient}
+                txd.donate_buffer(t)
+                torch_xla.sync()
+            assert not seen, seen
+        assert [donor.outcome for donor in txd.donation_report().donors] == ["donated"]
+        assert not txd.donation_report().auto_refusals
+        assert out.cpu().tolist() == [1, 2, 3, 4]
+    """)
+
+
+@pytest.mark.parametrize("first", ["donate_buffer(outside)", "compile(lambda t: t)(carry)"])
+def test_the_layouts_are_right_in_the_trace_of_a_loop(first):
+    run_script(f"""
+        import torch, torch_xla
+        from torch_xla_donate import compile, donate_buffer, donation_report, is_donated, scan
+        outside, init, xs = (torch.ones(*shape).to("xla") for shape in ((3,), (3,), (4, 3)))
+        torch_xla.sync()
+        def body(carry, x):
+            {first}
+            return carry + x, carry
+        final, _ = scan(body, init, xs)
+        torch_xla.sync()
+        assert final.tolist() == [5, 5, 5]
+        t = torch.ones(5).to("xla"); torch_xla.sync()
+        out = t + 1; donate_buffer(t); torch_xla.sync()
+        assert is_donated(t) and out.tolist() == [2] * 5
+    """)
+
+
+def test_a_layout_that_differs_is_a_reason_of_automatic_donation():
+    run_script("""
+        import torch, torch_xla
+        import torch_xla_donate as txd
+        from torch_xla_donate import _C, _host
+        class Xlac:
+            def __getattr__(self, name):
+                import _XLAC
+                return getattr(_XLAC, name)
+            def _xla_get_tensor_id(self, tensor):
+                return -1
+        _host.xlac = Xlac
+        p = torch.arange(4.0).to("xla"); torch_xla.sync()
+        with txd.auto_donate():
+            for _ in range(3):
+                p = p + 1; torch_xla.sync()
+        assert p.tolist() == [3, 4, 5, 6] and not _C.installed()
+        ((reason, steps),) = txd.donation_report().auto_refusals.items()
+        assert "laid out differently" in reason and steps == 1, (reason, steps)
+    """)
+
+
 def test_the_layouts_are_right_after_graphs_with_names_of_all_lengths():
     # A string that has been long keeps its place when it gets short.
     run_script(

@@ -734,3 +734,54 @@ def test_a_donation_of_what_autograd_has_saved_ends_an_earlier_mark_of_it(make):
         scan(lambda carry, x: (carry * x, carry), make(3), weights, donate="xs", strict=True)
     torch_xla.sync()
     assert not is_donated(weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_a_compiled_function_in_the_body_is_a_part_of_it_and_donates_nothing_of_its_own(make, options):
+    init, xs, weights = make(3), make(4, 3), make(2, 3)
+    torch_xla.sync()
+    step = compile(lambda carry, x: (carry + x, carry * 2), donate_argnums=(0, 1), **options)
+    final, ys = scan(step, init, xs)
+    torch_xla.sync()
+    assert not is_donated(init) and not is_donated(xs)
+    expected, expected_ys = host_scan(lambda carry, x: (carry + x, carry * 2), init, xs)
+    assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
+
+    class Layer(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.clone())
+            self.shift = compile(lambda t: t + 1, donate_argnums=0, **options)
+
+        def forward(self, t):
+            return self.shift(t) * self.weight
+
+    layers = [Layer(weight) for weight in weights.cpu()]
+    start = init.cpu()
+    expected = ((start + 1) * layers[0].weight + 1) * layers[1].weight
+    result = scan_layers([layer.to("xla") for layer in layers], init, donate=True)
+    torch_xla.sync()
+    assert is_donated(init)
+    assert torch.allclose(result.cpu(), expected)
+
+
+def test_in_eager_mode_scan_is_refused_and_runs_in_a_compiled_function():
+    # torch_xla's own ends the process.
+    run_script("""
+        import torch, torch_xla
+        from torch_xla_donate import DonationError, compile, donation_report, scan, scan_layers
+        torch_xla.experimental.eager_mode(True)
+        init, xs = torch.zeros(3).to("xla"), torch.ones(4, 3).to("xla")
+        def loop(init, xs):
+            return scan(lambda carry, x: (carry + x, carry * 2), init, xs, donate="init")
+        for call in (lambda: loop(init, xs), lambda: scan_layers([torch.nn.Linear(3, 3).to("xla")] * 2, init)):
+            try:
+                call()
+            except DonationError as error:
+                assert "scan is called in eager mode" in str(error), error
+            else:
+                raise AssertionError
+        final, ys = compile(loop)(init, xs)
+        assert final.tolist() == [4, 4, 4] and ys.tolist() == [[2 * k] * 3 for k in range(4)]
+        assert donation_report().donors[-1].outcome == "donated"
+    """)

@@ -88,6 +88,7 @@ def prepare() -> str:
     try:
         _host.verify_layouts()
     except ImportError as error:
+        _C.note_auto_refusal(str(error))  # the hooks, which would do it at each step, have been taken out
         return str(error)
     _C.set_one_of_many(_host.process_count() > 1)
     if _config.functionalization_off():

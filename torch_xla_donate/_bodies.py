@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torch_xla_donate import _config, _leaves
+from torch_xla_donate import _config, _host, _leaves
 from torch_xla_donate._errors import DonationError
 
 
@@ -99,6 +99,16 @@ def settle(
             wishes[name] = wish if wish.strict is not None else wish._replace(strict=strict)
     cancelled = [name for name, wish in found.items() if wish is None]
     return {name: wish for name, wish in wishes.items() if name not in cancelled}, cancelled
+
+
+def refuse_eager_mode(loop: str) -> None:
+    """DonationError in eager mode, in which the operations of a body would run instead of becoming a loop's."""
+    if _host.in_eager_mode():
+        raise DonationError(
+            f"{loop} is called in eager mode, in which torch_xla runs each operation at once: the body of a loop has "
+            f"to be traced. Call {loop} in a function made by torch_xla_donate.compile or torch_xla.compile, inside "
+            "of which eager mode is off."
+        )
 
 
 class Watcher(Protocol):

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
-from torch_xla_donate import _C, _arguments, _config, _debug, _donate, _leaves, _log, _report  # type: ignore[no-redef]
+from torch_xla_donate import (  # type: ignore[no-redef]
+    _C,
+    _arguments,
+    _bodies,
+    _config,
+    _debug,
+    _donate,
+    _leaves,
+    _log,
+    _report,
+)
 from torch_xla_donate._arguments import ArgNames, ArgNums, Arguments, CallNames, Plan
 from torch_xla_donate._errors import DonationError, DonationWarning
 
@@ -104,8 +114,9 @@ class Compiled:
         return f"<{type(self).__name__} of {self._arguments.function}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside of another step this is a part of that: it has no step of its own at which it could donate.
-        if _scope.inside or torch.compiler.is_compiling():
+        # Inside of another step, or of a loop's body, this is a part of that: it has no step of its own at which it
+        # could donate.
+        if _scope.inside or _bodies.current() is not None or torch.compiler.is_compiling():
             return self._f(*args, **kwargs)
         where = _donate.call_site()
         _donate.prepare(where)

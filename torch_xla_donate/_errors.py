@@ -70,7 +70,14 @@ def is_internal(frame: types.FrameType) -> bool:
     """Whether a frame is not the user's: of this package, torch, torch_xla, or what stands between them."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
-    return generated or package in ("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools")
+    return generated or package in (
+        "torch",
+        "torch_xla",
+        "torch_xla_donate",
+        "contextlib",
+        "functools",
+        "typing_extensions",
+    )
 
 
 def line_of(error: BaseException) -> str:

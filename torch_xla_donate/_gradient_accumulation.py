@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _bodies, _donate, _host, _leaves
+from torch_xla_donate import _C, _bodies, _donate, _errors, _host, _leaves
+from torch_xla_donate._errors import DonationError
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
 
@@ -42,12 +44,14 @@ def gradient_accumulation(
         TypeError: ``donate`` is no name, or a carried one is not a tensor.
         ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
             have the same buffer.
-        DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, or this is
-            inside of a function that is declared pure.
+        DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, the step
+            makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
+            this is inside of a function that is declared pure.
     """
     by = _bodies.watcher()
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
+    _bodies.refuse_eager_mode("gradient_accumulation")
     where = _donate.call_site()
     chosen = _bodies.chosen(donate, _ARGUMENTS)
     arguments = {
@@ -61,7 +65,7 @@ def gradient_accumulation(
 
     def step(*traced: torch.Tensor) -> Any:
         body = _bodies.Body("gradient_accumulation", {id(leaf): name for leaf, name in zip(traced, arguments)})
-        with _bodies.tracing(body):
+        with _bodies.tracing(body), _runs_refused():
             result = train_step(*traced)
         found.update(body.wishes)
         return result
@@ -71,6 +75,23 @@ def gradient_accumulation(
     _donate.cancel_donation([arguments[name] for name in cancelled])
     _donate.mark_named({name: arguments[name] for name in wishes}, wishes)
     return result
+
+
+@contextlib.contextmanager
+def _runs_refused() -> Iterator[None]:
+    """DonationError for a step that makes torch_xla run something: the loop would take what came out for a constant."""
+    try:
+        with _host.runs_refused():
+            yield
+    except RuntimeError as error:
+        if not _host.is_refused_execution(error):
+            raise
+        where = _errors.line_of(error)
+        raise DonationError(
+            f"the train step makes torch_xla run something at {where}, as torch_xla.sync(), print "
+            "of a tensor, .item() and functions of torch.compile do. Its results would be the same in every iteration "
+            "of the loop, and have no gradients. Take that out of the step; what is to be printed can be carried."
+        ) from error
 
 
 def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:

@@ -20,6 +20,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +175,12 @@ def verify_layouts() -> None:
 
     from torch_xla_donate import _C
 
-    probe = torch.zeros(3).to(torch_xla.device())
-    # Uploads the probe and nothing else: other tensors' pending work stays pending.
-    xlac()._xla_sync_multi([probe], [], True, True)
+    # On a thread of its own: a default device, a trace, a dispatch mode, whatever holds on this one would make another
+    # tensor of it, or see it.
+    with ThreadPoolExecutor(1) as plain:
+        probe, number = plain.submit(_probe, torch_xla.device()).result()
     try:
-        _C.verify_layouts(probe, xlac()._xla_get_tensor_id(probe))
+        _C.verify_layouts(probe, number)
         _verify_executor()
     except RuntimeError as error:
         _C.uninstall()
@@ -189,13 +191,22 @@ def verify_layouts() -> None:
     _verified = True
 
 
+def _probe(device: torch.device) -> tuple[torch.Tensor, int]:
+    """A fresh tensor that the device has, and torch_xla's number of it."""
+    # Integers: XLA_USE_BF16 and a default dtype change what a float is.
+    probe = torch.zeros(3, dtype=torch.int32).to(device)
+    # Uploads the probe and nothing else: other tensors' pending work stays pending.
+    xlac()._xla_sync_multi([probe], [], True, True)
+    return probe, xlac()._xla_get_tensor_id(probe)
+
+
 def _verify_executor() -> None:
     from torch_xla_donate import _C
 
     # Other threads may turn a switch between the question and the look.
     for attempt in reversed(range(100)):
         try:
-            _C.verify_executor(xlac()._get_use_eager_mode(), xlac()._get_allow_execution())
+            _C.verify_executor(in_eager_mode(), xlac()._get_allow_execution())
             return
         except RuntimeError:
             if attempt == 0:
@@ -586,24 +597,38 @@ def tracing() -> Iterator[None]:
     """
     import torch_xla
 
-    from torch_xla_donate import _C
-
     seed = xlac()._xla_get_rng_seed()
     torch_xla.sync()
     torch_xla.core.xla_model.wait_device_ops()
     with _compiling:
-        eager = xlac()._get_use_eager_mode()
+        eager = in_eager_mode()
         if eager:
             xlac()._set_use_eager_mode(False)
-        # Not torch_xla's own switch: it would stop the steps of other threads.
-        _C.refuse_runs(True)
         try:
-            yield
+            with runs_refused():
+                yield
         finally:
-            _C.refuse_runs(False)
             if eager:
                 xlac()._set_use_eager_mode(True)
             torch_xla.core.xla_model.set_rng_state(seed)
+
+
+@contextlib.contextmanager
+def runs_refused() -> Iterator[None]:
+    """What this thread is about to run inside is an error, by which `is_refused_execution` knows it."""
+    from torch_xla_donate import _C
+
+    # Not torch_xla's own switch: it would stop the steps of other threads.
+    before = _C.refuse_runs(True)
+    try:
+        yield
+    finally:
+        _C.refuse_runs(before)
+
+
+def in_eager_mode() -> bool:
+    """Whether torch_xla runs each operation at once."""
+    return bool(xlac()._get_use_eager_mode())
 
 
 def forget_pending() -> None:
@@ -614,7 +639,7 @@ def forget_pending() -> None:
 
 
 def is_refused_execution(error: RuntimeError) -> bool:
-    """Whether something was refused to run while `tracing`."""
+    """Whether something was refused to run inside of `runs_refused`."""
     return "Unexpected execution" in str(error)
 
 

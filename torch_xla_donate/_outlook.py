@@ -76,7 +76,7 @@ class Outlook:
 
 
 def _look_ahead() -> Any:
-    sharding_of, stand_in = None, torch.zeros(1).to(torch_xla.device())
+    sharding_of, stand_in = None, torch.zeros(1, device="cpu").to(torch_xla.device())
     if _host.runtime().is_spmd():
 
         def sharding_of() -> str:

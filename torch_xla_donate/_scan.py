@@ -103,11 +103,12 @@ def scan(
     Raises:
         ValueError: ``donate`` names something else.
         TypeError: ``donate`` is no name, or ``fn`` is pure and an object that cannot be hashed or weakly referenced.
-        DonationError: a donated leaf is pending, a tensor donated in the body is none of its arguments, or, with
-            ``strict``, autograd has saved a donated leaf.
+        DonationError: a donated leaf is pending, a tensor donated in the body is none of its arguments, torch_xla is in
+            eager mode, or, with ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental.scan import scan as host_scan
 
+    _bodies.refuse_eager_mode("scan")
     where = _donate.call_site()
     names = _bodies.chosen(donate, _ARGUMENTS)
     body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
