@@ -420,3 +420,17 @@ def test_in_eager_mode_it_is_refused_and_runs_in_a_compiled_function():
         assert result.tolist() == [3, 3] and torch.allclose(model.weight.grad.cpu(), torch.ones(1, 4))
         assert donation_report().donors[-1].outcome == "donated"
     """)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_loss_of_another_precision_is_refused_and_nothing_else_is_lost(make, dtype):
+    # torch_xla's own makes a graph that XLA refuses at the sync, with everything that is pending.
+    model, data = model_of().to(dtype), make(3, 2, 4).to(dtype)
+    torch_xla.sync()
+    other = data * 2
+    with pytest.raises(TypeError, match=r"loss is (b?float\d+)\[\]; .* Return loss\.float\(\)"):
+        gradient_accumulation(lambda x: model(x).sum(), (data,), model)
+    loss = gradient_accumulation(lambda x: model(x).sum().float(), (data,), model)
+    torch_xla.sync()
+    assert loss.item() == pytest.approx((model(data).sum() / 3).item(), rel=1e-2)
+    assert model.weight.grad.dtype == dtype and torch.equal(other.cpu(), data.cpu() * 2)

@@ -41,7 +41,7 @@ def gradient_accumulation(
         The mean loss; followed by the carried tensors, if there are any.
 
     Raises:
-        TypeError: ``donate`` is no name, or a carried one is not a tensor.
+        TypeError: ``donate`` is no name, a carried one is not a tensor, or the loss is not float32.
         ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
             have the same buffer.
         DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, the step
@@ -67,6 +67,7 @@ def gradient_accumulation(
         body = _bodies.Body("gradient_accumulation", {id(leaf): name for leaf, name in zip(traced, arguments)})
         with _bodies.tracing(body), _runs_refused():
             result = train_step(*traced)
+        _refuse_other_precision(result[0] if carried_tensors else result)
         found.update(body.wishes)
         return result
 
@@ -92,6 +93,15 @@ def _runs_refused() -> Iterator[None]:
             "of a tensor, .item() and functions of torch.compile do. Its results would be the same in every iteration "
             "of the loop, and have no gradients. Take that out of the step; what is to be printed can be carried."
         ) from error
+
+
+def _refuse_other_precision(loss: Any) -> None:
+    """TypeError for a loss that is not float32: XLA would refuse the whole step, and the work of others with it."""
+    if isinstance(loss, torch.Tensor) and loss.dtype != torch.float32:
+        raise TypeError(
+            f"the train step's loss is {_leaves.array(loss)}; torch_xla's loop adds up losses of float32. Return "
+            "loss.float()."
+        )
 
 
 def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
