@@ -165,6 +165,8 @@ def compare(program: Program, sharded: bool) -> None:
     What needs earlier programs goes to `of_state`: it cannot be shrunk here.
     """
     counts["programs"] += 1
+    if counts["programs"] % 1000 == 0:  # two hours are long
+        click.echo(json.dumps(counts), err=True)
     history.append(program)
     expected = _run(program, "cpu", sharded)
     try:
