@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
+import weakref
 
 import pytest
 import torch
@@ -11,17 +13,24 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from helpers import pointer
+from torch.utils import _pytree as pytree
 
 from torch_xla_donate import (
     _C,
     DonatedBufferError,
     DonationError,
     DonationWarning,
+    call_jax,
     cancel_donation,
+    compile,
     donate_buffer,
     donation_disabled,
     donation_report,
+    gradient_accumulation,
     is_donated,
+    scan,
+    scan_layers,
+    user_computation,
 )
 
 
@@ -403,6 +412,57 @@ def test_a_leaf_that_cannot_be_donated_is_named_and_nothing_is_marked(make, leaf
     assert _C.pending() == []
 
 
+class Couple:
+    """A pytree that is registered as most are: without keys for its leaves. It takes tensors alone."""
+
+    def __init__(self, first, second):
+        assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
+        self.first, self.second = first, second
+
+
+pytree.register_pytree_node(Couple, lambda c: ([c.first, c.second], None), lambda leaves, _: Couple(*leaves))
+
+
+def test_a_class_that_is_registered_without_keys_is_donated_refused_and_cancelled(make):
+    t, u = make(2), make(3)
+    with pytest.raises(ValueError, match=r"tensors\[1\] is float32\[2\] on cpu.*Nothing was marked"):
+        donate_buffer(Couple(t, torch.ones(2)))
+    donate_buffer(Couple(t, u))
+    cancel_donation(Couple(t, u))
+    assert _C.pending() == []
+
+    new = Couple(t + 1, u + 1)
+    donate_buffer(Couple(t, u), into=new)
+    torch_xla.sync()
+    assert [(donor.name, donor.into_kept) for donor in donation_report(steps=1).donors] == [
+        ("[0]", True),
+        ("[1]", True),
+    ]
+    with pytest.raises(DonationError, match=r"tensors\[0\] is float32\[2\] on xla:0 and has been consumed by a step"):
+        cancel_donation(Couple(t, u))
+    with pytest.raises(DonatedBufferError, match=r"'\[1\]' has no buffer any more"):
+        u + 1
+
+
+def test_a_namedtuple_that_looks_at_its_fields_names_them(make):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 3), [4, 3]).to("xla")
+    torch_xla.sync()
+    with pytest.raises(ValueError, match=r"tensors.batch_sizes is int64\[4\] on cpu"):
+        donate_buffer(packed)
+
+
+def test_a_key_of_a_reported_donor_is_not_kept(make):
+    key = torch.nn.Parameter(torch.ones(3))
+    t, gone = make(3), weakref.ref(key)
+    donate_buffer({key: t})
+    kept = t + 1
+    torch_xla.sync()
+    del key, kept
+    gc.collect()
+    assert gone() is None
+    assert donation_report(steps=1).donors[0].name == "[key 0: Parameter float32[3]]"
+
+
 def test_a_plain_list_names_the_position(make):
     with pytest.raises(ValueError, match=r"tensors\[1\] is float32\[2\] on cpu"):
         donate_buffer([make(2), torch.ones(2)])
@@ -557,6 +617,24 @@ def test_a_warning_that_is_made_an_error_does_not_swallow_the_others(make):
         torch_xla.sync(wait=True)
     assert isinstance(raised.value.__cause__, DonationWarning)
     assert total.item() == 3 + 10 + 21
+
+
+def test_strict_is_yes_or_no(make):
+    t = make(3)
+    message = r"strict is 'no', of type str; give True or False, or leave it out to have what TORCH_XLA_DONATE_STRICT"
+    for call in (
+        lambda: donate_buffer(t, strict="no"),
+        lambda: compile(lambda x: x + 1, donate_argnums=0, strict="no"),
+        lambda: compile(donate_argnums=0, strict="no"),
+        lambda: scan(lambda c, x: (c + x, c), t, make(2, 3), strict="no"),
+        lambda: scan_layers([], t, strict="no"),
+        lambda: gradient_accumulation(lambda x: x.sum(), (t,), torch.nn.Linear(1, 1), strict="no"),
+        lambda: user_computation("add", [t], None, strict="no"),
+        lambda: call_jax(None, (t,), strict="no"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert _C.pending() == []
 
 
 def test_the_environment_makes_donations_strict(make, monkeypatch):

@@ -234,6 +234,27 @@ def test_gradients_are_those_of_torch_xla_and_existing_ones_keep_their_memory(ma
     assert losses == expected_losses and torch.equal(gradient, expected)
 
 
+def test_gradients_of_before_are_left_as_they_were_by_a_call_that_fails(make):
+    model, data = model_of(), make(3, 2, 4)
+    model.bias.requires_grad_(False)
+    model(data[0]).sum().backward()
+    torch_xla.sync()
+    gradient, before = model.weight.grad, model.weight.grad.tolist()
+
+    def broken(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        gradient_accumulation(broken, (data,), model)
+    # torch_xla finds this out when it has made the loop.
+    with pytest.raises(ValueError, match="is not read by the train step"):
+        gradient_accumulation(lambda x, a: (model(x).sum(), torch.zeros(2, device="xla")), (data,), model, make(2))
+    torch_xla.sync()
+    assert model.weight.grad is gradient and gradient.tolist() == before and model.bias.grad is None
+    gradient_accumulation(lambda x: model(x).sum(), (data,), model)
+    assert model.weight.grad is gradient and gradient.tolist() != before
+
+
 def test_a_carried_tensor_that_the_step_does_not_read_is_refused(make):
     model = model_of()
     with pytest.raises(ValueError, match=r"carried_tensors\[1\] is not read by the train step"):

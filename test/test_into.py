@@ -252,6 +252,23 @@ def test_other_names_are_refused_and_other_containers_of_the_same_names_are_not(
     assert all(map(is_donated, (a, b))) and new[1].tolist() == [2, 3, 4]
 
 
+def test_keys_that_print_alike_are_told_apart(make):
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    a, b = make(3), make(3)
+    addresses = pointer(a), pointer(b)
+    new = {second: b + 2, first: a + 1}
+    donate_buffer({first: a, second: b}, into=new)
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert (pointer(new[first]), pointer(new[second])) == addresses
+
+    t, third = make(3), torch.nn.Linear(1, 1)
+    with pytest.raises(
+        ValueError, match=r"into\[key 0: Linear\] has no counterpart in tensors, whose leaves are \[key"
+    ):
+        donate_buffer({first: t}, into={third: t + 1})
+
+
 def test_a_pair_is_kept_where_other_outputs_share_a_buffer():
     # As after updates in place whose values are kept by detach(): the executor has several outputs of one id.
     run_script(

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch_xla
 from helpers import dump_env, pointer, run_script
+from torch.utils import _pytree as pytree
 from torch_xla.experimental.scan import scan as host_scan
 
 from torch_xla_donate import (
@@ -439,6 +440,79 @@ def test_tensors_that_the_body_makes_and_pending_arguments_are_refused(make):
     with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
         scan(lambda carry, x: (carry + x, carry), xs=make(2, 3), init=make(3) + 1, donate="init")
     torch_xla.sync()
+
+
+class State:
+    """Takes tensors alone, and is registered without keys."""
+
+    def __init__(self, total, same):
+        assert isinstance(total, torch.Tensor) and isinstance(same, torch.Tensor)
+        self.total, self.same = total, same
+
+
+pytree.register_pytree_node(State, lambda s: ([s.total, s.same], None), lambda leaves, _: State(*leaves))
+
+
+def test_a_carry_of_a_class_that_is_registered_without_keys(make):
+    def body(carry, x):
+        return State(carry.total + x, carry.same * 1), carry.total * x
+
+    def giving(carry, x):
+        donate_buffer(carry.total)
+        return body(carry, x)
+
+    expected = host_scan(body, State(make(3), make(2)), make(4, 3))[0].total.tolist()
+    for fn, donated in ((body, False), (giving, True)):
+        init = State(make(3), make(2))
+        final, _ = scan(fn, init, make(4, 3))
+        torch_xla.sync()
+        assert (final.total.tolist(), is_donated(init.total), is_donated(init.same)) == (expected, donated, False)
+    assert donation_report(steps=1).donors[0].name == "init[0]"
+
+
+class Alike:
+    def __repr__(self):
+        return "alike"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        lambda: (torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
+        lambda: (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))),
+        lambda: (Alike(), Alike()),
+    ],
+    ids=["modules", "parameters", "objects"],
+)
+def test_keys_that_print_alike_do_not_donate_for_each_other(make, keys):
+    first, second = keys()
+
+    def body(carry, x):
+        return {first: carry[first] + x, second: carry[second] * 2}, carry[first] * 1
+
+    def giving(carry, x):
+        donate_buffer({second: carry[second], first: carry[first]})
+        cancel_donation(carry[second])
+        return body(carry, x)
+
+    a, b = make(3), make(5)
+    result = scan(giving, {first: a, second: b}, make(4, 3))
+    torch_xla.sync()
+    assert (is_donated(a), is_donated(b)) == (True, False)
+    assert b.tolist() == [0, 1, 2, 3, 4]
+    a, b = make(3), make(5)
+    result = scan(body, {first: a, second: b}, make(4, 3), donate="init")
+    torch_xla.sync()
+    assert (is_donated(a), is_donated(b)) == (True, True)
+    assert result[0][second].tolist() == [0, 16, 32, 48, 64]
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_what_cannot_be_called_is_refused_as_by_torch_xla(make, is_fn_pure):
+    with pytest.raises(ValueError, match="must be callable"):
+        host_scan(3, make(3), make(4, 3))
+    with pytest.raises(ValueError, match="fn is 3, which cannot be called. Give the body of the loop, a function of"):
+        scan(3, make(3), make(4, 3), is_fn_pure=is_fn_pure)
 
 
 def test_a_tensor_from_outside_is_donated_as_ever(make):

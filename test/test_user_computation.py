@@ -593,6 +593,39 @@ def test_a_function_that_is_made_anew_is_known_by_its_hash(make):
     assert traces == [(4,)]
 
 
+def test_functions_of_one_hash_donate_their_own_arguments(make):
+    def add(a, b):
+        return a + b
+
+    for number in (1, 0):
+        given = make(4), make(4)
+        result = call_jax(jax.jit(add, donate_argnums=number), given, override_hash="add")
+        torch_xla.sync()
+        assert [is_donated(t) for t in given] == [number == 0, number == 1]
+        assert result.tolist() == [0, 2, 4, 6]
+    given = make(4), make(4)
+    call_jax(jax.jit(add), given, override_hash="add")
+    torch_xla.sync()
+    assert not any(map(is_donated, given))
+
+
+class Vectors:
+    """Takes arrays alone, and is registered without keys."""
+
+    def __init__(self, first, second):
+        assert hasattr(first, "shape") and hasattr(second, "shape")
+        self.first, self.second = first, second
+
+
+def test_a_class_that_is_registered_without_keys_is_donated(make):
+    jax.tree_util.register_pytree_node(Vectors, lambda v: ([v.first, v.second], None), lambda _, v: Vectors(*v))
+    given = Vectors(make(4), make(3))
+    results = call_jax(jax.jit(lambda v: (v.first + 1, v.second + 1), donate_argnums=0), (given,))
+    torch_xla.sync()
+    assert is_donated(given.first) and is_donated(given.second) and results[1].tolist() == [1, 2, 3]
+    assert set(reports()) == {"args[0][<flat index 0>] of <lambda>", "args[0][<flat index 1>] of <lambda>"}
+
+
 def test_what_jax_cannot_connect_or_tell_is_refused(make):
     wide = make(4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"args\[1\] of sgd is int64\[4\], and JAX works with 32 bits"):

@@ -54,11 +54,7 @@ class MemoryAnalysis:
 
 
 class Lowered:
-    """A function traced for certain arguments. `Compiled.lower` makes it.
-
-    Attributes:
-        args_info: ``(args, kwargs)`` with an `ArgInfo` in the place of each tensor; anything else as it is.
-    """
+    """A function traced for certain arguments. `Compiled.lower` makes it."""
 
     def __init__(self, compiled: Compiled, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compiled = compiled
@@ -66,7 +62,7 @@ class Lowered:
         _refuse_others(compiled.function, [*args, *kwargs.values()])
         # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
         self._args, self._kwargs = pytree.tree_map(_placeholder, (args, kwargs))
-        self.args_info = _describe(plan, args, kwargs)
+        self._types = Types(plan, args, kwargs)
         with self._traced() as (outputs, donors):
             self._text = _host.hlo_text(outputs, donors)
         _log.dump_lowered(compiled.function, self.as_text)
@@ -93,6 +89,14 @@ class Lowered:
                 # What the trace has left anywhere else may depend on arrays without memory. It must never run.
                 _host.forget_pending()
 
+    @property
+    def args_info(self) -> Any:
+        """``(args, kwargs)`` with an `ArgInfo` in the place of each tensor; anything else as it is.
+
+        A registered class whose unflatten function takes tensors alone raises its own error.
+        """
+        return self._types.tree()
+
     def as_text(self) -> str:
         """HLO before optimisation; ``buffer_donor`` lists the parameters that outputs may take over."""
         return self._text
@@ -102,17 +106,22 @@ class Lowered:
         with self._traced() as (outputs, donors), _log.compilations(self._compiled.function):
             graph, _, _ = _host.compile_graph(outputs, donors)
         text, memory = _host.describe_graph(graph) if graph is not None else (self._text, "")
-        return Executable(self._compiled, self.args_info, text, memory)
+        return Executable(self._compiled, self._types, text, memory)
 
 
 class Executable:
     """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
 
-    def __init__(self, compiled: Compiled, args_info: Any, text: str, memory: str) -> None:
+    def __init__(self, compiled: Compiled, types: Types, text: str, memory: str) -> None:
         self._compiled = compiled
-        self.args_info = args_info
+        self._types = types
         self._text = text
         self._memory = memory
+
+    @property
+    def args_info(self) -> Any:
+        """As `Lowered.args_info`."""
+        return self._types.tree()
 
     def as_text(self) -> str:
         """HLO after optimisation; ``input_output_alias`` lists the parameters that outputs take over."""
@@ -133,22 +142,39 @@ class Executable:
             raise RuntimeError(f"this platform gives no memory statistics (found: {self._memory!r}).") from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._check(args, kwargs)
+        self._types.check(self._compiled.function, args, kwargs)
         return self._compiled(*args, **kwargs)
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """TypeError unless the arguments are of the types that this was compiled for."""
-        expected, spec = pytree.tree_flatten(self.args_info, is_leaf=_is_info)
-        found, found_spec = pytree.tree_flatten((args, kwargs))
-        function = self._compiled.function
-        if spec != found_spec:
-            raise TypeError(f"{function} was compiled for arguments of the structure {spec}; called with {found_spec}.")
-        paths = [path for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]]
+
+class Types:
+    """What the arguments of a call are, leaf by leaf."""
+
+    def __init__(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        donated = {slot.key for slot in plan.donated}
+        self._infos = [
+            _info(leaf, key in donated)
+            for key, value in (*enumerate(args), *kwargs.items())
+            for leaf in pytree.tree_leaves(value)
+        ]
+        self._spec = pytree.tree_structure((args, kwargs))
+
+    def tree(self) -> Any:
+        """``(args, kwargs)`` with an `ArgInfo` for each tensor."""
+        return pytree.tree_unflatten(self._infos, self._spec)
+
+    def check(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """TypeError unless the arguments are of these types."""
+        spec = pytree.tree_structure((args, kwargs))
+        if self._spec != spec:
+            raise TypeError(f"{function} was compiled for arguments of the structure {self._spec}; called with {spec}.")
+        found, paths = _leaves.with_paths((args, kwargs))
         differing = []
-        for path, info, leaf in zip(paths, expected, found):
+        for index, (info, leaf) in enumerate(zip(self._infos, found)):
             now: Any = _info(leaf, getattr(info, "donated", False))
             if now != info:
-                differing.append(f"{_place(path)}: compiled for {info}, called with {now}")
+                _, key, *path = map(str, paths.place(index))
+                place = f"argument {key[1:-1]}{''.join(path)}"
+                differing.append(f"{place}: compiled for {info}, called with {now}")
         if differing:
             shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
             raise TypeError(
@@ -236,23 +262,5 @@ def _placeholder(leaf: Any) -> Any:
     return torch.nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else empty
 
 
-def _is_info(leaf: Any) -> bool:
-    return isinstance(leaf, ArgInfo)
-
-
 def _info(leaf: Any, donated: bool) -> Any:
     return ArgInfo(tuple(leaf.shape), leaf.dtype, donated) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _describe(plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    donated = {slot.key for slot in plan.donated}
-    return (
-        tuple(pytree.tree_map(lambda leaf, i=i: _info(leaf, i in donated), value) for i, value in enumerate(args)),
-        {n: pytree.tree_map(lambda leaf, n=n: _info(leaf, n in donated), value) for n, value in kwargs.items()},
-    )
-
-
-def _place(path: Any) -> str:
-    """'argument 0['w']' of the path ([0][0]['w'])."""
-    key = path[1].idx if hasattr(path[1], "idx") else repr(path[1].key)
-    return f"argument {key}{pytree.keystr(path[2:])}"

@@ -33,29 +33,30 @@ class Body:
 
     Args:
         loop: what messages call the loop, such as ``scan``.
-        leaves: the traced tensors by identity, each with the name of the loop's argument that it stands for.
+        leaves: the traced tensors, each in the place of the loop's argument that it stands for.
 
     Attributes:
-        wishes: by argument; None for one whose donation the body has taken back, whoever had asked for it.
+        wishes: by the number of the argument; None for one whose donation the body has taken back, whoever had asked
+            for it.
     """
 
-    def __init__(self, loop: str, leaves: Mapping[int, str]) -> None:
+    def __init__(self, loop: str, leaves: Iterable[Any]) -> None:
         self.loop = loop
-        self._leaves = leaves
-        self.wishes: dict[str, Wish | None] = {}
+        self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        self.wishes: dict[int, Wish | None] = {}
 
-    def find(self, tensor: Any) -> str | None:
-        """The argument of the loop that a tensor stands for, if it does."""
-        return self._leaves.get(id(tensor))
+    def find(self, tensor: Any) -> int | None:
+        """The number of the loop's argument that a tensor stands for, if it does."""
+        return self._numbers.get(id(tensor))
 
-    def argument(self, tensor: Any) -> str | None:
+    def argument(self, tensor: Any) -> int | None:
         """The same for a tensor to be donated; None for one that exists outside of the trace.
 
         Raises DonationError for a tensor that the body has made.
         """
-        name = self.find(tensor)
-        if name is not None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
-            return name
+        number = self.find(tensor)
+        if number is not None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            return number
         if not isinstance(tensor, torch.Tensor):
             return None
         raise DonationError(
@@ -64,14 +65,14 @@ class Body:
             "came. Nothing was marked."
         )
 
-    def donate(self, name: str, wish: Wish) -> None:
+    def donate(self, number: int, wish: Wish) -> None:
         """Notes the wish for an argument of the loop. The first one holds, as a mark does."""
-        if self.wishes.get(name) is None:
-            self.wishes[name] = wish
+        if self.wishes.get(number) is None:
+            self.wishes[number] = wish
 
-    def cancel(self, names: Iterable[str]) -> None:
+    def cancel(self, numbers: Iterable[int]) -> None:
         """The arguments of the loop are not donated."""
-        self.wishes.update(dict.fromkeys(names))
+        self.wishes.update(dict.fromkeys(numbers))
 
 
 def chosen(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str, ...]:
@@ -85,20 +86,20 @@ def chosen(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str
 
 
 def settle(
-    wanted: Mapping[str, Wish], found: Mapping[str, Wish | None], strict: bool | None
-) -> tuple[dict[str, Wish], list[str]]:
-    """What is donated of a loop's arguments, and what the body has taken back.
+    wanted: Mapping[int, Wish], found: Mapping[int, Wish | None], strict: bool | None
+) -> tuple[dict[int, Wish], list[int]]:
+    """What is donated of a loop's arguments, and what the body has taken back; all by their numbers.
 
     wanted: from outside of the body.
     found: the body's wishes.
     strict: the loop's, for wishes of the body that do not say.
     """
     wishes = dict(wanted)
-    for name, wish in found.items():
+    for number, wish in found.items():
         if wish is not None:
-            wishes[name] = wish if wish.strict is not None else wish._replace(strict=strict)
-    cancelled = [name for name, wish in found.items() if wish is None]
-    return {name: wish for name, wish in wishes.items() if name not in cancelled}, cancelled
+            wishes[number] = wish if wish.strict is not None else wish._replace(strict=strict)
+    cancelled = [number for number, wish in found.items() if wish is None]
+    return {number: wish for number, wish in wishes.items() if number not in cancelled}, cancelled
 
 
 def refuse_eager_mode(loop: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _donate, _host, _leaves, _user_computation
+from torch_xla_donate import _config, _donate, _host, _leaves, _user_computation
 from torch_xla_donate._errors import DonationError
 
 
@@ -33,7 +33,8 @@ def call_jax(
         args: its positional arguments, pytrees of XLA tensors and of what JAX takes for static or constant.
         kwargs: its keyword arguments.
         name: as in torch_xla.
-        override_hash: as in torch_xla: stands for ``f`` in the caches, where ``f`` is made anew at each call.
+        override_hash: as in torch_xla: stands for ``f`` in the caches, where ``f`` is made anew at each call. What is
+            donated is what the ``f`` of this call donates.
         strict: as for `user_computation`.
 
     Returns:
@@ -41,17 +42,20 @@ def call_jax(
 
     Raises:
         ImportError: jax or torchax is missing.
+        TypeError: ``strict`` is no bool.
         ValueError: a donated tensor is passed a second time where it is not donated, or a tensor has 64 bits and JAX
             works with 32.
         DonationError: a donated tensor is pending, or shares a buffer that torch_xla keeps for everybody.
         DonatedBufferError: an argument has been donated before.
     """
+    _config.check_strict(strict)
     where = _donate.call_site()
     jax, torchax = _host.jax()
-    leaves, tree = jax.tree.flatten((args, kwargs or {}))
+    tree = (args, kwargs or {})
+    leaves, spec = jax.tree.flatten(tree)
     if not isinstance(f, jax.stages.Wrapped) or any(isinstance(leaf, torchax.tensor.Tensor) for leaf in leaves):
         return _host.call_jax(f, args, kwargs, name, override_hash)
-    offered = _offered(f, leaves, tree, override_hash)
+    offered = _offered(f, leaves, spec, tree, override_hash)
     donated = _user_computation.to_donate(leaves, offered.donors, offered, where, strict)
     results = _host.call_jax(f, args, kwargs, name, override_hash)
     if donated:
@@ -68,9 +72,9 @@ class _Offered:
     donors: their numbers, tensors only.
     """
 
-    def __init__(self, f: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> None:
+    def __init__(self, f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any) -> None:
         self._names = _names(f, tree)
-        flags = _donated(f, leaves, tree)
+        flags = _donated(f, leaves, spec)
         self.donors = [index for index in flags if isinstance(leaves[index], torch.Tensor)]
         if self.donors:
             self._check_bits(leaves)
@@ -103,14 +107,13 @@ def _label(f: Any) -> str:
 def _names(f: Callable[..., Any], tree: Any) -> list[str]:
     """``args[0]['w'] of update`` for each leaf."""
     jax, _ = _host.jax()
-    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     return [
         f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])} of {_label(f)}"
-        for path, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
     ]
 
 
-def _donated(f: Any, leaves: Sequence[Any], tree: Any) -> list[int]:
+def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
     """The numbers of the leaves that a jitted function donates."""
     jax, _ = _host.jax()
 
@@ -121,16 +124,16 @@ def _donated(f: Any, leaves: Sequence[Any], tree: Any) -> list[int]:
 
     traced = [abstract(leaf) for leaf in leaves]
     with _host.jax_environment():
-        args, kwargs = jax.tree.unflatten(tree, traced)
+        args, kwargs = jax.tree.unflatten(spec, traced)
         infos, found = jax.tree.flatten(f.trace(*args, **kwargs).args_info)
-        if found == tree or not any(info.donated for info in infos):
+        if found == spec or not any(info.donated for info in infos):
             return [index for index, info in enumerate(infos) if info.donated]
         # Static arguments are missing there. A call of f by another function tells which of its arguments it donates.
         arrays = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
         def caller(*tensors: Any) -> Any:
             given = dict(zip(arrays, tensors))
-            args, kwargs = jax.tree.unflatten(tree, [given.get(index, leaf) for index, leaf in enumerate(traced)])
+            args, kwargs = jax.tree.unflatten(spec, [given.get(index, leaf) for index, leaf in enumerate(traced)])
             return f(*args, **kwargs)
 
         program = jax.jit(caller).trace(*[traced[index] for index in arrays]).jaxpr.jaxpr
@@ -154,10 +157,15 @@ _by_function: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, _Offered]]
 _by_hash: dict[Any, dict[Any, _Offered]] = {}
 
 
-def _offered(f: Callable[..., Any], leaves: Sequence[Any], tree: Any, override_hash: Any) -> _Offered:
-    known = _by_hash.setdefault(override_hash, {}) if override_hash else _by_function.setdefault(f, {})
-    key = (tree, *[(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+def _offered(f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any, override_hash: Any) -> _Offered:
+    donation = _host.jit_donation(f) if override_hash else None
+    if donation is None:
+        known = _by_function.setdefault(f, {})
+    else:
+        # The hash stands for what is computed alone: another function of the same one may donate other arguments.
+        known = _by_hash.setdefault((override_hash, _label(f), donation), {})
+    key = (spec, *[(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
     found = known.get(key)
     if found is None:
-        found = known[key] = _Offered(f, leaves, tree)
+        found = known[key] = _Offered(f, leaves, spec, tree)
     return found

@@ -300,7 +300,8 @@ def compile(
         An object to be called like ``f``. Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers or names of another type. At a call: a donated leaf is an object that is no pytree.
+        TypeError: numbers, names or ``strict`` of another type. At a call: a donated leaf is an object that is no
+            pytree.
         ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
             without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
             argument that is not donated, too.
@@ -311,6 +312,7 @@ def compile(
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
     }
+    _config.check_strict(strict)
     if f is None:
         return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
     if not callable(f):

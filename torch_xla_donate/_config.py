@@ -24,6 +24,15 @@ def strict_by_default() -> bool:
     return flag("TORCH_XLA_DONATE_STRICT")
 
 
+def check_strict(strict: bool | None) -> None:
+    """TypeError if the argument ``strict`` of a donation is neither yes, no nor left open."""
+    if strict is not None and not isinstance(strict, bool):
+        raise TypeError(
+            f"strict is {strict!r}, of type {type(strict).__name__}; give True or False, or leave it out to have "
+            "what TORCH_XLA_DONATE_STRICT says. Nothing was donated."
+        )
+
+
 def debug_nans() -> bool:
     """Whether every step is checked for NaN, and nothing donated (``TORCH_XLA_DONATE_DEBUG_NANS``)."""
     return flag("TORCH_XLA_DONATE_DEBUG_NANS")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,17 +37,18 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             warning. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
 
     Raises:
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf is not a tensor, or ``strict`` is no bool.
         ValueError: a leaf is not an XLA tensor, or ``into`` does not fit, or is given inside of a loop's body.
         DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or shares a buffer that torch_xla keeps
             for everybody (cached constants, the RNG seed).
         DonatedBufferError: a leaf has been donated already.
     """
+    _config.check_strict(strict)
     where = call_site()
     body = _bodies.current()
     if body is not None:
-        named = _named(tensors)
-        stands_for = next((name for name, leaf in named.items() if body.argument(leaf) is not None), None)
+        donations = _donations(tensors, _bodies.Wish(where, strict))
+        stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
             raise ValueError(
                 f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body: the buffer "
@@ -55,7 +56,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
                 f"{body.loop}, on its argument and its result. Nothing was marked."
             )
         if stands_for is not None:
-            mark_named(named, dict.fromkeys(named, _bodies.Wish(where, strict)))
+            mark_all(donations)
             return
     prepare(where)
     if strict is None:
@@ -74,8 +75,8 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
     paired: _into.Paired | None = None
     targets: dict[int, torch.Tensor] = {}
     if into is not None:
-        leaves, names = _leaves.flatten(tensors)
-        paired, targets = _into.pair(leaves, names, into, where)
+        leaves, places = _leaves.flatten(tensors)
+        paired, targets = _into.pair(leaves, places, _into.in_order(places, into, len(leaves)), where)
         names = paired
 
     refused = _C.mark(leaves, where, strict, names, targets)
@@ -92,75 +93,82 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         _into.watch(paired, where)
 
 
-def _named(tensors: Any) -> dict[str, Any]:
-    """The leaves by the names that messages have for them."""
+class Donation(NamedTuple):
+    """A tensor to be donated.
+
+    name: what messages call it, which may be the name of another one, too.
+    target: the output that should take the buffer over, as with ``into=``.
+    """
+
+    name: str
+    tensor: Any
+    wish: _bodies.Wish
+    target: torch.Tensor | None = None
+
+
+def _donations(tensors: Any, wish: _bodies.Wish) -> list[Donation]:
     leaves, names = _leaves.flatten(tensors)
-    return {
-        _leaves.label("tensors", names.name(index)): _leaves.without_wrapper(leaf)
+    return [
+        Donation(_leaves.label("tensors", names.name(index)), _leaves.without_wrapper(leaf), wish)
         for index, leaf in enumerate(leaves)
         if leaf is not None
-    }
+    ]
 
 
-def mark_named(
-    tensors: Mapping[str, Any], wishes: Mapping[str, _bodies.Wish], targets: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def mark_all(donations: Sequence[Donation]) -> None:
     """`donate_buffer` for tensors that messages know by a name of their own; all are marked, or none.
 
     Inside of a loop's body those that stand for its arguments are left to the loop.
-
-    targets: the outputs that should take buffers over, as with ``into=``, by the names of the tensors.
     """
     body = _bodies.current()
-    arguments = {name: body.argument(tensor) for name, tensor in tensors.items()} if body is not None else {}
-    free = {name: tensor for name, tensor in tensors.items() if arguments.get(name) is None}
+    arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     if _into.open_pairs():
         _into.resolve_pairs(wait=False)
-    for wish, leaves, names in _by_wish(free, wishes):
-        listed: _leaves.Names = _leaves.Listed(names)
+    for wish, free in _by_wish([given for given, argument in zip(donations, arguments) if argument is None]):
+        leaves = [given.tensor for given in free]
+        names: _leaves.Names = _leaves.Listed([given.name for given in free])
         paired: _into.Paired | None = None
         wanted: dict[int, torch.Tensor] = {}
-        if targets:
-            paired, wanted = _into.pair(leaves, listed, [targets.get(name) for name in names], wish.where)
-            listed = paired
-        refused = _C.mark(leaves, wish.where, wish.is_strict(), listed, wanted)
+        if any(given.target is not None for given in free):
+            paired, wanted = _into.pair(leaves, names, [given.target for given in free], wish.where)
+            names = paired
+        refused = _C.mark(leaves, wish.where, wish.is_strict(), names, wanted)
         if refused is not None:
             index, obstacle = refused
-            raise refusal(leaves[index], obstacle, names[index])
+            raise refusal(leaves[index], obstacle, free[index].name)
         if paired is not None:
             _into.watch(paired, wish.where)
     if body is not None:
-        for name, argument in arguments.items():
+        for given, argument in zip(donations, arguments):
             if argument is not None:
-                body.donate(argument, wishes[name])
+                body.donate(argument, given.wish)
 
 
-def refuse_named(tensors: Mapping[str, Any], wishes: Mapping[str, _bodies.Wish], reason: str) -> None:
+def refuse_all(donations: Sequence[Donation], reason: str) -> None:
     """Ends donations before they begin: the report has them as unusable, for this reason, and they are told.
 
     Raises DonationError if one is strict; inside of a compiled function, at the end of its call.
     """
     off = _C.disabled_reason()
-    for wish, leaves, names in _by_wish(tensors, wishes):
-        call = _C.mark_arguments(leaves, [], wish.where, wish.is_strict(), True, _leaves.Listed(names))
+    for wish, group in _by_wish(donations):
+        leaves = [given.tensor for given in group]
+        names = _leaves.Listed([given.name for given in group])
+        call = _C.mark_arguments(leaves, [], wish.where, wish.is_strict(), True, names)
         assert isinstance(call, _C.Call), "the leaves have been checked"
         _C.end_call(call, {}, off or reason, tell=not off)
     _report.tell()
 
 
-def _by_wish(
-    tensors: Mapping[str, Any], wishes: Mapping[str, _bodies.Wish]
-) -> Iterator[tuple[_bodies.Wish, list[torch.Tensor], list[str]]]:
-    """The tensors of each wish, and their names, once it is known that all can be marked."""
-    plain = {name: _leaves.without_wrapper(tensor) for name, tensor in tensors.items()}
-    for name, tensor in plain.items():
-        obstacle = _C.state(tensor) if isinstance(tensor, torch.Tensor) else "not_tensor"
+def _by_wish(donations: Sequence[Donation]) -> Iterator[tuple[_bodies.Wish, list[Donation]]]:
+    """The donations of each wish, without wrappers, once it is known that all can be marked."""
+    plain = [given._replace(tensor=_leaves.without_wrapper(given.tensor)) for given in donations]
+    for given in plain:
+        obstacle = _C.state(given.tensor) if isinstance(given.tensor, torch.Tensor) else "not_tensor"
         if obstacle not in ("materialized", "marked", "donated"):  # what has been donated raises when it is marked
-            raise refusal(tensor, obstacle, name)
-    for wish in dict.fromkeys(wishes[name] for name in plain):
+            raise refusal(given.tensor, obstacle, given.name)
+    for wish in dict.fromkeys(given.wish for given in plain):
         prepare(wish.where)
-        names = [name for name in plain if wishes[name] == wish]
-        yield wish, [plain[name] for name in names], names
+        yield wish, [given for given in plain if given.wish == wish]
 
 
 def _describe(tensor: torch.Tensor) -> str:
@@ -239,17 +247,22 @@ def cancel_donation(tensors: Any) -> None:
         DonationError: a leaf has been donated already; no mark is taken back then.
     """
     body = _bodies.current()
-    arguments: list[str] = []
+    arguments: list[int] = []
     found: list[torch.Tensor] = []
-    for name, tensor in _named(tensors).items():
+    leaves, names = _leaves.flatten(tensors)
+    for index, leaf in enumerate(leaves):
+        if leaf is None:
+            continue
+        tensor = _leaves.without_wrapper(leaf)
         if not isinstance(tensor, torch.Tensor):
-            raise refusal(tensor, "not_tensor", name)
+            raise refusal(tensor, "not_tensor", _leaves.label("tensors", names.name(index)))
         argument = body.find(tensor) if body is not None else None
         if argument is not None:
             arguments.append(argument)
             continue
         state = _C.state(tensor)
         if state == "donated":
+            name = _leaves.label("tensors", names.name(index))
             raise DonationError(
                 f"{name} is {_describe(tensor)} and has been consumed by a step: its donation can no longer be "
                 "cancelled. No mark was taken back."

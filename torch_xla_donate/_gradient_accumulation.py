@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _bodies, _donate, _errors, _host, _leaves
+from torch_xla_donate import _C, _bodies, _config, _donate, _errors, _host, _leaves
 from torch_xla_donate._errors import DonationError
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
@@ -41,40 +41,47 @@ def gradient_accumulation(
         The mean loss; followed by the carried tensors, if there are any.
 
     Raises:
-        TypeError: ``donate`` is no name, a carried one is not a tensor, or the loss is not float32.
+        TypeError: ``donate`` is no name, ``strict`` is no bool, a carried one is not a tensor, or the loss is not
+            float32.
         ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
             have the same buffer.
         DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, the step
             makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
             this is inside of a function that is declared pure.
     """
+    _config.check_strict(strict)
     by = _bodies.watcher()
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
     _bodies.refuse_eager_mode("gradient_accumulation")
     where = _donate.call_site()
     chosen = _bodies.chosen(donate, _ARGUMENTS)
-    arguments = {
-        f"{argument}[{index}]": tensor
+    arguments = [
+        (argument, index, tensor)
         for argument, tensors in zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
         for index, tensor in enumerate(tensors)
-    }
+    ]
     _refuse_twice(carried_tensors)
-    wanted = {name: _bodies.Wish(where, strict) for name in arguments if name.partition("[")[0] in chosen}
-    found: dict[str, _bodies.Wish | None] = {}
+    wanted = {number: _bodies.Wish(where, strict) for number, (name, *_) in enumerate(arguments) if name in chosen}
+    found: dict[int, _bodies.Wish | None] = {}
 
     def step(*traced: torch.Tensor) -> Any:
-        body = _bodies.Body("gradient_accumulation", {id(leaf): name for leaf, name in zip(traced, arguments)})
+        body = _bodies.Body("gradient_accumulation", traced)
         with _bodies.tracing(body), _runs_refused():
             result = train_step(*traced)
         _refuse_other_precision(result[0] if carried_tensors else result)
         found.update(body.wishes)
         return result
 
-    result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
+    with _gradients_aside(model):
+        result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
     wishes, cancelled = _bodies.settle(wanted, found, strict)
-    _donate.cancel_donation([arguments[name] for name in cancelled])
-    _donate.mark_named({name: arguments[name] for name in wishes}, wishes)
+    _donate.cancel_donation([arguments[number][-1] for number in cancelled])
+    donations = []
+    for number, wish in wishes.items():
+        argument, index, tensor = arguments[number]
+        donations.append(_donate.Donation(f"{argument}[{index}]", tensor, wish))
+    _donate.mark_all(donations)
     return result
 
 
@@ -102,6 +109,25 @@ def _refuse_other_precision(loss: Any) -> None:
             f"the train step's loss is {_leaves.array(loss)}; torch_xla's loop adds up losses of float32. Return "
             "loss.float()."
         )
+
+
+@contextlib.contextmanager
+def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """The loop finds no gradients. Those of before are added to in place once it is there, and stay if it fails."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in before:
+        if gradient is not None:
+            if parameter.grad is not None:
+                gradient.add_(parameter.grad)
+            parameter.grad = gradient
 
 
 def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:

@@ -870,6 +870,12 @@ def call_jax(f: Callable[..., Any], args: Any, kwargs: Any, name: str | None, ov
     return xla_builder.call_jax(f, args, kwargs, name, override_hash)
 
 
+def jit_donation(f: Any) -> tuple[Any, Any] | None:
+    """The numbers and names of the arguments that a jitted function donates; None if they cannot be told untraced."""
+    info = getattr(f, "_jit_info", None)
+    return None if info is None else (info.donate_argnums, info.donate_argnames)
+
+
 def jax_environment() -> contextlib.AbstractContextManager[None]:
     """What torch_xla has set while JAX traces."""
     from torch_xla._internal import jax_workarounds

@@ -86,32 +86,47 @@ def kept(names: Any, leaf: int, graph: str) -> bool | None:
     return _kept_by_graph.get((graph, leaf))
 
 
-def pair(leaves: Sequence[Any], names: _leaves.Names, into: Any, where: str) -> tuple[Paired, dict[int, torch.Tensor]]:
-    """Validates ``into`` against the leaves to be donated at ``where``; the pairs, and each leaf's target.
+def in_order(places: _leaves.Places, into: Any, count: int) -> Sequence[Any]:
+    """The leaves of ``into``, each in the place of the donated leaf that it is meant for.
+
+    count: how many leaves are donated.
+
+    Raises ValueError if the numbers differ, or if both sides have keys and these differ.
+    """
+    targets, target_places = _leaves.flatten(into)
+    if len(targets) != count:
+        raise ValueError(
+            f"into has {len(targets)} leaves, tensors has {count}; give one target for each donated tensor, "
+            "or None for a tensor without one."
+        )
+    if isinstance(places, _leaves.Paths) and places.is_like(target_places):
+        return targets
+    # Dictionaries that were filled in different orders: what belongs together has the same keys.
+    by_place = {target_places.place(i): target for i, target in enumerate(targets)}
+    wished = [places.place(i) for i in range(count)]
+    if len(by_place) == count and by_place.keys() == set(wished):
+        return [by_place[place] for place in wished]
+    if all(map(_leaves.has_keys, (*by_place, *wished))):  # positions would be paired as such
+        strange = next((i for i in range(count) if target_places.place(i) not in wished), None)
+        name = "" if strange is None else target_places.name(strange)
+        raise ValueError(
+            f"into{name} has no counterpart in tensors, whose leaves are "
+            f"{', '.join(places.name(i) for i in range(min(count, 5)))}{', ...' if count > 5 else ''}. Leaves with the "
+            "same names belong together. Nothing was marked."
+        )
+    return targets
+
+
+def pair(
+    leaves: Sequence[Any], names: _leaves.Names, targets: Sequence[Any], where: str
+) -> tuple[Paired, dict[int, torch.Tensor]]:
+    """Validates the targets of the leaves to be donated at ``where``; the pairs, and each leaf's target.
 
     Raises:
         TypeError: a target is not a tensor.
-        ValueError: the numbers of leaves differ, or a pair's shapes, dtypes, devices or shardings do.
+        ValueError: the shapes, dtypes, devices or shardings of a pair differ.
         DonationError: a source is pending, or a target is materialised already.
     """
-    targets, target_names = _leaves.flatten(into)
-    if len(targets) != len(leaves):
-        raise ValueError(
-            f"into has {len(targets)} leaves, tensors has {len(leaves)}; give one target for each donated tensor, "
-            "or None for a tensor without one."
-        )
-    if not _leaves.same_structure(names, target_names):
-        # Dictionaries that were filled in different orders: what belongs together has the same name.
-        by_name = {target_names.name(i): target for i, target in enumerate(targets)}
-        wished = [names.name(i) for i in range(len(leaves))]
-        if by_name.keys() == set(wished):
-            targets = [by_name[name] for name in wished]
-        elif all("'" in name for name in (*by_name, *wished)):  # keys on both sides; positions would be paired as such
-            strange = next((name for name in by_name if name not in wished), "")
-            raise ValueError(
-                f"into{strange} has no counterpart in tensors, whose leaves are {', '.join(wished[:5])}"
-                f"{', ...' if len(wished) > 5 else ''}. Leaves with the same names belong together. Nothing was marked."
-            )
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for index, (leaf, target) in enumerate(zip(leaves, targets)):
         if leaf is None or target is None:

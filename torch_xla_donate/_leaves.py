@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections import deque, namedtuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C
+
+Place = tuple[Hashable, ...]  # what leads to a leaf
 
 
 class Names(Protocol):
@@ -18,11 +22,20 @@ class Names(Protocol):
     def name(self, index: int) -> str: ...
 
 
+class Places(Names, Protocol):
+    """Names are for people, and leaves whose keys print alike have the same one; their places differ."""
+
+    def place(self, index: int) -> Place: ...
+
+
 class Single:
     """A tensor that was given by itself has no name; the donation's file and line tell which it is."""
 
     def name(self, index: int) -> str:
         return ""
+
+    def place(self, index: int) -> Place:
+        return ()
 
 
 class Positions:
@@ -33,33 +46,145 @@ class Positions:
 
 
 class Listed:
-    """Names that were known from the start."""
+    """Names that were known from the start.
 
-    def __init__(self, names: Sequence[str]) -> None:
+    places: what tells the leaves apart; by default their names do.
+    """
+
+    def __init__(self, names: Sequence[str], places: Sequence[Place] | None = None) -> None:
         self._names = names
+        self._places = places
 
     def name(self, index: int) -> str:
         return self._names[index]
+
+    def place(self, index: int) -> Place:
+        return self._places[index] if self._places is not None else (self._names[index],)
+
+
+class _Key:
+    """A dictionary's key that might hold tensors, or be one: its text and its hash stand for it."""
+
+    def __init__(self, key: Hashable, number: int) -> None:
+        self._hash = hash(key)
+        self._text, is_whole = _text(key)
+        self._name = self._text if is_whole else f"key {number}: {self._text}"
+
+    def __str__(self) -> str:
+        return f"[{self._name}]"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and (self._hash, self._text) == (other._hash, other._text)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+_PLAIN = {str, bytes, int, float, complex, bool, type(None)}
+_LONGEST_KEY = 80
+
+
+def _text(key: Any) -> tuple[str, bool]:
+    """What names have for a key, and whether that is all of its repr; a tensor's would wait for its value."""
+    if isinstance(key, torch.Tensor):
+        return f"{type(key).__name__} {array(key)}", False
+    if type(key) is tuple:
+        items = [_text(item) for item in key]
+        text, is_whole = ", ".join(text for text, _ in items), all(is_whole for _, is_whole in items)
+        return f"({text}{',' if len(items) == 1 else ''})", is_whole
+    text = "" if isinstance(key, _COLLECTIONS) else repr(key)
+    is_short = type(key) in _PLAIN or (0 < len(text) <= _LONGEST_KEY and "\n" not in text)
+    return (text, True) if is_short else (type(key).__name__, False)
+
+
+class _Node(NamedTuple):
+    """A container of a pytree.
+
+    keys: of its children; texts with their brackets or dot, or `_Key`s. Where ``plain``, what stands in brackets.
+    children: a `_Node` each, or None for a leaf.
+    """
+
+    keys: Sequence[Any]
+    plain: bool
+    children: Sequence[Any]
+
+    def paths(self) -> Iterator[Place]:
+        """The keys that lead to each leaf."""
+        for key, child in zip(self.keys, self.children):
+            step = f"[{key!r}]" if self.plain else key
+            if child is None:
+                yield (step,)
+            else:
+                for path in child.paths():
+                    yield (step, *path)
+
+
+def _node(tree: Any, leaves: list[Any]) -> _Node | None:
+    """Flattens a pytree as torch does, and keeps its keys: torch's own spec would keep all that they hold."""
+    kind = pytree._get_node_type(tree)
+    registered = pytree.SUPPORTED_NODES.get(kind)
+    if registered is None:
+        leaves.append(tree)
+        return None
+    children = [_node(child, leaves) for child in registered.flatten_fn(tree)[0]]
+    keys, plain = _keys(kind, tree, len(children))
+    return _Node(keys, plain, children)
+
+
+def _keys(kind: Any, node: Any, count: int) -> tuple[Sequence[Any], bool]:
+    """The keys of a container's children, and whether they are plain."""
+    if kind in (list, tuple, deque):
+        return range(count), True
+    if kind in pytree.STANDARD_DICT_TYPES:
+        keys = list(node)
+        is_plain = _PLAIN.issuperset(map(type, keys))
+        return (keys, True) if is_plain else (list(map(_step, keys, itertools.count())), False)
+    if kind is namedtuple:
+        return [f".{field}" for field in node._fields], False
+    with_keys = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    entries = [entry for entry, _ in with_keys(node)[0]] if with_keys is not None else []
+    if len(entries) != count:  # it has been registered without keys
+        return range(count), True
+    return [
+        _step(entry.key, number) if isinstance(entry, pytree.MappingKey) else str(entry)
+        for number, entry in enumerate(entries)
+    ], False
+
+
+def _step(key: Hashable, number: int) -> str | _Key:
+    return f"[{key!r}]" if type(key) in _PLAIN else _Key(key, number)
 
 
 class Paths:
-    """The leaves of a pytree. Their paths are worked out when somebody asks, from the structure alone."""
+    """The leaves of a pytree. Names are worked out when somebody asks, from the containers' keys alone."""
 
-    def __init__(self, spec: pytree.TreeSpec) -> None:
-        self._spec = spec
-        self._names: list[str] | None = None
+    def __init__(self, root: _Node) -> None:
+        self._root = root
+        self._places: list[Place] | None = None
+
+    def place(self, index: int) -> Place:
+        if self._places is None:
+            self._places = list(self._root.paths())
+        return self._places[index]
 
     def name(self, index: int) -> str:
-        if self._names is None:
-            numbered = pytree.tree_unflatten(range(self._spec.num_leaves), self._spec)
-            paths, _ = pytree.tree_flatten_with_path(numbered)
-            self._names = [pytree.keystr(path) for path, _ in paths]
-        return self._names[index]
+        return "".join(map(str, self.place(index)))
+
+    def is_like(self, other: Names) -> bool:
+        """Whether another pytree has its leaves in the same places, in the same order."""
+        return isinstance(other, Paths) and self._root == other._root
 
 
-def same_structure(left: Names, right: Names) -> bool:
-    """Whether two pytrees have their leaves in the same places, in the same order."""
-    return isinstance(left, Paths) and isinstance(right, Paths) and left._spec == right._spec
+def has_keys(place: Place) -> bool:
+    """Whether keys of dictionaries lead to a leaf. A number may as well be that of an item."""
+    return any(isinstance(step, _Key) or "'" in str(step) for step in place)
+
+
+def with_paths(tree: Any) -> tuple[list[Any], Paths | Single]:
+    """The leaves that torch finds in a pytree, in its order, and their names; modules are leaves here."""
+    leaves: list[Any] = []
+    root = _node(tree, leaves)
+    return leaves, Single() if root is None else Paths(root)
 
 
 def flatten_module(module: torch.nn.Module) -> tuple[list[Any], Listed]:
@@ -120,7 +245,7 @@ def structure(tree: Any) -> tuple[list[Any], Hashable]:
     inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
     expanded, names = flatten(tree)
     # The names, too: an optimizer has state only after its first step.
-    return expanded, (spec, inside, tuple(names.name(i) for i in range(len(expanded))))
+    return expanded, (spec, inside, tuple(names.place(i) for i in range(len(expanded))))
 
 
 def _identity(collection: Any) -> Hashable:
@@ -129,7 +254,7 @@ def _identity(collection: Any) -> Hashable:
     return weakref.ref(collection), tuple(training)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Names]:
+def flatten(tree: Any) -> tuple[list[Any], Places]:
     """All leaves of a tensor, a pytree, a module or an optimizer (also inside a pytree), and their names.
 
     ``None`` is kept as a leaf, so that positions stay those of the pytree; whoever uses the leaves skips it.
@@ -137,22 +262,24 @@ def flatten(tree: Any) -> tuple[list[Any], Names]:
     opened = _open(tree)
     if opened is not None:
         return opened
-    leaves, spec = pytree.tree_flatten(tree)
-    paths = Paths(spec)
+    leaves, paths = with_paths(tree)
     if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
-        return leaves, Single() if spec.is_leaf() else paths
+        return leaves, paths
     expanded: list[Any] = []
     names: list[str] = []
+    places: list[Place] = []
     for index, leaf in enumerate(leaves):
         inside = _open(leaf)
         if inside is not None:
             inner, inner_names = inside
             names += [label(paths.name(index), inner_names.name(i), ".") for i in range(len(inner))]
+            places += [(*paths.place(index), *inner_names.place(i)) for i in range(len(inner))]
             expanded += inner
         else:
             names.append(paths.name(index))
+            places.append(paths.place(index))
             expanded.append(leaf)
-    return expanded, Listed(names)
+    return expanded, Listed(names, places)
 
 
 def without_wrapper(leaf: Any) -> Any:

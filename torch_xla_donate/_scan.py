@@ -11,7 +11,7 @@ import torch
 from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _bodies, _donate, _errors, _host, _leaves, _nested
+from torch_xla_donate import _C, _bodies, _config, _donate, _errors, _host, _leaves, _nested
 
 _ARGUMENTS = ("init", "xs")
 
@@ -25,7 +25,7 @@ class _Wrapped:
 
     def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
         self._find = function
-        self.wishes: dict[Any, dict[str, _bodies.Wish | None]] = {}  # by `_kind` of the arguments
+        self.wishes: dict[Any, dict[int, _bodies.Wish | None]] = {}  # by `_kind` of the arguments
         self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
 
     def _function(self) -> Callable[..., Any]:
@@ -34,12 +34,7 @@ class _Wrapped:
         return fn
 
     def __call__(self, carry: Any, x: Any) -> Any:
-        leaves: dict[int, str] = {}
-        for argument, tree in zip(_ARGUMENTS, (carry, x)):
-            found, names = _leaves.flatten(tree)
-            for index, leaf in enumerate(found):
-                leaves[id(leaf)] = _leaves.label(argument, names.name(index))
-        body = _bodies.Body("scan", leaves)
+        body = _bodies.Body("scan", [leaf for tree in (carry, x) for leaf in _leaves.leaves_of(tree)])
         with _bodies.tracing(body):
             result = self._function()(carry, x)
         self.wishes[_kind(carry, x)] = body.wishes
@@ -101,16 +96,20 @@ def scan(
         The final carry, and the outputs ``y`` stacked along a new leading dimension.
 
     Raises:
-        ValueError: ``donate`` names something else.
-        TypeError: ``donate`` is no name, or ``fn`` is pure and an object that cannot be hashed or weakly referenced.
+        ValueError: ``donate`` names something else, or ``fn`` cannot be called.
+        TypeError: ``donate`` is no name, ``strict`` no bool, or ``fn`` is pure and an object that cannot be hashed or
+            weakly referenced.
         DonationError: a donated leaf is pending, a tensor donated in the body is none of its arguments, torch_xla is in
             eager mode, or, with ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental.scan import scan as host_scan
 
+    _config.check_strict(strict)
+    if not callable(fn):
+        raise ValueError(f"fn is {fn!r}, which cannot be called. Give the body of the loop, a function of (carry, x).")
     _bodies.refuse_eager_mode("scan")
     where = _donate.call_site()
-    names = _bodies.chosen(donate, _ARGUMENTS)
+    chosen = _bodies.chosen(donate, _ARGUMENTS)
     body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
     with _nested.allowed(body.loops):
@@ -120,18 +119,18 @@ def scan(
             _errors.forget_values(error)
             raise
     _keep_loops(result, body.loops)
-    leaves: dict[str, torch.Tensor] = {}
-    wanted: dict[str, _bodies.Wish] = {}
+    leaves: list[tuple[str, _leaves.Names, int, torch.Tensor]] = []  # in the order that the body's wishes count in
     for argument, tree in zip(_ARGUMENTS, (init, xs)):
-        found, paths = _leaves.flatten(tree)
-        for index, leaf in enumerate(found):
-            name = _leaves.label(argument, paths.name(index))
-            leaves[name] = leaf
-            if argument in names:
-                wanted[name] = _bodies.Wish(where, strict)
+        found, names = _leaves.flatten(tree)
+        leaves += [(argument, names, index, leaf) for index, leaf in enumerate(found)]
+    wanted = {number: _bodies.Wish(where, strict) for number, leaf in enumerate(leaves) if leaf[0] in chosen}
     wishes, cancelled = _bodies.settle(wanted, body.wishes.get(_kind(init, xs, rows=1), {}), strict)
-    _donate.cancel_donation([leaves[name] for name in cancelled])
-    _donate_leaves({name: leaves[name] for name in wishes}, wishes, result)
+    _donate.cancel_donation([leaves[number][-1] for number in cancelled])
+    donations = []
+    for number, wish in wishes.items():
+        argument, paths, index, leaf = leaves[number]
+        donations.append(_donate.Donation(_leaves.label(argument, paths.name(index)), leaf, wish))
+    _donate_leaves(donations, result)
     return result
 
 
@@ -143,20 +142,20 @@ def _keep_loops(result: Any, loops: list[object]) -> None:
             node.torch_xla_donate_loops = loops
 
 
-def _donate_leaves(leaves: dict[str, torch.Tensor], wishes: dict[str, _bodies.Wish], result: Any) -> None:
+def _donate_leaves(donations: list[_donate.Donation], result: Any) -> None:
     by = _bodies.watcher()
     if by is not None and _bodies.current() is None:
         # What the function's own call gives away needs no mark; any other would wait for a step.
-        leaves = {name: leaf for name, leaf in leaves.items() if _C.state(leaf) != "marked"}
-        for name, leaf in leaves.items():
-            if _C.state(leaf) == "materialized":
-                raise by.refuse(f"donates {name}, a tensor from outside, to a scan", "Name it in donate_argnums")
-    read = _read_by_backward(result) if wishes and _bodies.current() is None else set()
-    saved = {name: leaf for name, leaf in leaves.items() if not read.isdisjoint(_C.identity(leaf))}
+        donations = [given for given in donations if _C.state(given.tensor) != "marked"]
+        for given in donations:
+            if _C.state(given.tensor) == "materialized":
+                raise by.refuse(f"donates {given.name}, a tensor from outside, to a scan", "Name it in donate_argnums")
+    read = _read_by_backward(result) if donations and _bodies.current() is None else set()
+    saved = [given for given in donations if not read.isdisjoint(_C.identity(given.tensor))]
     if saved:
-        _donate.cancel_donation(list(saved.values()))  # an earlier mark would destroy it as well
-        _donate.refuse_named(saved, wishes, _SAVED)
-    _donate.mark_named({name: leaf for name, leaf in leaves.items() if name not in saved}, wishes)
+        _donate.cancel_donation([given.tensor for given in saved])  # an earlier mark would destroy it as well
+        _donate.refuse_all(saved, _SAVED)
+    _donate.mark_all([given for given in donations if read.isdisjoint(_C.identity(given.tensor))])
 
 
 _SAVED = "autograd has saved it for the backward scan"
@@ -197,11 +196,13 @@ def scan_layers(
         What the last layer returns.
 
     Raises:
+        TypeError: ``strict`` is no bool.
         DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
             ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental import scan_layers as host
 
+    _config.check_strict(strict)
     layers = list(layers)  # torch_xla goes through them twice
     by = _bodies.watcher()
     if by is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _bodies, _compile, _donate, _hlo, _host, _leaves, _report
+from torch_xla_donate import _C, _bodies, _compile, _config, _donate, _hlo, _host, _leaves, _report
 
 # An instruction, or the head of a computation, as torch_xla prints them.
 _NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
@@ -38,12 +38,13 @@ def user_computation(
         The computation's results, pending: one tensor for each element of its result, or one in a list.
 
     Raises:
-        TypeError: an input or the computation is of another type.
+        TypeError: an input, the computation or ``strict`` is of another type.
         ValueError: number, shapes or dtypes of the inputs are not those of the parameters; torch_xla cannot call the
             module; or a donated input is passed a second time where it is not donated.
         DonationError: a donated input is pending, or shares a buffer that torch_xla keeps for everybody.
         DonatedBufferError: an input has been donated before.
     """
+    _config.check_strict(strict)
     where = _donate.call_site()
     module = _module(computation)
     tensors = [_leaves.without_wrapper(tensor) for tensor in inputs]
@@ -231,8 +232,7 @@ def to_donate(
             where,
         )
     if eager and free:
-        given = {names.name(index): tensors[index] for index in free}
-        _donate.refuse_named(given, dict.fromkeys(given, wish), _EAGER)
+        _donate.refuse_all([_donate.Donation(names.name(index), tensors[index], wish) for index in free], _EAGER)
         return []
     return free
 
@@ -257,8 +257,7 @@ def give(
 ) -> None:
     """Marks what `to_donate` has found; targets are the outputs that should take buffers over."""
     if donated:
-        _donate.mark_named(
-            {names.name(index): tensors[index] for index in donated},
-            {names.name(index): _bodies.Wish(where, strict) for index in donated},
-            {names.name(index): target for index, target in targets.items()},
+        wish = _bodies.Wish(where, strict)
+        _donate.mark_all(
+            [_donate.Donation(names.name(index), tensors[index], wish, targets.get(index)) for index in donated]
         )
