@@ -834,7 +834,8 @@ PYBIND11_MODULE(_C, m) {
         }
         return result;
       },
-      "Inputs of each device's last step that an output could have taken, had nobody held them: (array, bytes, device, "
+      "Inputs of each device's last step that an output could have taken, had nobody held them; none where that step "
+      "donated nothing automatically: (array, bytes, device, "
       "whether a live tensor holds it; otherwise pending work reads it).");
   m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
         "Whether other processes run the same program, whose steps must have the same donors.");

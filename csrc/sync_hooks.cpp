@@ -674,7 +674,11 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
     ApplyOrder(state, result, *collection);
   }
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
-  if (state.ListIsOfStep(roots.size()) && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
+  const bool is_step = collection->config.force_ltc_data && collection->config.sync_ltc_data;
+  if (is_step) {
+    AutoPlans::Get().BeginStep(collection->device);
+  }
+  if (is_step && state.ListIsOfStep(roots.size())) {
     try {
       ClaimDonors(state, result, roots, collection);
     } catch (const std::exception&) {

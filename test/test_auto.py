@@ -337,6 +337,23 @@ def test_the_graph_of_a_live_loss_holds_the_old_parameters(make, keep):
             assert torch.equal(held.detach().cpu(), before)
 
 
+def test_the_report_shows_what_the_last_step_has_left_alone_and_no_older_one(make):
+    def held():
+        return [held.array for held in donation_report().held]
+
+    p = make(6)
+    for leave_out in (lambda: auto_donate(False), donation_disabled):
+        old, p = p, p + 1
+        torch_xla.sync()
+        assert held() == ["f32[6]"]
+        torch_xla.sync()  # with nothing to do it is no step
+        assert old.tolist() != p.tolist() and held() == ["f32[6]"]
+        with leave_out():
+            p = p + 1
+            torch_xla.sync()
+        assert held() == []
+
+
 def test_a_step_closure_reads_the_value_it_was_given(make):
     seen = []
     t = make(4)
