@@ -4,8 +4,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "array_text.h"
@@ -853,6 +856,13 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("infs"),
       "The outputs of this thread's runs since the last call that hold a NaN (or infinity); waits for them.");
+  m.def(
+      "environment",
+      [](const std::string& name) {
+        const char* const value = std::getenv(name.c_str());
+        return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+      },
+      py::arg("name"), "A variable of the environment, where torch_xla reads it; None if it is not set.");
   m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
         "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
 }

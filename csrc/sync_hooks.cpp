@@ -442,8 +442,10 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
     DonationRegistry::Get().NoteAutoRefusal(reason);
     return std::vector<DonorPtr>();
   };
-  if (!TheAutoObstacle().text.empty()) {
-    return refuse(TheAutoObstacle().text);
+  for (const std::string& reason : {TheAutoObstacle().text, SwitchedOffReason()}) {
+    if (!reason.empty()) {
+      return refuse(reason);
+    }
   }
   if (abi::KeepsNodes()) {
     return refuse("torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs");
@@ -579,7 +581,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     asked.push_back(candidate.donor);
     others.insert(candidate.buffer.get());
   }
-  if (automatic && SwitchedOffReason().empty()) {
+  if (automatic) {
     try {
       for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others, *progress)) {
         asked.push_back(std::move(donor));

@@ -676,6 +676,7 @@ def test_a_setting_that_is_neither_yes_nor_no_is_an_error():
     [
         ("XLA_DISABLE_FUNCTIONALIZATION", "1", "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1)"),
         ("XLA_ENABLE_PARAM_ALIASING", "0", "XLA_ENABLE_PARAM_ALIASING=0 makes torch_xla ignore every donor"),
+        ("XLA_STABLEHLO_COMPILE", "1", "XLA_STABLEHLO_COMPILE=1 makes torch_xla ignore every donor"),
     ],
 )
 def test_where_it_cannot_be_told_what_is_alive_the_report_says_so(name, value, reason):

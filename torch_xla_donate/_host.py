@@ -242,10 +242,15 @@ def auto_sharding() -> bool:
 
 
 def ignores_donors() -> str:
-    """The setting that makes torch_xla ignore every donor; empty if none does."""
-    if _config.aliasing_switched_off():
-        return "XLA_ENABLE_PARAM_ALIASING=0"
-    return "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))" if auto_sharding() else ""
+    """The setting that makes torch_xla ignore every donor; empty if none does. The hooks are told, too."""
+    from torch_xla_donate import _C
+
+    if auto_sharding():
+        setting = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
+    else:
+        setting = next(iter(_config.ignoring_donors()), "")
+    _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
+    return setting
 
 
 def wait_for_devices() -> None:
