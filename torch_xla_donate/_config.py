@@ -43,21 +43,22 @@ def ignoring_donors() -> list[str]:
     from torch_xla_donate import _C
 
     # At every donation, for which os.environ is slow.
-    values = ((name, _C.environment(name), needed) for name, needed in _NEEDED_TO_DONATE.items())
-    return [f"{name}={value}" for name, value, needed in values if _as_the_host(value, needed) is not needed]
+    return [
+        f"{name}={value}"
+        for name, needed in _NEEDED_TO_DONATE.items()
+        if (value := _C.environment(name)) is not None and _is_yes(value) is not needed
+    ]
 
 
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on, so that views share graphs instead of being worked out anew."""
-    return _as_the_host(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION"), False)
+    return _is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
 
 
-def _as_the_host(value: str | None, default: bool) -> bool:
+def _is_yes(value: str) -> bool:
     """A yes or no as torch_xla reads it (2.9.0: a word, else C's atoi)."""
-    if value is None or value == "true":
-        return default if value is None else True
     number = re.match(r"\s*[+-]?\d+", value)
-    return number is not None and int(number.group()) != 0
+    return value == "true" or (number is not None and int(number.group()) != 0)
 
 
 def world_size() -> int:
