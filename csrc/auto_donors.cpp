@@ -451,6 +451,15 @@ std::vector<HeldInput> AutoPlans::LastHeld() const {
   return result;
 }
 
+void AutoPlans::BeginStep(const lazy::BackendDevice& device) {
+  if (!any_left_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  last_left_.erase(device);
+  any_left_.store(!last_left_.empty(), std::memory_order_relaxed);
+}
+
 AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
   const std::vector<bool> kind = {question.orders, question.sharded};
   lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
@@ -515,8 +524,7 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
     left.arrays = plan.arrays;
     left.choice = answer.choice;
     last_left_.insert_or_assign(question.device, std::move(left));
-  } else {
-    last_left_.erase(question.device);
+    any_left_.store(true, std::memory_order_relaxed);
   }
   return answer;
 }

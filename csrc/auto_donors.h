@@ -171,8 +171,9 @@ class AutoPlans {
   // The compiler has had no use for these parameters: the graph does not ask for them again.
   void OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters);
 
-  // Of the last step of each device.
+  // Of the last step of each device; nothing of one that has not come to Choose(). A step begins with BeginStep().
   std::vector<HeldInput> LastHeld() const;
+  void BeginStep(const lazy::BackendDevice& device);
 
   std::size_t Size() const;
 
@@ -207,6 +208,7 @@ class AutoPlans {
 
   mutable std::mutex mutex_;
   std::map<lazy::BackendDevice, Left> last_left_;
+  std::atomic<bool> any_left_{false};  // else nobody need take the mutex where nothing is donated automatically
   std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
   std::size_t parameters_ = 0;  // of all plans

@@ -4,8 +4,11 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "array_text.h"
@@ -839,7 +842,8 @@ PYBIND11_MODULE(_C, m) {
         }
         return result;
       },
-      "Inputs of each device's last step that an output could have taken, had nobody held them: (array, bytes, device, "
+      "Inputs of each device's last step that an output could have taken, had nobody held them; none where that step "
+      "donated nothing automatically: (array, bytes, device, "
       "whether a live tensor holds it; otherwise pending work reads it).");
   m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
         "Whether other processes run the same program, whose steps must have the same donors.");
@@ -857,6 +861,13 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("infs"),
       "The outputs of this thread's runs since the last call that hold a NaN (or infinity); waits for them.");
+  m.def(
+      "environment",
+      [](const std::string& name) {
+        const char* const value = std::getenv(name.c_str());
+        return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+      },
+      py::arg("name"), "A variable of the environment, where torch_xla reads it; None if it is not set.");
   m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
         "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
 }

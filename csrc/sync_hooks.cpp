@@ -442,8 +442,10 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
     DonationRegistry::Get().NoteAutoRefusal(reason);
     return std::vector<DonorPtr>();
   };
-  if (!TheAutoObstacle().text.empty()) {
-    return refuse(TheAutoObstacle().text);
+  for (const std::string& reason : {TheAutoObstacle().text, SwitchedOffReason()}) {
+    if (!reason.empty()) {
+      return refuse(reason);
+    }
   }
   if (abi::KeepsNodes()) {
     return refuse("torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs");
@@ -579,7 +581,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     asked.push_back(candidate.donor);
     others.insert(candidate.buffer.get());
   }
-  if (automatic && SwitchedOffReason().empty()) {
+  if (automatic) {
     try {
       for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others, *progress)) {
         asked.push_back(std::move(donor));
@@ -674,7 +676,11 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
     ApplyOrder(state, result, *collection);
   }
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
-  if (state.ListIsOfStep(roots.size()) && collection->config.force_ltc_data && collection->config.sync_ltc_data) {
+  const bool is_step = collection->config.force_ltc_data && collection->config.sync_ltc_data;
+  if (is_step) {
+    AutoPlans::Get().BeginStep(collection->device);
+  }
+  if (is_step && state.ListIsOfStep(roots.size())) {
     try {
       ClaimDonors(state, result, roots, collection);
     } catch (const std::exception&) {

@@ -175,6 +175,65 @@ def test_lowered_modules_are_written_once_under_names_that_files_bear(tmp_path):
     assert sorted(len(hlo.parse(text).donors) for text in texts) == [0, 1]
 
 
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"), [("XLA_ENABLE_PARAM_ALIASING", "0"), ("XLA_STABLEHLO_COMPILE", "1"), ("XLA_AUTO_SPMD", "1")]
+)
+def test_where_torch_xla_ignores_donors_a_function_is_lowered_without_and_that_is_told_once(name, value, pure):
+    done = run_script(
+        f"""
+        import torch, torch_xla, warnings
+        from torch_xla_donate import DonationWarning, compile
+        def make():
+            t = torch.ones(8, 4).to("xla")
+            torch_xla.sync(wait=True)
+            return t
+        def update(model, w, g):
+            model.weight.data.sub_(g[:4])
+            return w - g
+        model = torch.nn.Linear(4, 4).to("xla")
+        before = model.weight.tolist()
+        w, g = make(), make()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for f in (lambda w, g: w - g, *([] if {pure} else [lambda w, g: update(model, w, g)])):
+                step = compile(f, donate_argnums=0, pure={pure})
+                lowered = step.lower(w, g)
+                assert not lowered.args_info[0][0].donated and "buffer_donor" not in lowered.as_text()
+                executable = lowered.compile()
+                assert executable.memory_analysis().alias_bytes == 0
+                assert model.weight.tolist() == before
+                assert executable(w, g).tolist() == [[0.0] * 4] * 8 and w.tolist() == [[1.0] * 4] * 8
+        (warning,) = [w for w in caught if w.category is DonationWarning]
+        assert "{name}={value}" in str(warning.message) and " switches donation off" in str(warning.message), warning
+        print("end")
+        """,
+        env={name: value},
+    )
+    assert done.stdout == "end\n"
+
+
+def test_auto_sharding_needs_arguments_with_memory():
+    run_script(
+        """
+        import torch, torch_xla, warnings, torch_xla.runtime as xr
+        from torch_xla.core.xla_builder import create_placeholder_tensor
+        from torch_xla_donate import DonationError, compile
+        warnings.simplefilter("ignore")
+        xr.use_spmd(auto=True)
+        lowered = compile(lambda x: x + 1, donate_argnums=0).lower(create_placeholder_tensor((8, 4), torch.float32))
+        try:
+            lowered.compile()
+            raise AssertionError("no error")
+        except DonationError as error:
+            assert str(error).startswith("<lambda> cannot be compiled for float32[8,4] without memory: with auto-sh")
+            assert str(error).endswith("call xr.use_spmd() and mark the shardings."), error
+        t = torch.ones(8, 4).to("xla")
+        assert (t + 1).tolist() == [[2.0] * 4] * 8
+        """
+    )
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_arguments_on_another_device_are_not_lowered(device):
     with pytest.raises(

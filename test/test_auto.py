@@ -337,6 +337,23 @@ def test_the_graph_of_a_live_loss_holds_the_old_parameters(make, keep):
             assert torch.equal(held.detach().cpu(), before)
 
 
+def test_the_report_shows_what_the_last_step_has_left_alone_and_no_older_one(make):
+    def held():
+        return [held.array for held in donation_report().held]
+
+    p = make(6)
+    for leave_out in (lambda: auto_donate(False), donation_disabled):
+        old, p = p, p + 1
+        torch_xla.sync()
+        assert held() == ["f32[6]"]
+        torch_xla.sync()  # with nothing to do it is no step
+        assert old.tolist() != p.tolist() and held() == ["f32[6]"]
+        with leave_out():
+            p = p + 1
+            torch_xla.sync()
+        assert held() == []
+
+
 def test_a_step_closure_reads_the_value_it_was_given(make):
     seen = []
     t = make(4)
@@ -659,6 +676,7 @@ def test_a_setting_that_is_neither_yes_nor_no_is_an_error():
     [
         ("XLA_DISABLE_FUNCTIONALIZATION", "1", "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1)"),
         ("XLA_ENABLE_PARAM_ALIASING", "0", "XLA_ENABLE_PARAM_ALIASING=0 makes torch_xla ignore every donor"),
+        ("XLA_STABLEHLO_COMPILE", "1", "XLA_STABLEHLO_COMPILE=1 makes torch_xla ignore every donor"),
     ],
 )
 def test_where_it_cannot_be_told_what_is_alive_the_report_says_so(name, value, reason):

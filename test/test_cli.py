@@ -34,11 +34,18 @@ def test_doctor_shows_versions_and_every_hook():
 
 def test_doctor_names_a_setting_that_switches_donation_off_and_fails():
     done = run(
-        "doctor", env={"XLA_ENABLE_PARAM_ALIASING": "0", "XLA_AUTO_SPMD": "1", "TORCH_XLA_DONATE_DEBUG_NANS": "yes"}
+        "doctor",
+        env={
+            "XLA_ENABLE_PARAM_ALIASING": "0",
+            "XLA_STABLEHLO_COMPILE": "true",
+            "XLA_AUTO_SPMD": "1",
+            "TORCH_XLA_DONATE_DEBUG_NANS": "yes",
+        },
     )
     assert done.returncode == 1
     assert "PROBLEM: XLA_ENABLE_PARAM_ALIASING=0 switches donation off; unset it" in done.stdout
-    assert "PROBLEM: XLA_AUTO_SPMD is set" in done.stdout
+    assert "PROBLEM: XLA_STABLEHLO_COMPILE=true switches donation off; unset it" in done.stdout
+    assert "PROBLEM: XLA_AUTO_SPMD=1 switches donation off; unset it" in done.stdout
     assert "PROBLEM: TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off" in done.stdout
 
 
@@ -53,22 +60,15 @@ def test_an_unknown_command_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("value", "off"),
-    [
-        (None, False),
-        ("1", False),
-        ("true", False),
-        ("2", False),
-        (" 3x", False),
-        ("0", True),
-        ("false", True),
-        ("x", True),
-        ("", True),
-    ],
+    ("value", "on"),
+    [(value, True) for value in ("1", "true", "2", " 3x")] + [(value, False) for value in ("0", "false", "x", "")],
 )
-def test_the_aliasing_setting_is_read_as_torch_xla_reads_it(monkeypatch, value, off):
-    if value is None:
-        monkeypatch.delenv("XLA_ENABLE_PARAM_ALIASING", raising=False)
-    else:
-        monkeypatch.setenv("XLA_ENABLE_PARAM_ALIASING", value)
-    assert _config.aliasing_switched_off() is off
+def test_settings_that_make_torch_xla_ignore_donors_are_read_as_it_reads_them(monkeypatch, value, on):
+    assert _config.ignoring_donors() == []
+    monkeypatch.setenv("XLA_ENABLE_PARAM_ALIASING", value)
+    assert _config.ignoring_donors() == [f"XLA_ENABLE_PARAM_ALIASING={value}"] * (not on)
+    monkeypatch.delenv("XLA_ENABLE_PARAM_ALIASING")
+    for name in ("XLA_STABLEHLO_COMPILE", "XLA_AUTO_SPMD"):
+        monkeypatch.setenv(name, value)
+        assert _config.ignoring_donors() == [f"{name}={value}"] * on
+        monkeypatch.delenv(name)

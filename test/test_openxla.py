@@ -316,6 +316,32 @@ def test_a_module_with_hooks_and_a_function_that_is_not_compiled_donate_nothing(
 
     assert give_away(disabled)(x).tolist() == [0, 2, 4]
     assert not is_donated(x)
+    assert "has not compiled the function as a whole" in last_reason()
+
+
+NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+
+
+def test_what_only_runs_outside_of_a_graph_reads_is_told_from_what_nothing_reads(make):
+    @torch.compiler.disable
+    def outside(x):
+        return x * 2
+
+    def first_broken(x, y):
+        y = y + 1
+        return outside(x) + y
+
+    for f, reason in (
+        (lambda x, y: outside(x), NO_GRAPH),
+        (first_broken, "torch.compile has broken the function's graph, and what follows the break may read it"),
+        (lambda x, y: y + 1, "not read by the step"),
+    ):
+        g = give_away(f)
+        for _ in range(2):
+            x = make(3)
+            g(x, make(3))
+            assert not is_donated(x)
+            assert last_reason() == reason
 
 
 def test_what_the_backward_pass_needs_stays(make):

@@ -92,6 +92,34 @@ def test_every_device_of_a_launch_donates_its_own_buffers(tmp_path, call, device
         assert len(step.after.aliases) == len(step.before.donors) == 1
 
 
+def test_every_thread_of_a_launch_may_scan():
+    # torch.fx traces for one thread at a time; torch_xla's own scan fails in some of them.
+    launch(
+        """
+        meet = threading.Barrier(4)
+        def rank_main(rank):
+            for count in range(3, 8):
+                init, xs = make(*[float(rank)] * count), torch.ones(4, count).to(torch_xla.device())
+                layers = [torch.nn.Linear(count, count).to(torch_xla.device()) for _ in range(3)]
+                torch_xla.sync(wait=True)
+                meet.wait(60)
+                try:
+                    last, _ = scan(lambda carry, x: (carry + x, carry * 2), init, xs, donate="init")
+                    out = scan_layers(layers, xs)
+                    torch_xla.sync()
+                except BaseException:
+                    meet.abort()
+                    raise
+                assert last.tolist() == [rank + 4.0] * count and is_donated(init)
+                for layer in layers:
+                    xs = layer(xs)
+                assert torch.allclose(out.cpu(), xs.cpu())
+        """,
+        "torch_xla.launch(rank_main)",
+        env={"CPU_NUM_DEVICES": "4"},
+    )
+
+
 def test_each_process_of_torchrun_donates_its_own_buffers(tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(

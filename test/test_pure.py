@@ -778,8 +778,9 @@ def test_a_setting_that_switches_donation_off_and_wrapped_parameters():
                 print([t.tolist() for t in g(*xs)] == [[(k + i) * (i + 1) for k in range(3)] for i in range(6)],
                       is_donated(xs[0]), is_donated(xs[1]))
     """
-    off = run_script(source, env={"XLA_ENABLE_PARAM_ALIASING": "0"})
-    assert off.stdout.split("\n")[:-1] == ["True False False"] * 4
+    for setting in ({"XLA_ENABLE_PARAM_ALIASING": "0"}, {"XLA_STABLEHLO_COMPILE": "1"}):
+        off = run_script(source, env=setting)
+        assert off.stdout.split("\n")[:-1] == ["True False False"] * 4
     wrapped = run_script(source, env={"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"})
     assert wrapped.stdout.split("\n")[:-1] == ["True True False"] * 4
 

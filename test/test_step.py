@@ -150,9 +150,15 @@ def test_without_functionalization_donation_and_errors_work():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("XLA_ENABLE_PARAM_ALIASING", "0"), ("XLA_ENABLE_PARAM_ALIASING", "false")]
-)
+SETTINGS = [
+    ("XLA_ENABLE_PARAM_ALIASING", "0"),
+    ("XLA_ENABLE_PARAM_ALIASING", "false"),
+    ("XLA_STABLEHLO_COMPILE", "1"),
+    ("XLA_AUTO_SPMD", "1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
 def test_a_setting_that_switches_donation_off_is_named_once(name, value):
     run(
         f"""
@@ -162,14 +168,53 @@ def test_a_setting_that_switches_donation_off_is_named_once(name, value):
                 t = make(4)
                 donate_buffer(t)
                 out = t + 1
+                (pending,) = donation_report(predict=True).pending
+                assert pending.prediction == "unusable" and "{name}={value}" in pending.reason, pending
                 torch_xla.sync(wait=True)
                 assert not is_donated(t) and t.tolist() == [0, 1, 2, 3]
+            with donation_disabled(report_reuse=True):
+                donate_buffer(t)
+                out = t + 1
+                torch_xla.sync(wait=True)
+            assert t.tolist() == [0, 1, 2, 3]  # with donation on, too, so there is nothing to tell
         (warning,) = [w for w in caught if w.category is DonationWarning]
-        assert "{name}=0 switches donation off" in str(warning.message), warning
+        assert "{name}={value}" in str(warning.message) and " switches donation off" in str(warning.message), warning
         assert warning.filename == __file__
-        assert all("{name}" in donor.reason for donor in donation_report().donors)
+        *marked, disabled = donation_report().donors
+        assert len(marked) == 3 and all("{name}={value}" in donor.reason for donor in marked), marked
+        with auto_donate():
+            for _ in range(2):
+                out = out + 1
+                torch_xla.sync()
+        report = donation_report()
+        ((reason, count),) = report.auto_refusals.items()
+        assert "{name}={value}" in reason and count == 2, report
+        assert len(report.donors) == 4, report
         """,
         env={name: value},
+    )
+
+
+def test_a_setting_that_torch_xla_reads_at_each_compilation_may_change():
+    run(
+        """
+        import os
+        warnings.simplefilter("ignore")
+        def step():
+            t = make(4)
+            donate_buffer(t)
+            out = t + 1
+            torch_xla.sync(wait=True)
+            assert out.tolist() == [1, 2, 3, 4]
+            return is_donated(t), donation_report(steps=1).donors[0].reason
+        os.environ["XLA_STABLEHLO_COMPILE"] = "1"
+        off = (False, "XLA_STABLEHLO_COMPILE=1 makes torch_xla ignore every donor")
+        assert step() == off
+        del os.environ["XLA_STABLEHLO_COMPILE"]
+        assert step() == step() == (True, "")
+        os.environ["XLA_STABLEHLO_COMPILE"] = "1"
+        assert step() == off
+        """
     )
 
 

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C, _arguments, _host, _leaves, _log
 from torch_xla_donate._arguments import Plan
 from torch_xla_donate._compile import Compiled
+from torch_xla_donate._errors import DonationError
 from torch_xla_donate._pure import Before, HostReads, Recorder
 
 
@@ -24,7 +25,7 @@ class ArgInfo:
     Attributes:
         shape: sizes of the whole array.
         dtype: torch's.
-        donated: whether a call gives its buffer up.
+        donated: whether a call gives its buffer up; nothing is given up where torch_xla ignores donors.
     """
 
     shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class Lowered:
 
     @contextmanager
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """What a step would compute, and the tensors whose buffers it would donate."""
+        """What a step would compute, and the tensors whose buffers it would donate (none if donors are ignored)."""
         function = self._compiled.function
         leaves: dict[bool, list[Any]] = {}
         for donated, slots in ((True, self._plan.donated), (False, self._plan.kept)):
@@ -83,7 +84,8 @@ class Lowered:
                     results = pytree.tree_leaves(self._compiled.body(*self._args, **self._kwargs))
                 returned = {_C.identity(leaf)[1] for leaf in results if isinstance(leaf, torch.Tensor)} - {0}
                 donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
-                yield _pending([*results, *observer.changed()]), [*donors, *observer.replaced()]
+                donors += observer.replaced()
+                yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
             finally:
                 observer.restore()
                 # What the trace has left anywhere else may depend on arrays without memory. It must never run.
@@ -102,11 +104,29 @@ class Lowered:
         return self._text
 
     def compile(self) -> Executable:
-        """Compiles for the device, and keeps the executable for later steps."""
+        """Compiles for the device, and keeps the executable for later steps.
+
+        Raises:
+            DonationError: with auto-sharding, an argument is an array without memory.
+        """
+        self._refuse_what_cannot_be_resharded()
         with self._traced() as (outputs, donors), _log.compilations(self._compiled.function):
             graph, _, _ = _host.compile_graph(outputs, donors)
         text, memory = _host.describe_graph(graph) if graph is not None else (self._text, "")
         return Executable(self._compiled, self._types, text, memory)
+
+    def _refuse_what_cannot_be_resharded(self) -> None:
+        """torch_xla shards the arguments as the compiler has chosen, also where nothing is to run."""
+        if not _host.auto_sharding():
+            return
+        for leaf in pytree.tree_leaves((self._args, self._kwargs)):
+            if _is_materialised(leaf) and not _C.has_value(leaf):
+                raise DonationError(
+                    f"{self._compiled.function} cannot be compiled for {_leaves.array(leaf)} without memory: with "
+                    f"{_host.ignores_donors()} torch_xla gives each argument the sharding that the compiler chooses, "
+                    "and placeholders can have none. Lower the function for tensors with values, or call "
+                    "xr.use_spmd() and mark the shardings."
+                )
 
 
 class Executable:
@@ -150,7 +170,7 @@ class Types:
     """What the arguments of a call are, leaf by leaf."""
 
     def __init__(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        donated = {slot.key for slot in plan.donated}
+        donated = set() if _host.ignores_donors() else {slot.key for slot in plan.donated}
         self._infos = [
             _info(leaf, key in donated)
             for key, value in (*enumerate(args), *kwargs.items())
@@ -256,7 +276,8 @@ def _is_materialised(leaf: Any) -> bool:
 
 
 def _placeholder(leaf: Any) -> Any:
-    if not _is_materialised(leaf) or _host.sharding_spec(leaf):
+    # Without memory nothing can be sharded, by the user or by the compiler.
+    if not _is_materialised(leaf) or _host.sharding_spec(leaf) or _host.auto_sharding():
         return leaf
     empty = _host.placeholder(leaf)
     return torch.nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else empty

@@ -93,8 +93,8 @@ def prepare() -> str:
     _C.set_one_of_many(_host.process_count() > 1)
     if _config.functionalization_off():
         return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
-    setting = _host.ignores_donors()
-    return f"{setting} makes torch_xla ignore every donor" if setting else ""
+    _host.ignores_donors()  # which the hooks look at, as it may change
+    return ""
 
 
 def step_ended() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 
 from rich.table import Table
@@ -47,13 +46,7 @@ def examine() -> tuple[list[str], bool]:
 
 def settings() -> list[str]:
     """The settings of this environment that keep donations from happening."""
-    found = []
-    if _config.aliasing_switched_off():
-        found.append(
-            f"XLA_ENABLE_PARAM_ALIASING={os.environ['XLA_ENABLE_PARAM_ALIASING']} switches donation off; unset it"
-        )
-    if os.environ.get("XLA_AUTO_SPMD", "") not in ("", "0", "false"):
-        found.append("XLA_AUTO_SPMD is set: with auto-sharding torch_xla ignores every donor; unset it")
+    found = [f"{setting} switches donation off; unset it" for setting in _config.ignoring_donors()]
     if _config.debug_nans():
         found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")
     return found

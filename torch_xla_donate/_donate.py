@@ -334,7 +334,6 @@ def prepare(where: str) -> None:
         )
     _host.verify_layouts()
     setting = _host.ignores_donors()
-    _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
     if setting and setting not in _switch_told:
         _switch_told.add(setting)
         warn(

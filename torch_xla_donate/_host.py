@@ -165,6 +165,10 @@ _verified = False
 # each device, take turns; nobody waits for a device inside.
 _compiling = threading.RLock()
 
+# torch.fx patches torch.nn for the whole process while it traces, and fails where two threads do that at once. Not the
+# lock above: a function is traced under that, and what autograd recomputes for it is traced on another thread.
+_tracing_loops = threading.RLock()
+
 
 def verify_layouts() -> None:
     """Compares a probe tensor with the layouts relied on, once. ImportError (after unhooking) if one differs."""
@@ -249,10 +253,15 @@ def auto_sharding() -> bool:
 
 
 def ignores_donors() -> str:
-    """The setting that makes torch_xla ignore every donor; empty if none does."""
-    if _config.aliasing_switched_off():
-        return "XLA_ENABLE_PARAM_ALIASING=0"
-    return "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))" if auto_sharding() else ""
+    """The setting that makes torch_xla ignore every donor; empty if none does. The hooks are told, too."""
+    from torch_xla_donate import _C
+
+    if auto_sharding():
+        setting = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
+    else:
+        setting = next(iter(_config.ignoring_donors()), "")
+    _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
+    return setting
 
 
 def wait_for_devices() -> None:
@@ -391,17 +400,20 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
     run, trace = host._scan_impl_flat, host.value_and_grad_partitioned
 
     def flat(fn: Any, init: Any, xs: Any, reverse: bool = False) -> Any:
-        if any(map(_is_traced, (*init, *xs))):
+        if any(map(is_traced, (*init, *xs))):
             return loop(fn, list(init), list(xs), reverse)
         return run(fn, init, xs, reverse=reverse)
 
     def partitioned(fn: Any, init: Any, xs: Any, *args: Any, **options: Any) -> Any:
         leaves, structure = pytree.tree_flatten((init, xs))
-        if any(map(_is_traced, leaves)):
+        if any(map(is_traced, leaves)):
             with _disable_current_modes():
                 init, xs = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], structure)
                 return trace(fn, init, xs, *args, **options)
-        return trace(fn, init, xs, *args, **options)
+        # Whoever waits for a backward pass may be tracing: autograd's threads take no turns.
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        with contextlib.nullcontext() if in_backward else _tracing_loops:
+            return trace(fn, init, xs, *args, **options)
 
     # Not `replaced`: the first thread to come enters this and the last to leave leaves it, so no lock may be held.
     host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned
@@ -411,7 +423,19 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
         host._scan_impl_flat, host.value_and_grad_partitioned = run, trace
 
 
-def _is_traced(leaf: object) -> bool:
+def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **options: Any) -> Any:
+    """torch_xla's scan_layers, with another scan in it: in a copy, as other threads may be in the original."""
+    from torch_xla.experimental import scan_layers as host
+
+    original = host.scan_layers
+    copied = types.FunctionType(
+        original.__code__, {**vars(host), "scan": scan}, original.__name__, original.__defaults__, original.__closure__
+    )
+    return copied(layers, *args, **options)
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether a value stands for a tensor in a trace that is under way."""
     return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import threading
@@ -95,6 +96,27 @@ def allowed(loops: list[object]) -> Iterator[None]:
                 outer.append(loops)  # a pure body that has been traced before makes no new ones
             if not _holders:
                 _patch.close()
+
+
+def is_in_a_trace(layer: object) -> bool:
+    """Whether a module is a part of a layer that is being traced, with other tensors in the place of its own."""
+    return isinstance(layer, torch.nn.Module) and any(map(_host.is_traced, _tensors(layer)))
+
+
+def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
+    return [*layer.parameters(), *layer.buffers()]
+
+
+class InATrace:
+    """Such a module, for torch_xla to copy. The copy is given tensors at each call, so what is traced need not be."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        self._layer = layer
+        self.named_parameters, self.named_buffers = layer.named_parameters, layer.named_buffers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        memo.update((id(tensor), tensor) for tensor in _tensors(self._layer))
+        return copy.deepcopy(self._layer, memo)
 
 
 def _loop_in_a_trace(

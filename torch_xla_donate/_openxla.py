@@ -16,7 +16,7 @@ from torch._guards import TracingContext
 
 from torch_xla_donate import _C, _host, _leaves, _runs
 from torch_xla_donate._arguments import Arguments, Plan
-from torch_xla_donate._compile import Compiled, Donated
+from torch_xla_donate._compile import NOT_READ, Compiled, Donated
 
 
 class _Current(threading.local):
@@ -39,12 +39,15 @@ class Graph:
         self._model = model
         self._kept = kept
         self._refusal = refusal
+        self._unread = refusal or NOT_READ  # what may read the donors of this graph may read those of no graph, too
         self._variants: dict[Any, tuple[str, Callable[..., Any]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         offer = _current.offer
         positions: tuple[int, ...] = ()
         if offer is not None:
+            if offer.unread in (_NO_GRAPH, NOT_READ):
+                offer.unread = self._unread
             if self._refusal:
                 offer.refuse(args, self._refusal)
             else:
@@ -89,6 +92,7 @@ class OpenxlaCompiled(Compiled):
         if not plan.donated:
             return self._compiled(*args, **kwargs)
         offer = _runs.Offer(Donated(self, plan, args, kwargs), args, kwargs, where)
+        offer.unread = _NO_GRAPH  # until one runs
         outer, _current.offer = _current.offer, offer
         try:
             result = self._compiled(*args, **kwargs)
@@ -131,6 +135,7 @@ class OpenxlaCompiled(Compiled):
         return "", frozenset(position for position, name in enumerate(inputs) if name in frame.returned)
 
 
+_NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
 _MERGED = "torch.compile has merged arguments that share memory"
 
 

@@ -90,7 +90,8 @@ class DonationReport:
         donors: read by a step.
         pending: marked, and not read by any step yet.
         auto_refusals: how many steps of the process `auto_donate` has left alone, by reason; empty if none.
-        held: what `auto_donate` has left alone in its last step of each device, although an output could have taken it.
+        held: what `auto_donate` has left alone in the last step of each device, although an output could have taken it;
+            none of a device whose last step ran without `auto_donate`.
     """
 
     donors: tuple[Donor, ...]

@@ -45,6 +45,7 @@ class Offer:
             self._refused[leaf] = "torch_xla shares this buffer between tensors (a cached constant)"
         # Why this call donates nothing at all; empty if it does.
         self._off = _C.disabled_reason() or _C.switched_off()
+        self.unread = NOT_READ  # why what no graph has read was not donated
 
     def _refuse_shared(self) -> None:
         if not _C.perhaps_shared(self._call):
@@ -103,4 +104,4 @@ class Offer:
 
     def end(self) -> None:
         """The call is over: what no run has consumed was unusable."""
-        _C.end_call(self._call, {} if self._off else self._refused, self._off or NOT_READ, tell=not self._off)
+        _C.end_call(self._call, {} if self._off else self._refused, self._off or self.unread, tell=not self._off)

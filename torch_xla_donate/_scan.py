@@ -200,13 +200,14 @@ def scan_layers(
         DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
             ``strict``, autograd has saved a donated leaf.
     """
-    from torch_xla.experimental import scan_layers as host
-
     _config.check_strict(strict)
     layers = list(layers)  # torch_xla goes through them twice
     by = _bodies.watcher()
     if by is not None:
         by.uses(module for layer in layers for module in layer.modules())
+    given: list[Any] = layers
+    if layers and _nested.is_in_a_trace(layers[0]):
+        given = [_nested.InATrace(layers[0]), *layers[1:]]
+        is_layer_pure = False  # torch_xla remembers a pure layer by its id, and this one is gone with the trace
     ours = functools.partial(scan, donate="init" if donate else (), strict=strict)
-    with _host.replaced(host, "scan", ours):
-        return host.scan_layers(layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
+    return _host.scan_layers(ours, given, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
