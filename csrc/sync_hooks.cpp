@@ -493,6 +493,7 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   donors.reserve(choice->parameters.size());
   for (std::size_t i = 0; i < choice->parameters.size(); ++i) {
     donors.push_back(std::make_shared<Donor>(*choice->prototypes[i]));
+    donors.back()->device = collection.device;  // another may have had this graph before
     donors.back()->buffer = graph.parameters_data[choice->parameters[i]];
   }
   PutFirst(choice->order, graph, collection);

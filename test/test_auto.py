@@ -1036,3 +1036,34 @@ def test_what_is_raised_while_the_first_step_is_prepared_reaches_the_program():
         assert p[0].tolist() == [16.0] * 4
         """
     )
+
+
+def test_a_step_of_one_device_leaves_the_collectives_of_another_and_the_report_names_its_device():
+    run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import auto_donate, donation_report
+
+        auto_donate()
+
+        def in_a_row(device):
+            # How many collectives the next one would wait for, and itself.
+            one = [torch.ones(4, 3).to(device) * 2]
+            torch_xla._XLAC._xla_all_reduce_inplace("sum", one, 1.0, [[0], [1]], True)
+            return torch_xla._XLAC._get_xla_tensors_text(one).count("cross_replica_sum")
+
+        for device, other, name in (("xla:0", "xla:1", "CPU:0"), ("xla:1", "xla:0", "CPU:1")):
+            p = torch.ones(4, 3).to(device)
+            torch_xla._XLAC._xla_step_marker(device, [], True)
+            assert (in_a_row(device), in_a_row(other)) == (1, 1)
+            p = p + 1
+            torch_xla._XLAC._xla_step_marker(device, [], True)
+            assert (in_a_row(device), in_a_row(other)) == (1, 2)
+            (donor,) = donation_report(steps=1).donors
+            assert (donor.device, donor.outcome) == (name, "donated"), donor
+            assert p.tolist() == [[2.0] * 3] * 4
+            for either in (device, other):
+                torch_xla._XLAC._set_all_reduce_token(either, None)
+        """,
+        env={"CPU_NUM_DEVICES": "2"},
+    )
