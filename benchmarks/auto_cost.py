@@ -14,7 +14,7 @@ import click
 import torch
 
 import torch_xla_donate
-from torch_xla_donate import _auto, _host, auto_donate
+from torch_xla_donate import _C, _host, auto_donate
 
 SCALE = 0.999
 # "A small constant": what one look at a tensor may cost, with the memory it lies in cold.
@@ -156,7 +156,7 @@ def search(rounds: int) -> dict[str, float]:
     taken = []
     for _ in range(rounds):
         start = time.thread_time()
-        _auto.search_outdated()
+        _C.search_outdated()
         taken.append((time.thread_time() - start) * 1e3)
     return {"ms": statistics.median(taken), "objects": len(gc.get_objects())}
 

@@ -98,26 +98,28 @@ OutdatedTensors& OutdatedTensors::Get() {
   return *tensors;
 }
 
-void OutdatedTensors::Remember(const std::vector<at::Tensor>& tensors) {
+c10::intrusive_ptr<c10::BackendMeta> OutdatedTensors::Tag::clone(const c10::intrusive_ptr<c10::BackendMeta>&) const {
+  return {};
+}
+
+void OutdatedTensors::Remember(const at::Tensor& tensor, const lazy::BackendDevice& device) {
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (!abi::IsOutdated(impl)) {
+    return;
+  }
+  // Others than torch_xla have functional tensors, too.
+  const abi::TensorData* value = abi::ValueOf(impl);
+  // What carries something like a tag already is known, or is left to whoever has put it there.
+  if (value == nullptr || !(value->device == device) || impl.get_backend_meta() != nullptr) {
+    return;
+  }
+  impl.set_backend_meta(c10::make_intrusive<Tag>(&impl));
   std::lock_guard<std::mutex> lock(mutex_);
-  std::unordered_set<const c10::TensorImpl*> known;
-  for (const Known& entry : tensors_) {
-    known.insert(entry.tensor._unsafe_get_target());
-  }
-  for (const at::Tensor& tensor : tensors) {
-    const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-    if (known.count(&impl) != 0 || !abi::IsOutdated(impl)) {
-      continue;
-    }
-    // Others than torch_xla have functional tensors, too.
-    if (const abi::TensorData* value = abi::ValueOf(impl)) {
-      tensors_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), value->device});
-    }
-  }
+  tensors_.push_back({&impl, device});
   count_ = tensors_.size();
 }
 
-// To be let go of without the lock: the last owner of a tensor may take the GIL.
+// To be let go of without the lock: the last owner of a tensor may take the GIL, and its tag takes the lock.
 std::vector<c10::intrusive_ptr<c10::TensorImpl>> OutdatedTensors::Alive(const lazy::BackendDevice& device) const {
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> alive;
   if (count_ == 0) {
@@ -128,9 +130,12 @@ std::vector<c10::intrusive_ptr<c10::TensorImpl>> OutdatedTensors::Alive(const la
     if (!(entry.device == device)) {
       continue;
     }
-    if (auto tensor = entry.tensor.lock()) {
+    // Its memory is there as long as its tag is, which waits for the lock; it may have begun to be destroyed.
+    auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>::reclaim(entry.tensor);
+    if (auto tensor = weak.lock()) {
       alive.push_back(std::move(tensor));
     }
+    weak.release();
   }
   return alive;
 }
@@ -151,7 +156,7 @@ void OutdatedTensors::BringUpToDate(const lazy::BackendDevice& device) {
       abi::BringUpToDate(*tensor);
     } catch (const std::exception&) {
       // Whoever uses it next gets the error; the step must come to its end, and so must the ones after it.
-      Forget(tensor.get());
+      tensor->set_backend_meta({});
     }
   }
 }
@@ -169,23 +174,10 @@ lazy::BackendDataPtr OutdatedTensors::Renew(const abi::TensorData& old_value) {
 }
 
 void OutdatedTensors::Forget(const c10::TensorImpl* tensor) {
-  std::vector<Known> gone;
   std::lock_guard<std::mutex> lock(mutex_);
-  for (auto it = tensors_.begin(); it != tensors_.end();) {
-    if (tensor == nullptr ? it->tensor.expired() : it->tensor._unsafe_get_target() == tensor) {
-      gone.push_back(std::move(*it));
-      it = tensors_.erase(it);
-    } else {
-      ++it;
-    }
-  }
+  const auto is_it = [tensor](const Known& entry) { return entry.tensor == tensor; };
+  tensors_.erase(std::remove_if(tensors_.begin(), tensors_.end(), is_it), tensors_.end());
   count_ = tensors_.size();
-}
-
-void OutdatedTensors::Purge() {
-  if (count_ != 0) {
-    Forget(nullptr);
-  }
 }
 
 std::size_t OutdatedTensors::Size() const { return count_; }

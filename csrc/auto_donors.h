@@ -65,28 +65,36 @@ class OutdatedTensors {
   // Never destroyed: hooks may run until the process ends.
   static OutdatedTensors& Get();
 
-  // Remembers those of these tensors that are out of date now.
-  void Remember(const std::vector<at::Tensor>& tensors);
+  // Remembers the tensor if it is out of date now, and on this device. Others may belong to a thread that is using
+  // them.
+  void Remember(const at::Tensor& tensor, const lazy::BackendDevice& device);
   // The old values on a device, which nobody can read; `holders` as for abi::OutdatedValue.
   std::unordered_set<const abi::TensorData*> Values(const lazy::BackendDevice& device, long holders);
-  // The tensors of a device take their new values. Others may belong to a thread that is using them.
+  // The tensors of a device take their new values.
   void BringUpToDate(const lazy::BackendDevice& device);
   // The one that keeps this old value takes its new one, whose buffer is returned. Null if there is none.
   lazy::BackendDataPtr Renew(const abi::TensorData& old_value);
-  // Lets go of tensors that are gone but for what they hold through this.
-  void Purge();
   std::size_t Size() const;
 
  private:
+  // What a tensor that is known carries, and takes along when it is destroyed or becomes another one. No weak pointer:
+  // torch.utils.swap_tensors refuses a tensor that has one, and it would keep what the tensor holds.
+  struct Tag : c10::BackendMeta {
+    explicit Tag(const c10::TensorImpl* owner) : tensor(owner) {}
+    ~Tag() override { Get().Forget(tensor); }
+    // Whatever is made of the tensor is not known.
+    c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& self) const override;
+
+    const c10::TensorImpl* tensor;
+  };
   struct Known {
-    // A weak pointer keeps what a tensor holds, so they are purged before each step.
-    c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
+    c10::TensorImpl* tensor;
     lazy::BackendDevice device;
   };
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> Alive(const lazy::BackendDevice& device) const;
   void Forget(const c10::TensorImpl* tensor);
 
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // nobody who has it lets go of a tensor
   std::atomic<std::size_t> count_{0};
   std::vector<Known> tensors_;
 };

@@ -54,7 +54,16 @@ std::shared_ptr<void> Share(py::object names) {
   return {names.release().ptr(), [](void* object) { Graveyard::Get().Bury(static_cast<PyObject*>(object)); }};
 }
 
-// The names of a donor's leaves, joined: "weight, tied.weight". Needs the GIL; never throws.
+// What has been raised travels as torch's own exception, which holds it through any host code.
+[[noreturn]] void PassOn(py::error_already_set& error) {
+  error.restore();
+  python_error ours;
+  ours.persist();
+  throw ours;
+}
+
+// The names of a donor's leaves, joined: "weight, tied.weight". Needs the GIL. A name that cannot be had is left out;
+// what ends the program is passed on.
 std::string NamesOf(const Donor& donor) {
   std::string result;
   for (const Holder& holder : donor.holders) {
@@ -64,8 +73,11 @@ std::string NamesOf(const Donor& donor) {
       if (!name.empty()) {
         result += (result.empty() ? "" : ", ") + name;
       }
-    } catch (const std::exception&) {
-      PyErr_Clear();
+    } catch (py::error_already_set& error) {  // of the user's own containers
+      if (!error.matches(PyExc_Exception)) {
+        throw;
+      }
+    } catch (const py::cast_error&) {
     }
   }
   return result;
@@ -431,13 +443,17 @@ std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object
   }
   py::gil_scoped_acquire gil;
   try {
+    // A signal may have come while the step was waited for. It goes first, not within what asks for names.
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
     return format(NamesOf(donor), donor.Shape(), WhereOf(donor), step).cast<std::string>();
-  } catch (const std::exception& error) {
-    return donor.Shape() + " was donated at " + WhereOf(donor) + " (" + error.what() + ")";
+  } catch (py::error_already_set& error) {
+    PassOn(error);
   }
 }
 
-// A warning that a filter has made an error travels as torch's own exception, which holds it through any host code.
+// A filter may make the warning an error.
 void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report) {
   if (Py_IsInitialized() == 0) {
     return;
@@ -446,10 +462,22 @@ void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report)
   try {
     report(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
   } catch (py::error_already_set& error) {
-    error.restore();
-    python_error ours;
-    ours.persist();
-    throw ours;
+    PassOn(error);
+  }
+}
+
+// Shows the tensors of a device among Python's objects to OutdatedTensors: nothing leads from a buffer to the tensors
+// that functionalization keeps on it. Generations 0 and 1 of the garbage collector, the young, are small, and a cache
+// that was not there at the last search is in one of them most often; without a generation all are gone through. Needs
+// the GIL; runs no bytecode.
+void SearchOutdated(const lazy::BackendDevice& device, std::optional<int> generation) {
+  static auto* gc = new py::module_(py::module_::import("gc"));
+  const py::list objects = gc->attr("get_objects")(generation);
+  auto* tensor_type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  for (const py::handle object : objects) {
+    if (PyType_IsSubtype(Py_TYPE(object.ptr()), tensor_type) != 0) {  // isinstance() would ask a proxy
+      OutdatedTensors::Get().Remember(THPVariable_Unpack(object.ptr()), device);
+    }
   }
 }
 
@@ -477,7 +505,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "set_callbacks",
       [](py::object donated_buffer_error, py::object format_use, py::object report_reuse, py::object step_ended,
-         py::object prepare_auto, py::object donating_step_ended, py::object search_outdated) {
+         py::object prepare_auto, py::object set_collectives_token) {
         HookCallbacks callbacks;
         callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
         // Kept for the life of the process, as the hooks are.
@@ -485,6 +513,7 @@ PYBIND11_MODULE(_C, m) {
         auto* reuse = new py::object(std::move(report_reuse));
         auto* ended = new py::object(std::move(step_ended));
         auto* prepare = new py::object(std::move(prepare_auto));
+        auto* set_token = new py::object(std::move(set_collectives_token));
         callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
           return DescribeUse(donor, step, *format);
         };
@@ -497,30 +526,29 @@ PYBIND11_MODULE(_C, m) {
           py::gil_scoped_acquire gil;
           try {
             return (*prepare)().cast<std::string>();
-          } catch (const std::exception& error) {
-            return error.what();
+          } catch (py::error_already_set& error) {
+            PassOn(error);
           }
         };
-        const auto quietly = [](py::object function) {
-          auto* kept = new py::object(std::move(function));
-          return [kept](auto... arguments) {
-            py::gil_scoped_acquire gil;
-            try {
-              (*kept)(arguments...);
-            } catch (py::error_already_set& error) {
-              error.discard_as_unraisable("torch_xla_donate");
-            }
-          };
+        callbacks.forget_collectives = [set_token](const std::string& device) {
+          py::gil_scoped_acquire gil;
+          (*set_token)(device, py::none());
         };
-        callbacks.donating_step_ended = quietly(std::move(donating_step_ended));
-        callbacks.search_outdated = quietly(std::move(search_outdated));
+        callbacks.search_outdated = [](const lazy::BackendDevice& device, std::optional<int> generation) {
+          py::gil_scoped_acquire gil;
+          try {
+            SearchOutdated(device, generation);
+          } catch (py::error_already_set& error) {  // out of memory, or an audit hook that forbids it
+            error.discard_as_unraisable("torch_xla_donate");
+          }
+        };
         SetHookCallbacks(std::move(callbacks));
       },
       py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
-      py::arg("prepare_auto"), py::arg("donating_step_ended"), py::arg("search_outdated"),
+      py::arg("prepare_auto"), py::arg("set_collectives_token"),
       "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used, at "
-      "the end of a step, before the first step that donates automatically, at the end of a step that has donated, and "
-      "to show all tensors, or those of a generation of the garbage collector, to remember_outdated.");
+      "the end of a step, and before the first step that donates automatically; and torch_xla's own function, which is "
+      "no Python code, by which a step that may donate drops the token of collectives.");
 
   // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
   py::register_exception_translator([](std::exception_ptr error) {
@@ -818,15 +846,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("pop_auto_donate", &PopAutoDonate, "Ends the last push_auto_donate of this thread.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
   m.def(
-      "remember_outdated",
-      [](const py::list& tensors) {
-        std::vector<at::Tensor> found;
-        for (py::handle tensor : tensors) {
-          found.push_back(TensorOf(tensor));
+      "search_outdated",
+      [](std::optional<int> generation) {
+        if (const auto device = LastDevice()) {
+          SearchOutdated(*device, generation);
         }
-        OutdatedTensors::Get().Remember(found);
       },
-      py::arg("tensors"), "Remembers those of the tensors that are out of date after a write through a view.");
+      py::arg("generation") = py::none(),
+      "Remembers the tensors of this thread's last device that are out of date after a write through a view, as steps "
+      "do: goes through Python's objects, or those of a generation of the garbage collector.");
   m.def(
       "note_auto_refusal", [](const std::string& reason) { DonationRegistry::Get().NoteAutoRefusal(reason); },
       py::arg("reason"), "A step that automatic donation has left alone, for this reason.");

@@ -135,7 +135,12 @@ AutoObstacle& TheAutoObstacle() {
 bool AutoObstacleKnown() {
   AutoObstacle& obstacle = TheAutoObstacle();
   if (!obstacle.asked.exchange(true)) {
-    obstacle.text = Callbacks().prepare_auto ? Callbacks().prepare_auto() : "it has not been set up";
+    try {
+      obstacle.text = Callbacks().prepare_auto ? Callbacks().prepare_auto() : "it has not been set up";
+    } catch (...) {
+      obstacle.asked.store(false);
+      throw;
+    }
     obstacle.known.store(true, std::memory_order_release);
   }
   return obstacle.known.load(std::memory_order_acquire);
@@ -176,7 +181,6 @@ struct ThreadState {
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
   std::vector<bool> auto_donates;        // the wishes of this thread's contexts
-  bool has_donated = false;              // the step in progress has donors
   std::optional<AutoSearch> search_for;  // what the step in progress wants to be searched at its end
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
@@ -491,6 +495,7 @@ std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderDat
   donors.reserve(choice->parameters.size());
   for (std::size_t i = 0; i < choice->parameters.size(); ++i) {
     donors.push_back(std::make_shared<Donor>(*choice->prototypes[i]));
+    donors.back()->device = collection.device;  // another may have had this graph before
     donors.back()->buffer = graph.parameters_data[choice->parameters[i]];
   }
   PutFirst(choice->order, graph, collection);
@@ -619,7 +624,6 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     }
   }
   state.current = progress;
-  state.has_donated = true;
   // A guard in the host's own stack frame: whatever is thrown before the step is scheduled destroys the collection.
   collection->unlocker.emplace_back([progress](lazy::ExceptionCleanup::StatusType&&) {
     if (!progress->compiled) {
@@ -663,6 +667,23 @@ void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::Sy
   }
 }
 
+// The token that orders the collectives of a step leads to its inputs, and a collective of a later step would read them
+// by way of it. torch_xla.sync() drops it when the step is over, but after the step closures, and whoever syncs the
+// live tensors without that does not. As the graph of this step is complete, it can go before the donors are chosen,
+// and before the executor has a lock, for which somebody who has the GIL may wait. False if it may still be there.
+bool ForgetCollectives(const Executor::SyncTensorCollection& collection) {
+  if (!Callbacks().forget_collectives || !collection.unlocker.empty()) {
+    return false;
+  }
+  try {
+    Callbacks().forget_collectives(abi::NameOf(collection.device));
+    return true;
+  } catch (const std::exception& error) {
+    DonationRegistry::Get().NoteAutoRefusal(error.what());
+    return false;
+  }
+}
+
 // ---- The intercepts ----
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
@@ -671,24 +692,25 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   state.would_be.reset();
   state.in_post_order = true;
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
-  Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
-  if (state.first_parameters.has_value()) {
-    ApplyOrder(state, result, *collection);
-  }
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
   const bool is_step = collection->config.force_ltc_data && collection->config.sync_ltc_data;
   if (is_step) {
     AutoPlans::Get().BeginStep(collection->device);
   }
-  if (is_step && state.ListIsOfStep(roots.size())) {
+  const bool may_donate = is_step && state.ListIsOfStep(roots.size()) && ForgetCollectives(*collection);
+  Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+  if (state.first_parameters.has_value()) {
+    ApplyOrder(state, result, *collection);
+  }
+  if (may_donate) {
     try {
       ClaimDonors(state, result, roots, collection);
     } catch (const std::exception&) {
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);
     }
-  } else if (DonationRegistry::Armed() && collection->config.force_ltc_data && !collection->config.sync_ltc_data &&
-             abi::InEagerMode(*self)) {
+  } else if (!is_step && DonationRegistry::Armed() && collection->config.force_ltc_data &&
+             !collection->config.sync_ltc_data && abi::InEagerMode(*self)) {
     EndMarksReadEagerly(result.parameters_data);
   }
   state.DropList();
@@ -856,24 +878,24 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
 }
 
 // Whether a search has found tensors that were not known to be out of date.
-bool SearchOutdated(std::optional<int> generation) {
+bool SearchOutdated(const lazy::BackendDevice& device, std::optional<int> generation) {
   const std::size_t known = OutdatedTensors::Get().Size();
   if (Callbacks().search_outdated) {
-    Callbacks().search_outdated(generation);
+    Callbacks().search_outdated(device, generation);
   }
   return OutdatedTensors::Get().Size() > known;
 }
 
 // The same at the end of a step, as far as there is time for it now. Processes that run one program must compile one
 // graph, so that nothing is asked there which depends on the clock or on when the garbage collector has run.
-void Search(AutoSearch search) {
+void Search(AutoSearch search, const lazy::BackendDevice& device) {
   static SearchBudget budgets[AutoSearch::kStages];
   const std::optional<int> generations[AutoSearch::kStages] = {0, 1, std::nullopt};
   const bool alone = !one_of_many.load(std::memory_order_relaxed);
   search.stage = alone ? search.stage : AutoSearch::kStages - 1;
   bool found = false;
   for (; search.stage < AutoSearch::kStages && (!alone || budgets[search.stage].Allows()); ++search.stage) {
-    found = budgets[search.stage].Charge([&] { return SearchOutdated(generations[search.stage]); });
+    found = budgets[search.stage].Charge([&] { return SearchOutdated(device, generations[search.stage]); });
     if (found) {
       break;
     }
@@ -908,7 +930,7 @@ bool IsGone(const lazy::BackendData* buffer) {
   const abi::TensorData& old_value = *self->data();
   lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
   if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) &&
-      SearchOutdated(/*generation=*/std::nullopt)) {
+      SearchOutdated(old_value.device, /*generation=*/std::nullopt)) {
     renewed = OutdatedTensors::Get().Renew(old_value);
   }
   if (renewed != nullptr && !IsGone(renewed.get())) {
@@ -937,7 +959,6 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   ThreadState& state = State();
   AbandonLeftover(state);
   ForgetReused(state);
-  OutdatedTensors::Get().Purge();
   state.last_spared = 0;
   state.DropList();
   if (DonationRegistry::Armed()) {
@@ -949,7 +970,6 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     state.noting = true;
     state.arena = arena;
   }
-  state.has_donated = false;
   state.search_for.reset();
   state.listing = true;
   const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
@@ -976,12 +996,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
-  std::optional<AutoSearch> search_for = std::exchange(State().search_for, std::nullopt);
-  if (std::exchange(State().has_donated, false) && Callbacks().donating_step_ended) {
-    Callbacks().donating_step_ended();
-  }
-  if (search_for.has_value()) {
-    Search(std::move(*search_for));
+  if (std::optional<AutoSearch> search_for = std::exchange(State().search_for, std::nullopt)) {
+    Search(std::move(*search_for), device);
   }
   OutdatedTensors::Get().BringUpToDate(device);
   State().last_device = device;

@@ -4,7 +4,8 @@
 //   ForAllDeviceContexts     the executor lists the live tensors
 //   LazyTensor::LazyTensor   ... as fresh objects, which are noted
 //   CurrentDataHandle        asked of every live tensor; outside a step, whoever reads a tensor comes through here
-//   RunPostOrder             the graph and its parameters are known: donors are chosen and put into the donor set
+//   RunPostOrder             the token of collectives is dropped; then the graph and its parameters are known: donors
+//                            are chosen and put into the donor set
 //   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are given back
 //   Async::Async             the commit point: this graph will run with these parameters; debug_nans notes its outputs
 //   MultiWait::Completer     gives the function that runs the graph: what became of the donors is read at its end
@@ -14,8 +15,10 @@
 // Ownership: the patches belong to this file; Uninstall() or the end of the process undoes them.
 // Threads: Install() and Uninstall() may be called from any thread; what belongs to a step is kept per thread.
 // Errors: Install() throws std::runtime_error and leaves nothing behind. Inside a hook the only exceptions of ours are
-//   DonatedBufferAccess, where somebody touches a donated tensor, what the reuse callback throws there, and what the
-//   step callback throws at the end of a step. All else is caught, and the step runs without donation.
+//   DonatedBufferAccess, where somebody touches a donated tensor, what the callbacks throw that may, and what the step
+//   callback throws at the end of a step. All else is caught, and the step runs without donation.
+// Signals: Python runs a handler, which may raise, before the next bytecode, and that may be one of a callback. So each
+//   callback passes on what is raised in it, or runs no bytecode.
 #pragma once
 
 #include <torch/csrc/Exceptions.h>
@@ -50,19 +53,21 @@ std::vector<HookInfo> Hooks();
 // What the Python side lends to the hooks. Each is set once, before the hooks are installed.
 struct HookCallbacks {
   PyObject* donated_buffer_error = nullptr;  // exception type, immortal
-  // The message for a use of a consumed buffer. Called without locks; may take the GIL.
+  // The message for a use of a consumed buffer. Called without locks; may take the GIL and throw.
   std::function<std::string(const Donor&, std::uint64_t step)> describe_use;
   // Called where somebody uses a buffer that a step would have consumed, had donation not been disabled. Called without
   // locks; may take the GIL and throw.
   std::function<void(const Donor&, std::uint64_t step)> report_reuse;
   // Called before the first list of live tensors that automatic donation needs: verifies what it relies on. Returns why
-  // nothing can be donated automatically in this process; empty if it can. May take the GIL; must not throw.
+  // nothing can be donated automatically in this process; empty if it can. May take the GIL and throw: then the step is
+  // not begun, and the next one asks again.
   std::function<std::string()> prepare_auto;
-  // Called at the end of a step that has donated, before step closures run. May take the GIL; must not throw.
-  std::function<void()> donating_step_ended;
+  // Called before the donors of a step are chosen: drops the token that orders the collectives of a device, named as in
+  // abi::NameOf. Called without locks; may take the GIL, but runs no bytecode; if it throws, nothing is donated.
+  std::function<void(const std::string& device)> forget_collectives;
   // Shows the program's tensors, or those of a generation of Python's garbage collector, to OutdatedTensors. Called
-  // without locks; may take the GIL; must not throw.
-  std::function<void(std::optional<int> generation)> search_outdated;
+  // without locks; may take the GIL, but runs no bytecode; must not throw.
+  std::function<void(const lazy::BackendDevice& device, std::optional<int> generation)> search_outdated;
   // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.
   std::function<void()> step_ended;
 };

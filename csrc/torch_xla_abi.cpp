@@ -156,6 +156,17 @@ std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buf
   return found == place_of_.end() ? std::nullopt : std::optional(found->second);
 }
 
+std::string NameOf(const lazy::BackendDevice& device) {
+  // By the ordinal alone, as torch_xla keeps its tokens: that of all devices of an SPMD program is xla:0, too.
+  const std::vector<lazy::BackendDevice> devices = lazy::getBackend()->GetBackendDevices();
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    if (devices[i].ordinal() == device.ordinal()) {
+      return "xla:" + std::to_string(i);
+    }
+  }
+  throw std::runtime_error("torch_xla does not list the device " + device.toString());
+}
+
 bool IsSpmd(const lazy::BackendDevice& device) { return device.toString().rfind("SPMD", 0) == 0; }
 
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id) {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import queue
 import threading
 import weakref
 
@@ -14,7 +16,7 @@ import torch_xla.debug.metrics as metrics
 from helpers import dump_env, pointer, run_script
 
 import torch_xla_donate
-from torch_xla_donate import _C, auto_donate, donate_buffer, donation_disabled, donation_report, hlo
+from torch_xla_donate import _C, _host, auto_donate, donate_buffer, donation_disabled, donation_report, hlo
 
 
 def compiles() -> int:
@@ -208,6 +210,76 @@ def test_a_cache_that_is_dropped_is_gone_at_the_next_step(make):
     assert _C.sizes()["outdated"] == 0
 
 
+def test_a_cache_that_is_known_may_be_swapped_copied_and_given_other_data(make):
+    key = make(4)
+
+    def write(cache, i):
+        cache[i] = key + i
+        torch_xla.sync(wait=True)
+
+    def known():
+        cache = make(5, 4) * 0
+        for i in range(2):
+            write(cache, i)
+        _C.search_outdated()
+        assert _C.sizes()["outdated"] == 1
+        return cache
+
+    rows = [[float(j + k) for k in range(4)] for j in range(5)]
+    nothing = [0.0] * 4
+    cache, other = known(), make(5, 4)
+    torch.utils.swap_tensors(cache, other)
+    for i in (2, 3):
+        write(other, i)
+    assert other.tolist() == [*rows[:4], nothing] and cache.tolist() == torch.arange(20.0).reshape(5, 4).tolist()
+    del cache, other
+    assert _C.sizes()["outdated"] == 0
+
+    cache = known()
+    copies = [cache.detach(), copy.deepcopy(cache), torch.nn.Parameter(cache, requires_grad=False), cache[:]]
+    for i in (2, 3):
+        write(cache, i)
+    # The deep copy has memory of its own.
+    assert [one.tolist() for one in copies] == [
+        [*rows[: 2 if i == 1 else 4], *[nothing] * (3 if i == 1 else 1)] for i in range(4)
+    ]
+    cache.data = make(5, 4)
+    for i in (0, 1):
+        write(cache, i)
+    assert cache.tolist() == [*rows[:2], *torch.arange(20.0).reshape(5, 4)[2:].tolist()]
+    del cache, copies
+    assert _C.sizes()["outdated"] == 0
+
+
+def test_caches_that_end_on_another_thread_while_steps_look_at_them(make):
+    key, stop = make(4), threading.Event()
+    caches = queue.SimpleQueue()
+
+    def drop():
+        while not stop.is_set():
+            caches.get()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    known = 0
+    try:
+        for _ in range(60):
+            cache = make(3, 4)
+            for i in range(3):
+                cache[i] = key * i
+                torch_xla.sync()
+                _C.search_outdated(0)
+            assert cache.tolist() == [[k * i for k in range(4)] for i in range(3)]
+            known += _C.sizes()["outdated"]
+            caches.put(cache)
+            del cache
+    finally:
+        stop.set()
+        caches.put(None)
+        thread.join()
+    assert known >= 60 and _C.sizes()["outdated"] == 0
+
+
 def test_an_average_of_weights_and_a_dropped_gradient_are_donated(make):
     weight, average = make(8), make(8)
     for _ in range(2):
@@ -376,6 +448,41 @@ def test_a_step_closure_may_reduce_after_a_step_that_has_reduced(make):
     torch_xla.sync()
     assert donated() == ["f32[4]"]
     assert seen == [[0, 1, 2, 3]] and t.tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_collectives_are_forgotten_however_a_step_is_asked_for(make, marks):
+    device = str(torch_xla.device())
+    ways = [
+        torch_xla.sync,
+        lambda: torch_xla._XLAC._xla_step_marker(device, [], True),
+        lambda: torch_xla._XLAC._xla_sync_live_tensors(device, [], True),
+    ]
+    p = make(4, 3)
+    with auto_donate(not marks):
+        for way in ways:
+            for count in range(4):
+                compiled = compiles()
+                reduced, old = [p * 1], p
+                torch_xla._XLAC._xla_all_reduce_inplace("sum", reduced, 1.0, [[0]], True)
+                p = reduced[0] + 1
+                if marks:
+                    donate_buffer(old)
+                del reduced, old
+                way()
+                assert [donor.outcome for donor in last_step()] == ["donated"]
+                assert count == 0 or compiles() == compiled
+    assert p.tolist() == (torch.arange(12.0).reshape(4, 3) + 12).tolist()
+
+
+def test_a_list_of_live_tensors_that_is_no_step_leaves_collectives_in_their_order(make):
+    first, second = [make(4) + 1], [make(4) + 2]
+    for reduced in (first, second):
+        torch_xla._XLAC._xla_all_reduce_inplace("sum", reduced, 1.0, [[0]], True)
+        donation_report(predict=True)
+        _host.list_live_tensors()
+    text = torch_xla._XLAC._get_xla_tensors_text(second)
+    assert text.count("cross_replica_sum") == 2, text
 
 
 def test_a_partial_sync_donates_nothing(make):
@@ -909,3 +1016,72 @@ def test_donors_of_a_step_are_told_apart_whoever_has_marked_them(make):
         torch_xla.sync(wait=True)
         assert sorted(donor.automatic for donor in last_step()) == [False, True]
         assert all(donor.outcome == "donated" for donor in last_step())
+
+
+def test_what_is_raised_while_the_first_step_is_prepared_reaches_the_program():
+    run_script(
+        """
+        import os, signal, sys
+        import torch, torch_xla
+        from torch_xla_donate import _host, auto_donate, donation_report
+
+        def handle(number, frame):
+            raise TimeoutError("too slow")
+
+        signal.signal(signal.SIGALRM, handle)
+        raised, count = [signal.SIGALRM, signal.SIGINT], _host.process_count
+
+        def count_slowly():
+            if raised:
+                os.kill(os.getpid(), raised.pop())
+            return count()
+
+        _host.process_count = count_slowly
+        auto_donate()
+        p = torch.ones(4, 4).to("xla") * 2
+        for error in (KeyboardInterrupt, TimeoutError):
+            try:
+                torch_xla.sync()
+            except error:
+                continue
+            raise AssertionError(f"no {error}")
+        for _ in range(3):
+            p = p * 2
+            torch_xla.sync()
+        report = donation_report()
+        assert [donor.outcome for donor in report.donors] == ["donated"] * len(report.donors), report
+        assert len(report.donors) == 3 and report.auto_refusals == {}, report
+        assert p[0].tolist() == [16.0] * 4
+        """
+    )
+
+
+def test_a_step_of_one_device_leaves_the_collectives_of_another_and_the_report_names_its_device():
+    run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import auto_donate, donation_report
+
+        auto_donate()
+
+        def in_a_row(device):
+            # How many collectives the next one would wait for, and itself.
+            one = [torch.ones(4, 3).to(device) * 2]
+            torch_xla._XLAC._xla_all_reduce_inplace("sum", one, 1.0, [[0], [1]], True)
+            return torch_xla._XLAC._get_xla_tensors_text(one).count("cross_replica_sum")
+
+        for device, other, name in (("xla:0", "xla:1", "CPU:0"), ("xla:1", "xla:0", "CPU:1")):
+            p = torch.ones(4, 3).to(device)
+            torch_xla._XLAC._xla_step_marker(device, [], True)
+            assert (in_a_row(device), in_a_row(other)) == (1, 1)
+            p = p + 1
+            torch_xla._XLAC._xla_step_marker(device, [], True)
+            assert (in_a_row(device), in_a_row(other)) == (1, 2)
+            (donor,) = donation_report(steps=1).donors
+            assert (donor.device, donor.outcome) == (name, "donated"), donor
+            assert p.tolist() == [[2.0] * 3] * 4
+            for either in (device, other):
+                torch_xla._XLAC._set_all_reduce_token(either, None)
+        """,
+        env={"CPU_NUM_DEVICES": "2"},
+    )

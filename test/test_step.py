@@ -30,10 +30,40 @@ def infos(*tensors):
 """
 
 
-def run(body: str, **options):
+# Python runs a signal's handler before the next bytecode, wherever that is: after a step, in a callback of the hooks.
+SIGNALS = """
+import collections, functools, hashlib, operator, os, signal, time
+
+def handler(error):
+    def handle(number, frame):
+        raise error(number)
+    return handle
+
+signal.signal(signal.SIGALRM, handler(TimeoutError))
+signal.signal(signal.SIGTERM, handler(SystemExit))
+ERRORS = {signal.SIGINT: KeyboardInterrupt, signal.SIGALRM: TimeoutError, signal.SIGTERM: SystemExit}
+
+def send_soon(number):
+    sender = threading.Timer(0.2, os.kill, (os.getpid(), number))
+    sender.start()
+
+def with_pending(number, call):
+    # Calls what is no Python code with a signal pending, and returns the type of what is raised. Until that call runs
+    # some bytecode there is none.
+    busy = functools.partial(hashlib.pbkdf2_hmac, "sha256", b"", b"", 2_000_000)
+    calls = map(operator.methodcaller("__call__"), [busy, call])
+    send_soon(number)
+    try:
+        collections.deque(calls, maxlen=0)
+    except BaseException as error:
+        return type(error)
+"""
+
+
+def run(body: str, before: str = "", **options):
     import textwrap
 
-    return run_script(PRELUDE + RAISES + textwrap.dedent(body) + "\nprint('end')", **options)
+    return run_script(PRELUDE + RAISES + before + textwrap.dedent(body) + "\nprint('end')", **options)
 
 
 def test_a_step_that_does_not_compile_leaves_nothing_behind():
@@ -422,4 +452,118 @@ def test_a_donated_tensor_does_not_stop_dynamo_from_working_on_others():
         assert "was donated at" in raises(Exception, lambda: compiled(t))
         assert compiled(out).tolist() == [2, 4, 6, 8]
         """
+    )
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_what_a_signal_raises_during_a_step_that_donates_reaches_the_program(marks):
+    run(
+        f"""
+        auto_donate(not {marks})
+        w = torch.rand(700, 700).to("xla")
+
+        def step(update):
+            global w
+            old, w = w, update(w)
+            if {marks}:
+                donate_buffer(old)
+            del old
+            torch_xla.sync(wait=True)
+
+        def slow(t):
+            for _ in range(6):
+                t = t @ t / 350
+            return t
+
+        for number, error in list(ERRORS.items()) * 2:
+            caught, until = None, time.monotonic() + 20
+            send_soon(number)
+            try:
+                while time.monotonic() < until:
+                    step(slow)
+            except BaseException as found:
+                caught = found
+            assert type(caught) is error, (number, caught)
+            torch_xla.sync(wait=True)
+            before = w.cpu()
+            for _ in range(3):
+                step(lambda t: t * 0.5)
+            assert torch.equal(w.cpu(), before / 8)
+            outcomes = [donor.outcome for donor in donation_report(steps=3).donors]
+            assert outcomes == ["donated"] * 3, outcomes
+            assert donation_report().pending == ()
+        """,
+        before=SIGNALS,
+    )
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_signal_that_is_pending_when_a_step_ends_takes_nothing_away(marks):
+    run(
+        f"""
+        auto_donate(not {marks})
+        marker = functools.partial(torch_xla._XLAC._xla_step_marker, "xla:0", [], True)
+        p, seen = make(8, 8), []
+        for count, (number, error) in enumerate(ERRORS.items(), 1):
+            odd = make(3)
+            q, old = [p * 1], p
+            torch_xla._XLAC._xla_all_reduce_inplace("sum", q, 1.0, [[0]], True)
+            p, total = q[0] + 1, odd.sum()
+            if {marks}:
+                donate_buffer([old, odd])
+            xm.add_step_closure(seen.append, args=(count,))
+            del q, old
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                assert with_pending(number, marker) is error
+                assert not told
+                torch_xla.sync()
+            # What was to be told is told at the end of the next step, once for the line.
+            assert len(told) == ({marks} and count == 1), told
+            assert seen == list(range(1, count + 1))
+            assert p.tolist() == (torch.arange(64.0).reshape(8, 8) + count).tolist()
+            assert odd.tolist() == [0, 1, 2] and total.item() == 3
+            donor = donation_report(steps=1).donors[0]
+            assert (donor.array, donor.outcome, donor.step) == ("f32[8,8]", "donated", count), donor
+        """,
+        before=SIGNALS,
+    )
+
+
+def test_a_signal_that_is_pending_at_a_use_after_donation_is_not_lost():
+    run(
+        """
+        t = make(4)
+        donate_buffer({"weight": t})
+        out = t + 1
+        torch_xla.sync()
+        for number, error in ERRORS.items():
+            assert with_pending(number, functools.partial(torch.Tensor.cpu, t)) is error
+            assert "['weight']" in raises(DonatedBufferError, t.cpu)
+        assert out.tolist() == [1, 2, 3, 4]
+        """,
+        before=SIGNALS,
+    )
+
+
+def test_what_is_raised_while_a_warning_is_shown_is_not_taken_for_the_warning():
+    run(
+        """
+        def show(*arguments, **options):
+            os.kill(os.getpid(), signal.SIGINT)
+
+        warnings.showwarning = show
+        a, b = make(3), make(5)
+        donate_buffer(a)
+        donate_buffer(b, strict=True)
+        total = a.sum() + b.sum()
+        try:
+            torch_xla.sync(wait=True)
+        except KeyboardInterrupt as error:
+            assert "f32[5]" in str(error.__cause__), error.__cause__
+        else:
+            raise AssertionError("the interrupt was lost")
+        assert total.item() == 13 and a.tolist() == [0, 1, 2]
+        """,
+        before=SIGNALS,
     )

@@ -57,8 +57,7 @@ _C.set_callbacks(
     _reuse.report,
     _debug.step_ended,
     _auto.prepare,
-    _auto.step_ended,
-    _auto.search_outdated,
+    _host.set_collectives_token(),
 )
 _host.install_hooks()
 _debug.start()

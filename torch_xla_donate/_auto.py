@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from types import TracebackType
-
-import torch
 
 from torch_xla_donate import _C, _config, _host
 
@@ -83,7 +80,8 @@ _open: list[weakref.ref[auto_donate]] = []  # calls that have not been entered a
 def prepare() -> str:
     """Why nothing can be donated automatically in this process; empty if it can.
 
-    The hooks ask this once, before the first step: by then the runtime has been set up.
+    The hooks ask this once, before the first step: by then the runtime has been set up. What is raised here, as by a
+    signal's handler, reaches the program at that step, and the next one asks again.
     """
     try:
         _host.verify_layouts()
@@ -95,23 +93,6 @@ def prepare() -> str:
         return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
     _host.ignores_donors()  # which the hooks look at, as it may change
     return ""
-
-
-def step_ended() -> None:
-    """The hooks call this at the end of a step that has donated."""
-    # It holds the step's graph until torch_xla.sync() drops it, which is after the step closures have run.
-    _host.forget_collectives()
-
-
-def search_outdated(generation: int | None = None) -> None:
-    """Shows the hooks all tensors: nothing leads from a buffer to the tensors that functionalization keeps on it.
-
-    Args:
-        generation: of the garbage collector; None for all. The young ones, 0 and 1, are small, and a cache that was not
-            there at the last search is in one of them most often.
-    """
-    objects = gc.get_objects(generation=generation)
-    _C.remember_outdated([item for item in objects if issubclass(type(item), torch.Tensor)])
 
 
 def start() -> None:

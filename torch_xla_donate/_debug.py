@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _config, _report
+from torch_xla_donate._errors import DonationError, DonationWarning
 
 
 class _Wishes(threading.local):
@@ -70,8 +71,10 @@ def step_ended() -> None:
         return
     try:
         _report.tell()
-    finally:
+    except (DonationError, DonationWarning):
         check_outputs()
+        raise
+    check_outputs()
 
 
 def _line(raw: Mapping[str, Any]) -> str:

@@ -269,9 +269,9 @@ def wait_for_devices() -> None:
     xlac()._xla_wait_device_ops([])
 
 
-def forget_collectives() -> None:
-    """Drops the token that orders collectives within a step, as torch_xla.sync() does when the step is over."""
-    xlac()._set_all_reduce_token(xlac()._xla_get_default_device(), None)
+def set_collectives_token() -> Any:
+    """torch_xla's function that sets the token that orders collectives within a step; with None it drops it."""
+    return xlac()._set_all_reduce_token
 
 
 def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -311,7 +311,7 @@ def tell(*, everywhere: bool = False) -> None:
     if is_postponed():
         return
     failures: list[str] = []
-    raised: BaseException | None = None
+    raised: list[BaseException] = []
     for step in _C.take_notices(everywhere):
         by_site: dict[str, list[Mapping[str, Any]]] = {}
         for raw in step["donors"]:
@@ -325,11 +325,16 @@ def tell(*, everywhere: bool = False) -> None:
                 try:
                     warn_once(message, where)
                 except BaseException as error:  # a filter that makes errors of warnings; the others must be told, too
-                    raised = raised or error
-    if failures:
-        raise DonationError("\n".join(failures)) from raised
-    if raised is not None:
-        raise raised
+                    raised.append(error)
+    refused = DonationError("\n".join(failures)) if failures else None
+    # What is no warning has come from elsewhere, such as a signal's handler, and nobody else will raise it.
+    foreign = next((error for error in raised if not isinstance(error, DonationWarning)), None)
+    if foreign is not None:
+        raise foreign from refused or foreign.__cause__
+    if refused is not None:
+        raise refused from next(iter(raised), None)
+    if raised:
+        raise raised[0]
 
 
 @atexit.register
