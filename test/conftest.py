@@ -23,6 +23,15 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _runtime_comes_first() -> None:
+    """Autograd makes a queue for each device when it first runs: after a backward pass on the CPU it would have none
+    for XLA's, which torch_xla tells of when its runtime has started."""
+    import torch_xla
+
+    torch_xla.device()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """After each test: no new mark, no notice, hooks in place, donation enabled."""
@@ -35,7 +44,6 @@ def _nothing_is_left_behind() -> Iterator[None]:
     gc.collect()
     marks, notices = _C.pending(), _C.take_notices()
     _report._warned_sites.clear()
-    _reuse._told.clear()
     _reuse._told.clear()
     assert _C.installed()
     assert not _C.disabled()
