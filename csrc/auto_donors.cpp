@@ -110,7 +110,7 @@ void OutdatedTensors::Remember(const at::Tensor& tensor, const lazy::BackendDevi
   // Others than torch_xla have functional tensors, too.
   const abi::TensorData* value = abi::ValueOf(impl);
   // What carries something like a tag already is known, or is left to whoever has put it there.
-  if (value == nullptr || !(value->device == device) || impl.get_backend_meta() != nullptr) {
+  if (value == nullptr || impl.get_backend_meta() != nullptr) {
     return;
   }
   impl.set_backend_meta(c10::make_intrusive<Tag>(&impl));

@@ -65,8 +65,8 @@ class OutdatedTensors {
   // Never destroyed: hooks may run until the process ends.
   static OutdatedTensors& Get();
 
-  // Remembers the tensor if it is out of date now, and on this device. Others may belong to a thread that is using
-  // them.
+  // Remembers the tensor, which must be one of this device, if it is out of date now. Those of others may belong to a
+  // thread that is using them.
   void Remember(const at::Tensor& tensor, const lazy::BackendDevice& device);
   // The old values on a device, which nobody can read; `holders` as for abi::OutdatedValue.
   std::unordered_set<const abi::TensorData*> Values(const lazy::BackendDevice& device, long holders);

@@ -474,9 +474,14 @@ void SearchOutdated(const lazy::BackendDevice& device, std::optional<int> genera
   static auto* gc = new py::module_(py::module_::import("gc"));
   const py::list objects = gc->attr("get_objects")(generation);
   auto* tensor_type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  const at::Device torch_device = abi::TorchDevice(device);
   for (const py::handle object : objects) {
-    if (PyType_IsSubtype(Py_TYPE(object.ptr()), tensor_type) != 0) {  // isinstance() would ask a proxy
-      OutdatedTensors::Get().Remember(THPVariable_Unpack(object.ptr()), device);
+    if (PyType_IsSubtype(Py_TYPE(object.ptr()), tensor_type) == 0) {  // isinstance() would ask a proxy
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
+    if (tensor.defined() && tensor.device() == torch_device) {
+      OutdatedTensors::Get().Remember(tensor, device);
     }
   }
 }
@@ -540,6 +545,7 @@ PYBIND11_MODULE(_C, m) {
             SearchOutdated(device, generation);
           } catch (py::error_already_set& error) {  // out of memory, or an audit hook that forbids it
             error.discard_as_unraisable("torch_xla_donate");
+          } catch (const std::exception&) {  // nothing is found, then
           }
         };
         SetHookCallbacks(std::move(callbacks));
@@ -800,10 +806,9 @@ PYBIND11_MODULE(_C, m) {
         "Compares torch_xla's executor with the layout relied on, and with what it says of itself; RuntimeError if it "
         "differs.");
   m.def("eager_mode", &InEagerMode, "Whether torch_xla's eager mode is on.");
-  m.def(
-      "refuse_runs", &RefuseRuns, py::arg("on"),
-      "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'. Returns "
-      "whether they were before.");
+  m.def("refuse_runs", &RefuseRuns, py::arg("on"),
+        "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
+  m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,
         "How often this thread has waited for a device, as for a read or a step. Counted while runs are refused.");
   m.def(

@@ -178,12 +178,14 @@ struct ThreadState {
   std::size_t asked_again = 0;
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
+  bool listed = false;  // the live tensors, and no graph has been made of them yet
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
   std::vector<bool> auto_donates;        // the wishes of this thread's contexts
   std::optional<AutoSearch> search_for;  // what the step in progress wants to be searched at its end
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
+  std::uint64_t runs = 0;
   std::optional<lazy::BackendDevice> last_device;
   std::optional<WouldBe> would_be;
   const lazy::MultiWait* would_be_runner = nullptr;
@@ -522,16 +524,23 @@ void SortByParameter(const Executor::PostOrderData& graph, std::vector<DonorPtr>
 }
 
 void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
-                 Executor::SyncTensorCollection* collection) {
+                 Executor::SyncTensorCollection* collection, const std::string& obstacle) {
   DonationRegistry& registry = DonationRegistry::Get();
   const auto marked = registry.PendingAmong(graph.parameters_data);
-  const bool automatic = AutoDonates() && state.arena != nullptr && !DonationDisabled();
+  bool automatic = AutoDonates() && state.arena != nullptr && !DonationDisabled();
   if (marked.empty() && !automatic) {
     return;
   }
-  std::string refusal;  // of all of them
+  std::string refusal = SwitchedOffReason();  // of all of them
   bool switched_off = true;
-  refusal = SwitchedOffReason();
+  if (refusal.empty() && !obstacle.empty()) {
+    switched_off = false;
+    refusal = obstacle;
+    if (automatic) {
+      automatic = false;
+      registry.NoteAutoRefusal(obstacle);
+    }
+  }
   // Donors that nothing but the user's wish keeps from being donated are spared, and their use is told.
   bool spare = false;
   if (DonationDisabled()) {
@@ -670,17 +679,19 @@ void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::Sy
 // The token that orders the collectives of a step leads to its inputs, and a collective of a later step would read them
 // by way of it. torch_xla.sync() drops it when the step is over, but after the step closures, and whoever syncs the
 // live tensors without that does not. As the graph of this step is complete, it can go before the donors are chosen,
-// and before the executor has a lock, for which somebody who has the GIL may wait. False if it may still be there.
-bool ForgetCollectives(const Executor::SyncTensorCollection& collection) {
-  if (!Callbacks().forget_collectives || !collection.unlocker.empty()) {
-    return false;
+// and before the executor has a lock, for which somebody who has the GIL may wait. Returns why it may still be there;
+// empty if it is gone.
+std::string ForgetCollectives(const Executor::SyncTensorCollection& collection) {
+  const std::string kept =
+      "the token that orders collectives, which may read inputs of the step, could not be dropped: ";
+  if (!collection.unlocker.empty()) {
+    return kept + "torch_xla has locked the device already";
   }
   try {
-    Callbacks().forget_collectives(abi::NameOf(collection.device));
-    return true;
+    Callbacks().forget_collectives(abi::TorchDevice(collection.device).str());
+    return "";
   } catch (const std::exception& error) {
-    DonationRegistry::Get().NoteAutoRefusal(error.what());
-    return false;
+    return kept + error.what();
   }
 }
 
@@ -693,18 +704,19 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   state.in_post_order = true;
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
-  const bool is_step = collection->config.force_ltc_data && collection->config.sync_ltc_data;
-  if (is_step) {
+  const bool runs_all = collection->config.force_ltc_data && collection->config.sync_ltc_data;
+  if (std::exchange(state.listed, false) && runs_all) {
     AutoPlans::Get().BeginStep(collection->device);
   }
-  const bool may_donate = is_step && state.ListIsOfStep(roots.size()) && ForgetCollectives(*collection);
+  const bool is_step = runs_all && state.ListIsOfStep(roots.size());
+  const std::string refusal = is_step ? ForgetCollectives(*collection) : "";
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
   if (state.first_parameters.has_value()) {
     ApplyOrder(state, result, *collection);
   }
-  if (may_donate) {
+  if (is_step) {
     try {
-      ClaimDonors(state, result, roots, collection);
+      ClaimDonors(state, result, roots, collection, refusal);
     } catch (const std::exception&) {
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);
@@ -816,6 +828,7 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
   ThreadState& state = State();
+  ++state.runs;
   if (state.inspecting) {
     state.inspected_run = self;
     return;
@@ -971,7 +984,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     state.arena = arena;
   }
   state.search_for.reset();
-  state.listing = true;
+  state.listing = state.listed = true;
   const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
 }
@@ -1102,7 +1115,9 @@ void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataP
   state.armed = ArmedRun{std::move(call), std::move(donors), std::move(graph)};
 }
 
-bool RefuseRuns(bool on) { return std::exchange(State().refusing_runs, on); }
+void RefuseRuns(bool on) { State().refusing_runs = on; }
+
+std::uint64_t RunsBegun() { return State().runs; }
 
 bool InEagerMode() {
   const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);

@@ -62,8 +62,8 @@ struct HookCallbacks {
   // nothing can be donated automatically in this process; empty if it can. May take the GIL and throw: then the step is
   // not begun, and the next one asks again.
   std::function<std::string()> prepare_auto;
-  // Called before the donors of a step are chosen: drops the token that orders the collectives of a device, named as in
-  // abi::NameOf. Called without locks; may take the GIL, but runs no bytecode; if it throws, nothing is donated.
+  // Called before the donors of a step are chosen: drops the token that orders the collectives of a device, by its
+  // name. Called without locks; may take the GIL, but runs no bytecode; if it throws, nothing is donated.
   std::function<void(const std::string& device)> forget_collectives;
   // Shows the program's tensors, or those of a generation of Python's garbage collector, to OutdatedTensors. Called
   // without locks; may take the GIL, but runs no bytecode; must not throw.
@@ -102,8 +102,10 @@ void InspectNextRun();
 std::optional<abi::CompiledGraph> TakeInspected();
 
 // While a thread's runs are refused, a graph that it is about to run makes std::runtime_error. torch_xla has a switch
-// for this, which would stop the steps of all other threads, too. Returns whether they were refused before.
-bool RefuseRuns(bool on);
+// for this, which would stop the steps of all other threads, too.
+void RefuseRuns(bool on);
+// How many graphs this thread has begun to run.
+std::uint64_t RunsBegun();
 // How often this thread has passed the barrier that stands before every read and every run, while its runs were
 // refused.
 std::uint64_t BarriersPassed();

@@ -156,12 +156,12 @@ std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buf
   return found == place_of_.end() ? std::nullopt : std::optional(found->second);
 }
 
-std::string NameOf(const lazy::BackendDevice& device) {
+at::Device TorchDevice(const lazy::BackendDevice& device) {
   // By the ordinal alone, as torch_xla keeps its tokens: that of all devices of an SPMD program is xla:0, too.
   const std::vector<lazy::BackendDevice> devices = lazy::getBackend()->GetBackendDevices();
   for (std::size_t i = 0; i < devices.size(); ++i) {
     if (devices[i].ordinal() == device.ordinal()) {
-      return "xla:" + std::to_string(i);
+      return at::Device(at::kXLA, static_cast<at::DeviceIndex>(i));
     }
   }
   throw std::runtime_error("torch_xla does not list the device " + device.toString());

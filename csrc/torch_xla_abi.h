@@ -154,9 +154,9 @@ class OutputIds {
   std::size_t added_ = 0;
 };
 
-// The name by which torch_xla's Python functions know a device, such as "xla:0". Throws std::runtime_error if it is
-// none of this process.
-std::string NameOf(const lazy::BackendDevice& device);
+// The device as torch and torch_xla's Python functions know it, such as xla:0. Throws std::runtime_error if it is none
+// of this process.
+at::Device TorchDevice(const lazy::BackendDevice& device);
 
 // Whether a device stands for all devices of an SPMD program.
 bool IsSpmd(const lazy::BackendDevice& device);

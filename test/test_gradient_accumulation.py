@@ -11,6 +11,7 @@ from helpers import dump_env, pointer, run_script
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
 
 from torch_xla_donate import (
+    DonatedBufferError,
     DonationError,
     DonationWarning,
     cancel_donation,
@@ -387,20 +388,24 @@ def test_a_compiled_function_is_a_part_of_the_step_and_donates_nothing_of_its_ow
     ],
     ids=["sync", "print", "item", "openxla", "torch_xla.compile"],
 )
-def test_a_step_that_runs_something_is_refused_and_named(make, read):
+def test_a_step_that_runs_something_is_refused_and_nothing_is_lost(make, read):
     # torch_xla's own loop goes on with what came out, as a constant: a wrong loss, and gradients of one iteration.
-    model, data, carried = model_of(), make(3, 2, 4), make(5)
+    model, data, carried, other = model_of(), make(3, 2, 4), make(5), make(4)
     torch_xla.sync()
+    other.add_(5)  # pending, as are the gradients of before
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * 2
+    gradient = model.weight.grad
 
     def step(x, t):
         hidden = model(x)
         read(hidden)
         return hidden.sum(), t + 1
 
-    with pytest.raises(
-        DonationError, match=r"makes torch_xla run something at .*test_gradient_accumulation\.py:\d+, as"
-    ):
+    with pytest.raises(DonationError, match="the train step has made torch_xla run something, as "):
         gradient_accumulation(step, (data,), model, carried, donate="carried_tensors")
+    assert other.tolist() == [5, 6, 7, 8]
+    assert model.weight.grad is gradient and gradient.tolist() == [[2] * 4]
     assert not is_donated(carried) and not donation_report().pending
     _, result = gradient_accumulation(lambda x, t: (model(x).sum(), t + 1), (data,), model, carried)
     torch_xla.sync()
@@ -455,3 +460,19 @@ def test_a_loss_of_another_precision_is_refused_and_nothing_else_is_lost(make, d
     torch_xla.sync()
     assert loss.item() == pytest.approx((model(data).sum() / 3).item(), rel=1e-2)
     assert model.weight.grad.dtype == dtype and torch.equal(other.cpu(), data.cpu() * 2)
+
+
+def test_a_gradient_that_cannot_be_added_to_leaves_those_of_the_other_parameters(make):
+    model, data = model_of(), make(3, 2, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) * 100
+    torch_xla.sync()
+    weight, bias = model.weight.grad, model.bias.grad
+    donate_buffer(weight)
+    kept = weight + 1
+    torch_xla.sync()
+    assert is_donated(weight)
+    with pytest.raises(DonatedBufferError):
+        gradient_accumulation(lambda x: model(x).sum(), (data,), model)
+    assert model.weight.grad is weight and model.bias.grad is bias and bias.item() == 100
+    assert torch.equal(kept.cpu(), torch.full((1, 4), 101.0))

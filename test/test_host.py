@@ -387,3 +387,28 @@ assert state()[0] == strangers
 assert not _C.installed()
 """
     )
+
+
+@pytest.mark.parametrize("where", ["atexit.register(last)", "threading.Thread(target=late).start()"])
+@pytest.mark.parametrize("automatic", [False, True])
+def test_the_layouts_are_right_where_the_interpreter_is_ending(where, automatic):
+    done = run_script(f"""
+        import atexit, threading
+        import torch, torch_xla
+        import torch_xla_donate as txd
+        p = torch.arange(4.0).to("xla"); torch_xla.sync(wait=True)
+        def last():
+            global p
+            if {automatic}:
+                txd.auto_donate()
+            else:
+                txd.donate_buffer(p)
+            p = p + 1
+            torch_xla.sync(wait=True)
+            print(txd.donation_report().donors[0].outcome, p.tolist())
+        def late():
+            threading.main_thread().join()
+            last()
+        {where}
+    """)
+    assert done.stdout == "donated [1.0, 2.0, 3.0, 4.0]\n", (done.stdout, done.stderr)

@@ -91,7 +91,7 @@ def prepare() -> str:
     _C.set_one_of_many(_host.process_count() > 1)
     if _config.functionalization_off():
         return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
-    _host.ignores_donors()  # which the hooks look at, as it may change
+    _host.ignores_donors()  # tells the hooks, as a donation does later, so that it is no reason for good
     return ""
 
 

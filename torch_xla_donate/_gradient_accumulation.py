@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _bodies, _config, _donate, _errors, _host, _leaves
+from torch_xla_donate import _C, _bodies, _config, _donate, _host, _leaves
 from torch_xla_donate._errors import DonationError
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
@@ -67,11 +67,14 @@ def gradient_accumulation(
 
     def step(*traced: torch.Tensor) -> Any:
         body = _bodies.Body("gradient_accumulation", traced)
-        with _bodies.tracing(body), _runs_refused():
+        before = _C.runs_begun()
+        with _bodies.tracing(body):
             result = train_step(*traced)
-        _refuse_other_precision(result[0] if carried_tensors else result)
+        _refuse_runs(_C.runs_begun() - before)
+        loss, *rest = result if carried_tensors else (result,)
+        _refuse_other_precision(loss)
         found.update(body.wishes)
-        return result
+        return (loss, *rest) if carried_tensors else loss
 
     with _gradients_aside(model):
         result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
@@ -85,21 +88,17 @@ def gradient_accumulation(
     return result
 
 
-@contextlib.contextmanager
-def _runs_refused() -> Iterator[None]:
-    """DonationError for a step that makes torch_xla run something: the loop would take what came out for a constant."""
-    try:
-        with _host.runs_refused():
-            yield
-    except RuntimeError as error:
-        if not _host.is_refused_execution(error):
-            raise
-        where = _errors.line_of(error)
+def _refuse_runs(count: int) -> None:
+    """DonationError for a step that has made torch_xla run something: the loop would take what came out for a constant.
+
+    After it has run: whatever is pending elsewhere would be lost with a run that is stopped.
+    """
+    if count:
         raise DonationError(
-            f"the train step makes torch_xla run something at {where}, as torch_xla.sync(), print "
-            "of a tensor, .item() and functions of torch.compile do. Its results would be the same in every iteration "
-            "of the loop, and have no gradients. Take that out of the step; what is to be printed can be carried."
-        ) from error
+            "the train step has made torch_xla run something, as torch_xla.sync(), print of a tensor, .item() and "
+            "functions of torch.compile do. Its results would be the same in every iteration of the loop, and have no "
+            "gradients. Take that out of the step; what is to be printed can be carried."
+        )
 
 
 def _refuse_other_precision(loss: Any) -> None:
@@ -119,15 +118,15 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
         parameter.grad = None
     try:
         yield
-    except BaseException:
+    finally:
+        found = [parameter.grad for parameter, _ in before]
         for parameter, gradient in before:
             parameter.grad = gradient
-        raise
-    for parameter, gradient in before:
-        if gradient is not None:
-            if parameter.grad is not None:
-                gradient.add_(parameter.grad)
-            parameter.grad = gradient
+    for (parameter, gradient), new in zip(before, found):
+        if gradient is None:
+            parameter.grad = new
+        elif new is not None:
+            gradient.add_(new)
 
 
 def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +168,7 @@ _compiling = threading.RLock()
 # torch.fx patches torch.nn for the whole process while it traces, and fails where two threads do that at once. Not the
 # lock above: a function is traced under that, and what autograd recomputes for it is traced on another thread.
 _tracing_loops = threading.RLock()
+_PATIENCE = 60.0  # seconds; longer than a trace takes
 
 
 def verify_layouts() -> None:
@@ -179,10 +180,7 @@ def verify_layouts() -> None:
 
     from torch_xla_donate import _C
 
-    # On a thread of its own: a default device, a trace, a dispatch mode, whatever holds on this one would make another
-    # tensor of it, or see it.
-    with ThreadPoolExecutor(1) as plain:
-        probe, number = plain.submit(_probe, torch_xla.device()).result()
+    probe, number = _on_a_plain_thread(_probe, torch_xla.device())
     try:
         _C.verify_layouts(probe, number)
         _verify_executor()
@@ -193,6 +191,24 @@ def verify_layouts() -> None:
             "The hooks have been taken out again; torch_xla is unchanged."
         ) from error
     _verified = True
+
+
+def _on_a_plain_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """What a call returns where no default device, trace or dispatch mode of this thread holds."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*args))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    try:
+        threading.Thread(target=run, daemon=True).start()
+    except RuntimeError:  # the interpreter is ending, and starts no thread
+        with _disable_current_modes():
+            run()
+    return outcome.result()
 
 
 def _probe(device: torch.device) -> tuple[torch.Tensor, int]:
@@ -410,10 +426,14 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
             with _disable_current_modes():
                 init, xs = pytree.tree_unflatten([_stand_in(leaf) for leaf in leaves], structure)
                 return trace(fn, init, xs, *args, **options)
-        # Whoever waits for a backward pass may be tracing: autograd's threads take no turns.
+        # A thread that traces may wait for a backward pass: autograd's threads wait for their turn, but not for ever.
         in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-        with contextlib.nullcontext() if in_backward else _tracing_loops:
+        is_our_turn = _tracing_loops.acquire(timeout=_PATIENCE if in_backward else -1)
+        try:
             return trace(fn, init, xs, *args, **options)
+        finally:
+            if is_our_turn:
+                _tracing_loops.release()
 
     # Not `replaced`: the first thread to come enters this and the last to leave leaves it, so no lock may be held.
     host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned
@@ -431,6 +451,7 @@ def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **o
     copied = types.FunctionType(
         original.__code__, {**vars(host), "scan": scan}, original.__name__, original.__defaults__, original.__closure__
     )
+    copied.__kwdefaults__ = original.__kwdefaults__
     return copied(layers, *args, **options)
 
 
@@ -621,6 +642,8 @@ def tracing() -> Iterator[None]:
     """
     import torch_xla
 
+    from torch_xla_donate import _C
+
     seed = xlac()._xla_get_rng_seed()
     torch_xla.sync()
     torch_xla.core.xla_model.wait_device_ops()
@@ -628,26 +651,15 @@ def tracing() -> Iterator[None]:
         eager = in_eager_mode()
         if eager:
             xlac()._set_use_eager_mode(False)
+        # Not torch_xla's own switch: it would stop the steps of other threads.
+        _C.refuse_runs(True)
         try:
-            with runs_refused():
-                yield
+            yield
         finally:
+            _C.refuse_runs(False)
             if eager:
                 xlac()._set_use_eager_mode(True)
             torch_xla.core.xla_model.set_rng_state(seed)
-
-
-@contextlib.contextmanager
-def runs_refused() -> Iterator[None]:
-    """What this thread is about to run inside is an error, by which `is_refused_execution` knows it."""
-    from torch_xla_donate import _C
-
-    # Not torch_xla's own switch: it would stop the steps of other threads.
-    before = _C.refuse_runs(True)
-    try:
-        yield
-    finally:
-        _C.refuse_runs(before)
 
 
 def in_eager_mode() -> bool:
@@ -663,7 +675,7 @@ def forget_pending() -> None:
 
 
 def is_refused_execution(error: RuntimeError) -> bool:
-    """Whether something was refused to run inside of `runs_refused`."""
+    """Whether something was refused to run while `tracing`."""
     return "Unexpected execution" in str(error)
 
 

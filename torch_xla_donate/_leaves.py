@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import weakref
 from collections import deque, namedtuple
@@ -81,20 +82,19 @@ class _Key:
 
 
 _PLAIN = {str, bytes, int, float, complex, bool, type(None)}
-_LONGEST_KEY = 80
+_KNOWN = (enum.Enum, torch.dtype, torch.device)
 
 
 def _text(key: Any) -> tuple[str, bool]:
-    """What names have for a key, and whether that is all of its repr; a tensor's would wait for its value."""
+    """What names have for a key, and whether that is its repr. Not of any class: it may wait for a tensor, or fail."""
     if isinstance(key, torch.Tensor):
         return f"{type(key).__name__} {array(key)}", False
     if type(key) is tuple:
         items = [_text(item) for item in key]
         text, is_whole = ", ".join(text for text, _ in items), all(is_whole for _, is_whole in items)
         return f"({text}{',' if len(items) == 1 else ''})", is_whole
-    text = "" if isinstance(key, _COLLECTIONS) else repr(key)
-    is_short = type(key) in _PLAIN or (0 < len(text) <= _LONGEST_KEY and "\n" not in text)
-    return (text, True) if is_short else (type(key).__name__, False)
+    is_known = type(key) in _PLAIN or isinstance(key, _KNOWN)
+    return (repr(key), True) if is_known else (type(key).__name__, False)
 
 
 class _Node(NamedTuple):
