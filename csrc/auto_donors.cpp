@@ -444,12 +444,8 @@ std::vector<HeldInput> AutoPlans::LastHeld() const {
 }
 
 void AutoPlans::BeginStep(const lazy::BackendDevice& device) {
-  if (!any_left_.load(std::memory_order_relaxed)) {
-    return;
-  }
   std::lock_guard<std::mutex> lock(mutex_);
   last_left_.erase(device);
-  any_left_.store(!last_left_.empty(), std::memory_order_relaxed);
 }
 
 AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
@@ -516,7 +512,6 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
     left.arrays = plan.arrays;
     left.choice = answer.choice;
     last_left_.insert_or_assign(question.device, std::move(left));
-    any_left_.store(true, std::memory_order_relaxed);
   }
   return answer;
 }

@@ -216,7 +216,6 @@ class AutoPlans {
 
   mutable std::mutex mutex_;
   std::map<lazy::BackendDevice, Left> last_left_;
-  std::atomic<bool> any_left_{false};  // else nobody need take the mutex where nothing is donated automatically
   std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
   std::size_t parameters_ = 0;  // of all plans

@@ -805,7 +805,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("verify_executor", &VerifyExecutor, py::arg("eager_mode"), py::arg("allow_execution"),
         "Compares torch_xla's executor with the layout relied on, and with what it says of itself; RuntimeError if it "
         "differs.");
-  m.def("eager_mode", &InEagerMode, "Whether torch_xla's eager mode is on.");
   m.def("refuse_runs", &RefuseRuns, py::arg("on"),
         "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");

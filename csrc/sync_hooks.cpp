@@ -682,16 +682,16 @@ void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::Sy
 // and before the executor has a lock, for which somebody who has the GIL may wait. Returns why it may still be there;
 // empty if it is gone.
 std::string ForgetCollectives(const Executor::SyncTensorCollection& collection) {
-  const std::string kept =
+  constexpr const char* kKept =
       "the token that orders collectives, which may read inputs of the step, could not be dropped: ";
   if (!collection.unlocker.empty()) {
-    return kept + "torch_xla has locked the device already";
+    return std::string(kKept) + "torch_xla has locked the device already";
   }
   try {
     Callbacks().forget_collectives(abi::TorchDevice(collection.device).str());
     return "";
   } catch (const std::exception& error) {
-    return kept + error.what();
+    return std::string(kKept) + error.what();
   }
 }
 
@@ -721,8 +721,8 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
       // Out of memory, at worst: the step must go on, without donation.
       AbandonLeftover(state);
     }
-  } else if (!is_step && DonationRegistry::Armed() && collection->config.force_ltc_data &&
-             !collection->config.sync_ltc_data && abi::InEagerMode(*self)) {
+  } else if (DonationRegistry::Armed() && collection->config.force_ltc_data && !collection->config.sync_ltc_data &&
+             abi::InEagerMode(*self)) {
     EndMarksReadEagerly(result.parameters_data);
   }
   state.DropList();
@@ -1118,11 +1118,6 @@ void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataP
 void RefuseRuns(bool on) { State().refusing_runs = on; }
 
 std::uint64_t RunsBegun() { return State().runs; }
-
-bool InEagerMode() {
-  const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
-  return executor != nullptr && abi::InEagerMode(*executor);
-}
 
 void VerifyExecutor(bool eager_mode, bool allow_execution) {
   const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);

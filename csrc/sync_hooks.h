@@ -110,9 +110,7 @@ std::uint64_t RunsBegun();
 // refused.
 std::uint64_t BarriersPassed();
 
-// Whether torch_xla's eager mode is on, in this process; false until an executor has passed a hook.
-bool InEagerMode();
-// Throws std::runtime_error if that executor is not laid out as expected, or has not been seen.
+// Throws std::runtime_error if torch_xla's executor is not laid out as expected, or has not passed a hook yet.
 void VerifyExecutor(bool eager_mode, bool allow_execution);
 
 // The device that this thread has stepped last, or that NoteDevice() has been told of since; none if there is none.

@@ -15,6 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
+
+
+class Couple:
+    """A pytree that is registered as most are: without keys for its leaves. It takes tensors alone."""
+
+    def __init__(self, first, second):
+        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+            raise TypeError("a Couple takes tensors")
+        self.first, self.second = first, second
+
+
+pytree.register_pytree_node(Couple, lambda c: ([c.first, c.second], None), lambda leaves, _: Couple(*leaves))
 
 # For scripts: the text of the error that a function must raise.
 RAISES = """

@@ -8,8 +8,7 @@ import logging
 import pytest
 import torch
 import torch_xla
-from helpers import run_script
-from torch.utils import _pytree as pytree
+from helpers import Couple, run_script
 from torch_xla.core import xla_builder
 
 import torch_xla_donate
@@ -99,32 +98,20 @@ def test_a_compiled_object_runs_and_refuses_other_arguments(make):
         executable({"v": make(4)}, {"w": make(4)})
 
 
-class Weights:
-    """Takes tensors alone, and is registered without keys."""
-
-    def __init__(self, first, second):
-        if not isinstance(first, torch.Tensor):
-            raise TypeError("Weights are tensors")
-        self.first, self.second = first, second
-
-
-pytree.register_pytree_node(Weights, lambda w: ([w.first, w.second], None), lambda leaves, _: Weights(*leaves))
-
-
 def test_a_class_that_takes_tensors_alone_is_lowered_called_and_refused_by_its_leaves(make):
     step = compile(lambda w, *, k: w.first + w.second * k, donate_argnums=0)
-    lowered = step.lower(Weights(make(4), make(4)), k=2)
+    lowered = step.lower(Couple(make(4), make(4)), k=2)
     assert len(hlo.parse(lowered.as_text()).donors) == 2
-    with pytest.raises(TypeError, match="Weights are tensors"):
+    with pytest.raises(TypeError, match="a Couple takes tensors"):
         print(lowered.args_info)
     executable = lowered.compile()
     with pytest.warns(torch_xla_donate.DonationWarning, match=r"w\[0\] \(argument 0 of <lambda>\)"):
-        assert executable(Weights(make(4), make(4)), k=2).tolist() == [0, 3, 6, 9]
+        assert executable(Couple(make(4), make(4)), k=2).tolist() == [0, 3, 6, 9]
         torch_xla_donate.donation_report()
     with pytest.raises(
         TypeError, match=r"argument 0\[1\]: compiled for float32\[4\], called with float32\[5\]; argument 'k': c"
     ):
-        executable(Weights(make(4), make(5)), k=3)
+        executable(Couple(make(4), make(5)), k=3)
 
 
 def test_a_pure_executable_is_compiled_once_and_each_compilation_is_logged(make, caplog):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import dump_env, pointer, run_script
+from helpers import Couple, dump_env, pointer, run_script
 from torch.utils import _pytree as pytree
 
 import torch_xla_donate
@@ -371,28 +371,17 @@ def test_a_registered_dataclass_is_donated_and_one_that_is_not_is_refused(make):
     assert set(names()) == {"s.weight (argument 0 of <lambda>)", "s.moment (argument 0 of <lambda>)"}
 
 
-class Two:
-    """Takes tensors alone, and is registered without keys."""
-
-    def __init__(self, first, second):
-        assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
-        self.first, self.second = first, second
-
-
-pytree.register_pytree_node(Two, lambda two: ([two.first, two.second], None), lambda leaves, _: Two(*leaves))
-
-
 @pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}])
 def test_a_class_that_is_registered_without_keys_is_donated_and_its_leaves_are_numbered(make, options):
     f = torch_xla_donate.compile(lambda s, t: (s.first + t.first, s.second + t.second), donate_argnums=0, **options)
-    state, other = Two(make(2), make(3)), Two(make(2), make(3))
+    state, other = Couple(make(2), make(3)), Couple(make(2), make(3))
     f(state, other)
     assert gone(state.first, state.second) == [True, True]
     assert set(names()) == {"s[0] (argument 0 of <lambda>)", "s[1] (argument 0 of <lambda>)"}
     with pytest.raises(ValueError, match=r"s\[1\] \(argument 0 of <lambda>\) is donated, and t\[0\] \(argument 1 of"):
-        f(Two(make(2), other.second), Two(other.second, make(3)))
+        f(Couple(make(2), other.second), Couple(other.second, make(3)))
     with pytest.raises(ValueError, match=r"s\[1\] \(argument 0 of <lambda>\) is float32\[3\] on cpu"):
-        f(Two(make(2), torch.ones(3)), other)
+        f(Couple(make(2), torch.ones(3)), other)
 
 
 def test_structures_that_differ_only_far_inside_have_names_of_their_own(make):

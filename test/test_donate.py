@@ -12,8 +12,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
-from helpers import pointer
-from torch.utils import _pytree as pytree
+from helpers import Couple, pointer
 
 from torch_xla_donate import (
     _C,
@@ -410,17 +409,6 @@ def test_a_leaf_that_cannot_be_donated_is_named_and_nothing_is_marked(make, leaf
     with pytest.raises(error, match=f"(?s){text}.*Nothing was marked"):
         donate_buffer({"a": make(2), "b": [make(2), leaf]})
     assert _C.pending() == []
-
-
-class Couple:
-    """A pytree that is registered as most are: without keys for its leaves. It takes tensors alone."""
-
-    def __init__(self, first, second):
-        assert isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
-        self.first, self.second = first, second
-
-
-pytree.register_pytree_node(Couple, lambda c: ([c.first, c.second], None), lambda leaves, _: Couple(*leaves))
 
 
 def test_a_class_that_is_registered_without_keys_is_donated_refused_and_cancelled(make):

@@ -11,8 +11,7 @@ import weakref
 import pytest
 import torch
 import torch_xla
-from helpers import dump_env, pointer, run_script
-from torch.utils import _pytree as pytree
+from helpers import Couple, dump_env, pointer, run_script
 from torch_xla.experimental.scan import scan as host_scan
 
 from torch_xla_donate import (
@@ -442,31 +441,20 @@ def test_tensors_that_the_body_makes_and_pending_arguments_are_refused(make):
     torch_xla.sync()
 
 
-class State:
-    """Takes tensors alone, and is registered without keys."""
-
-    def __init__(self, total, same):
-        assert isinstance(total, torch.Tensor) and isinstance(same, torch.Tensor)
-        self.total, self.same = total, same
-
-
-pytree.register_pytree_node(State, lambda s: ([s.total, s.same], None), lambda leaves, _: State(*leaves))
-
-
 def test_a_carry_of_a_class_that_is_registered_without_keys(make):
     def body(carry, x):
-        return State(carry.total + x, carry.same * 1), carry.total * x
+        return Couple(carry.first + x, carry.second * 1), carry.first * x
 
     def giving(carry, x):
-        donate_buffer(carry.total)
+        donate_buffer(carry.first)
         return body(carry, x)
 
-    expected = host_scan(body, State(make(3), make(2)), make(4, 3))[0].total.tolist()
+    expected = host_scan(body, Couple(make(3), make(2)), make(4, 3))[0].first.tolist()
     for fn, donated in ((body, False), (giving, True)):
-        init = State(make(3), make(2))
+        init = Couple(make(3), make(2))
         final, _ = scan(fn, init, make(4, 3))
         torch_xla.sync()
-        assert (final.total.tolist(), is_donated(init.total), is_donated(init.same)) == (expected, donated, False)
+        assert (final.first.tolist(), is_donated(init.first), is_donated(init.second)) == (expected, donated, False)
     assert donation_report(steps=1).donors[0].name == "init[0]"
 
 

@@ -55,10 +55,8 @@ class Body:
         Raises DonationError for a tensor that the body has made.
         """
         number = self.find(tensor)
-        if number is not None or type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        if number is not None or not _host.is_traced(tensor):
             return number
-        if not isinstance(tensor, torch.Tensor):
-            return None
         raise DonationError(
             f"tensors is {_leaves.array(tensor)}, which the body of {self.loop} has made or sliced: inside of the "
             "loop it has no buffer of its own, and XLA reuses its memory anyway. Donate an argument of the body as it "

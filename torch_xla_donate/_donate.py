@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +113,30 @@ def _donations(tensors: Any, wish: _bodies.Wish) -> list[Donation]:
         for index, leaf in enumerate(leaves)
         if leaf is not None
     ]
+
+
+def of_a_loop(
+    arguments: Iterable[tuple[str, Sequence[Any], _leaves.Names]],
+    chosen: Sequence[str],
+    outside: _bodies.Wish,
+    found: Mapping[int, _bodies.Wish | None],
+) -> list[Donation]:
+    """What a loop donates of its arguments. Marks that the body has taken back are taken back.
+
+    arguments: the name of each, its leaves and their names, in the order that the body counts in.
+    chosen: the arguments that are donated from outside of the body.
+    outside: their wish; its ``strict`` holds for wishes of the body that do not say.
+    found: the body's wishes, by the number of the leaf.
+    """
+    flat = [(name, names, index, leaf) for name, leaves, names in arguments for index, leaf in enumerate(leaves)]
+    wanted = {number: outside for number, (name, *_) in enumerate(flat) if name in chosen}
+    wishes, cancelled = _bodies.settle(wanted, found, outside.strict)
+    cancel_donation([flat[number][-1] for number in cancelled])
+    donations = []
+    for number, wish in wishes.items():
+        name, names, index, leaf = flat[number]
+        donations.append(Donation(_leaves.label(name, names.name(index)), leaf, wish))
+    return donations
 
 
 def mark_all(donations: Sequence[Donation]) -> None:
@@ -341,7 +365,7 @@ def prepare(where: str) -> None:
             "read and kept. Unset it to donate.",
             where,
         )
-    if _C.eager_mode() and _C.has_notices():
+    if _C.has_notices() and _host.in_eager_mode():
         # There may be no step at whose end this would be told.
         _report.tell()
 

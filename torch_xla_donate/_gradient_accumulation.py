@@ -56,13 +56,7 @@ def gradient_accumulation(
     _bodies.refuse_eager_mode("gradient_accumulation")
     where = _donate.call_site()
     chosen = _bodies.chosen(donate, _ARGUMENTS)
-    arguments = [
-        (argument, index, tensor)
-        for argument, tensors in zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
-        for index, tensor in enumerate(tensors)
-    ]
     _refuse_twice(carried_tensors)
-    wanted = {number: _bodies.Wish(where, strict) for number, (name, *_) in enumerate(arguments) if name in chosen}
     found: dict[int, _bodies.Wish | None] = {}
 
     def step(*traced: torch.Tensor) -> Any:
@@ -78,13 +72,9 @@ def gradient_accumulation(
 
     with _gradients_aside(model):
         result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
-    wishes, cancelled = _bodies.settle(wanted, found, strict)
-    _donate.cancel_donation([arguments[number][-1] for number in cancelled])
-    donations = []
-    for number, wish in wishes.items():
-        argument, index, tensor = arguments[number]
-        donations.append(_donate.Donation(f"{argument}[{index}]", tensor, wish))
-    _donate.mark_all(donations)
+    given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
+    arguments = [(name, tensors, _leaves.Positions()) for name, tensors in given]
+    _donate.mark_all(_donate.of_a_loop(arguments, chosen, _bodies.Wish(where, strict), found))
     return result
 
 

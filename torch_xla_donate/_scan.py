@@ -119,17 +119,9 @@ def scan(
             _errors.forget_values(error)
             raise
     _keep_loops(result, body.loops)
-    leaves: list[tuple[str, _leaves.Names, int, torch.Tensor]] = []  # in the order that the body's wishes count in
-    for argument, tree in zip(_ARGUMENTS, (init, xs)):
-        found, names = _leaves.flatten(tree)
-        leaves += [(argument, names, index, leaf) for index, leaf in enumerate(found)]
-    wanted = {number: _bodies.Wish(where, strict) for number, leaf in enumerate(leaves) if leaf[0] in chosen}
-    wishes, cancelled = _bodies.settle(wanted, body.wishes.get(_kind(init, xs, rows=1), {}), strict)
-    _donate.cancel_donation([leaves[number][-1] for number in cancelled])
-    donations = []
-    for number, wish in wishes.items():
-        argument, paths, index, leaf = leaves[number]
-        donations.append(_donate.Donation(_leaves.label(argument, paths.name(index)), leaf, wish))
+    arguments = [(argument, *_leaves.flatten(tree)) for argument, tree in zip(_ARGUMENTS, (init, xs))]
+    found = body.wishes.get(_kind(init, xs, rows=1), {})
+    donations = _donate.of_a_loop(arguments, chosen, _bodies.Wish(where, strict), found)
     _donate_leaves(donations, result)
     return result
 

@@ -199,7 +199,7 @@ def to_donate(
     if not donors or _compile.inside():
         return []
     _donate.prepare(where)
-    eager = _C.eager_mode()
+    eager = _host.in_eager_mode()
     wish = _bodies.Wish(where, strict)
     may_warn = strict is False or (eager and not wish.is_strict())
     body = _bodies.current()
