@@ -12,7 +12,10 @@ export PJRT_DEVICE ?= CPU
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test test-cpp lint format bench soak fuzz build env clean
+# Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+
+.PHONY: help demo test test-fast test-all test-cpp lint format bench soak fuzz build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -20,8 +23,20 @@ help:  ## list the targets
 demo: build  ## train on real data with and without donation, and show what it saves
 	$(BIN)/python examples/train_digits.py
 
-test: build test-cpp  ## all tests: C++ (ctest), then Python (pytest)
-	$(BIN)/python -m pytest
+test: build test-cpp  ## what guards every promise: C++ (ctest), then Python (pytest) without the long tests
+	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+
+test-fast: build  ## what an edit needs: the tests that start no process
+	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
+
+test-all: build test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
+	$(PYTEST) $(PYTEST_ARGS)
+	$(MAKE) soak fuzz
+ifdef UPSTREAM
+	$(BIN)/python test/upstream/run.py $(UPSTREAM)
+else
+	@echo "not run: the files of pytorch/xla; give UPSTREAM=a checkout of it"
+endif
 
 test-cpp: build  ## the C++ tests of the ELF part
 	$(BIN)/cmake -B build -DTORCH_XLA_DONATE_BUILD_TESTS=ON > build/cmake.log || { cat build/cmake.log; exit 1; }
@@ -45,10 +60,14 @@ bench: build  ## measure; prints tables and writes benchmarks/results/*.json
 soak: build  ## 20,000 donating steps; memory and registry must stay flat
 	$(BIN)/python benchmarks/soak.py
 
-fuzz: build  ## 20,000 random programs with and without automatic donation, about two hours
-	cd test && ../$(BIN)/python -m fuzz.run --programs 16000 --seed $$RANDOM --last ../build/last_program.txt
-	cd test && CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 \
-	  ../$(BIN)/python -m fuzz.run --programs 4000 --seed $$RANDOM --sharded --last ../build/last_program.txt
+FUZZ := cd test && ../$(BIN)/python -m fuzz.run --last ../build/last_program.txt
+FOUR := CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4
+
+fuzz: build  ## 24,000 random programs in each way of donating, and 5,000 of automatic donation
+	$(FUZZ) --kind states --jobs 2 --programs 20000 --seed $$RANDOM
+	$(FUZZ) --programs 4000 --seed $$RANDOM
+	export $(FOUR); $(FUZZ) --kind states --jobs 2 --programs 4000 --seed $$RANDOM --sharded
+	export $(FOUR); $(FUZZ) --programs 1000 --seed $$RANDOM --sharded
 
 # Configured once, or when the CMake files change; ninja knows what else is out of date.
 build: env $(VENV)/configured

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import gc
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -14,8 +16,9 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import torch_xla_donate
+from torch_xla_donate import hlo
 
 # torch_xla reads these when the first tensor is made.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -46,6 +50,37 @@ def step() -> None:
     # sync() waits until the device has the work, not until it has done it: a donating step would seem slow, because it
     # alone cannot be queued.
     xm.wait_device_ops()
+
+
+@contextlib.contextmanager
+def dumped_step(run: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Any, hlo.HloModule, str]]:
+    """Calls a function in a process that starts the runtime itself and dumps HLO, as long as the context lasts.
+
+    Yields what the function returns; the step as XLA has optimised it, which is the module with the largest inputs that
+    was compiled last; and the text of its entry computation.
+    """
+    # The server has imported torch_xla and started nothing of it: its children need not import it again.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch_xla", "torch_xla_donate"])
+    with tempfile.TemporaryDirectory() as dump:
+        answers = context.SimpleQueue()
+        process = context.Process(target=_answer, args=(run, arguments, dump, answers))
+        process.start()
+        process.join(timeout=120)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if process.exitcode != 0:
+            raise RuntimeError(f"the process of {arguments} ended with {process.exitcode}; see its output")
+        modules = [module.after for module in hlo.read_dump(dump) if module.after is not None]
+        step = max(reversed(modules), key=lambda module: sum(shape.bytes for shape in module.parameters))
+        assert step.path is not None
+        yield answers.get(), step, step.path.read_text(encoding="utf-8").partition("\nENTRY ")[2]
+
+
+def _answer(run: Callable[..., Any], arguments: Sequence[Any], dump: str, answers: Any) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+    answers.put(run(*arguments))
 
 
 def side_by_side(variants: Mapping[str, Timed], rounds: int) -> dict[str, list[float]]:

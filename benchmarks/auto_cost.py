@@ -1,10 +1,9 @@
-"""What auto_donate() costs a step: for each live tensor, for each donor, for a search, and while it is off."""
+"""What auto_donate() costs a step: for each live tensor, for each donor, and while it is off."""
 
 from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import click
 import torch
 
 import torch_xla_donate
-from torch_xla_donate import _C, _host, auto_donate
+from torch_xla_donate import _host, auto_donate
 
 SCALE = 0.999
 # "A small constant": what one look at a tensor may cost, with the memory it lies in cold.
@@ -146,21 +145,6 @@ def switched_off(count: int, rounds: int, repeat: int, counter: _common.Instruct
     return {"live": count, **_common.ratios(found, "hooked", "unhooked")}
 
 
-def search(rounds: int) -> dict[str, float]:
-    """Milliseconds of one search for tensors that hold an old value without a need; the objects that it goes through.
-
-    A graph with an input that is held, and that fits an output, asks for one at its 1st, 3rd, 8th, 25th step, and so
-    on, ever more seldom.
-    """
-    gc.collect()
-    taken = []
-    for _ in range(rounds):
-        start = time.thread_time()
-        _C.search_outdated()
-        taken.append((time.thread_time() - start) * 1e3)
-    return {"ms": statistics.median(taken), "objects": len(gc.get_objects())}
-
-
 def verdict(found: Sequence[Mapping[str, float]], limit: float) -> str:
     """Whether all are under the limit; undecided where an interval reaches to both sides of it."""
     if all(one["high"] < limit for one in found):
@@ -181,8 +165,7 @@ def main(tiny: bool, results: Path) -> None:
     replaced_sizes = {2: (2, 2), 3: (2, 2)} if tiny else {100: (40, 10), 1_000: (30, 2)}
     off_sizes = {0: (2, 2), 20: (2, 2)} if tiny else {0: (60, 50), 10_000: (40, 5)}
 
-    searched = search(2 if tiny else 9)
-    # Each sample begins with a collection, which then need not go through all modules; a search would not see them.
+    # Each sample begins with a collection, which then need not go through all modules.
     gc.freeze()
     rows = [row for read in (False, True) for row in live_tensors(live_sizes, read, counter)]
     idle = [switched_off(count, *sizes, counter) for count, sizes in off_sizes.items()]
@@ -204,7 +187,6 @@ def main(tiny: bool, results: Path) -> None:
     ]
     result["all_replaced"] = replaced
     result["off"] = idle
-    result["search"] = searched
     largest = [row for row in rows if row["live"] == max(live_sizes)]
     result["aims"] = [
         {
@@ -250,8 +232,7 @@ def main(tiny: bool, results: Path) -> None:
             "auto_cost: time of a step, medians of the ratios of each round (95%)",
             ("step", "wall time", "processor time", "instructions"),
             [(name, *(_common.shown(row[measure]) for measure in _common.MEASURES)) for name, row in ratios],
-            f"Aim: {result['aims'][1]['text']}: {result['aims'][1]['verdict']}. "
-            f"A search takes {searched['ms']:.0f} ms for {searched['objects']:,} objects of Python.",
+            f"Aim: {result['aims'][1]['text']}: {result['aims'][1]['verdict']}.",
         ),
     )
 

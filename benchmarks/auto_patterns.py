@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import multiprocessing
-import os
 import re
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from torch.utils import _pytree as pytree
 from torch_xla import _XLAC
 
 import torch_xla_donate
-from torch_xla_donate import hlo
 
 VARIANTS = ("upstream", "by hand", "auto")
 # The first steps compile, and find out what is dead; the others must all be alike.
@@ -340,50 +336,21 @@ def ignore(tensors: Any, into: Any = None) -> None:
     """Nothing is donated by hand."""
 
 
-def child(pattern: str, variant: str, size: int, dump: str, answers: Any) -> None:
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
-    answers.put(run(pattern, variant, size))
-
-
-def copied_bytes(module: hlo.HloModule) -> int:
+def copied_bytes(entry: str) -> int:
     """Bytes of the entry computation's copies: what XLA moves because it must not write where a value is."""
-    assert module.path is not None
-    entry = module.path.read_text(encoding="utf-8").partition("\nENTRY ")[2]
     return sum(torch_xla_donate._hlo.parse_shape(found).bytes for found in re.findall(r"= (\S+) copy\(", entry))
 
 
 def measure(pattern: str, variant: str, size: int) -> dict[str, Any]:
     """A run, and what the HLO of its step says after XLA's optimisation."""
-    # The server has imported torch_xla and started nothing of it: its children need not import it again.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_xla", "torch_xla_donate"])
-    with tempfile.TemporaryDirectory() as dump:
-        answers = context.SimpleQueue()
-        process = context.Process(target=child, args=(pattern, variant, size, dump, answers))
-        process.start()
-        process.join(timeout=120)
-        if process.is_alive():
-            process.kill()
-        if process.exitcode != 0:
-            raise RuntimeError(f"the process of {pattern}, {variant} ended with {process.exitcode}; see its output")
-        found = answers.get()
-        step = last_step(hlo.read_dump(dump))
+    with _common.dumped_step(run, pattern, variant, size) as (found, step, entry):
         return {
             "pattern": pattern,
             "variant": variant,
             **found,
             "aliased_bytes": step.aliased_bytes,
-            "copied_bytes": copied_bytes(step),
+            "copied_bytes": copied_bytes(entry),
         }
-
-
-def last_step(modules: Sequence[hlo.DumpedModule]) -> hlo.HloModule:
-    """The module with the largest inputs that was compiled last."""
-
-    def input_bytes(module: hlo.HloModule) -> int:
-        return sum(shape.bytes for shape in module.parameters)
-
-    return max((module.after for module in reversed(modules) if module.after is not None), key=input_bytes)
 
 
 def mib(count: int) -> str:

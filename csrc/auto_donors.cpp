@@ -1,15 +1,10 @@
 // Liveness of a step's parameters, and the choice among the dead ones.
 #include "auto_donors.h"
 
-#include <time.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
 #include <algorithm>
-#include <chrono>
 #include <map>
-#include <queue>
-#include <set>
-#include <tuple>
 #include <utility>
 
 #include "array_text.h"
@@ -18,42 +13,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// How far from an output's root a parameter is looked for, in nodes. Updates are short; what is farther away has no
-// place where XLA could write over it early.
-constexpr std::size_t kNodesPerOutput = 64;
 constexpr std::size_t kKnownDeadSets = 16;
-
-struct Pair {
-  std::size_t distance, output, nearness, parameter;
-  bool operator<(const Pair& other) const {
-    return std::tie(distance, output, nearness) < std::tie(other.distance, other.output, other.nearness);
-  }
-};
-
-// The parameters near an output's root, nearest first: the output is most likely their next value.
-void FindNear(const lazy::Value& root, std::size_t output,
-              const std::unordered_map<const lazy::BackendData*, std::size_t>& position_of, std::vector<Pair>& pairs) {
-  std::queue<std::pair<const lazy::Node*, std::size_t>> open;
-  std::set<const lazy::Node*> seen;
-  const auto add = [&](const lazy::Node* node, std::size_t distance) {
-    if (node != nullptr && seen.size() < kNodesPerOutput && seen.insert(node).second) {
-      open.emplace(node, distance);
-    }
-  };
-  add(root.node.get(), 0);
-  for (std::size_t found = 0; !open.empty(); open.pop()) {
-    const auto [node, distance] = open.front();
-    if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
-      if (const auto position = position_of.find(data.get()); position != position_of.end()) {
-        pairs.push_back({distance, output, found++, position->second});
-      }
-      continue;
-    }
-    for (const lazy::Output& operand : node->operands()) {
-      add(operand.node, distance + 1);
-    }
-  }
-}
 
 bool IsSubset(const std::vector<std::size_t>& parameters, const std::vector<bool>& dead) {
   return std::all_of(parameters.begin(), parameters.end(), [&dead](std::size_t i) { return dead[i]; });
@@ -93,112 +53,6 @@ void Liveness::HoldGraph(const lazy::Value& root) {
   }
 }
 
-OutdatedTensors& OutdatedTensors::Get() {
-  static OutdatedTensors* tensors = new OutdatedTensors();
-  return *tensors;
-}
-
-c10::intrusive_ptr<c10::BackendMeta> OutdatedTensors::Tag::clone(const c10::intrusive_ptr<c10::BackendMeta>&) const {
-  return {};
-}
-
-void OutdatedTensors::Remember(const at::Tensor& tensor, const lazy::BackendDevice& device) {
-  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  if (!abi::IsOutdated(impl)) {
-    return;
-  }
-  // Others than torch_xla have functional tensors, too.
-  const abi::TensorData* value = abi::ValueOf(impl);
-  // What carries something like a tag already is known, or is left to whoever has put it there.
-  if (value == nullptr || impl.get_backend_meta() != nullptr) {
-    return;
-  }
-  impl.set_backend_meta(c10::make_intrusive<Tag>(&impl));
-  std::lock_guard<std::mutex> lock(mutex_);
-  tensors_.push_back({&impl, device});
-  count_ = tensors_.size();
-}
-
-// To be let go of without the lock: the last owner of a tensor may take the GIL, and its tag takes the lock.
-std::vector<c10::intrusive_ptr<c10::TensorImpl>> OutdatedTensors::Alive(const lazy::BackendDevice& device) const {
-  std::vector<c10::intrusive_ptr<c10::TensorImpl>> alive;
-  if (count_ == 0) {
-    return alive;
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const Known& entry : tensors_) {
-    if (!(entry.device == device)) {
-      continue;
-    }
-    // Its memory is there as long as its tag is, which waits for the lock; it may have begun to be destroyed.
-    auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>::reclaim(entry.tensor);
-    if (auto tensor = weak.lock()) {
-      alive.push_back(std::move(tensor));
-    }
-    weak.release();
-  }
-  return alive;
-}
-
-std::unordered_set<const abi::TensorData*> OutdatedTensors::Values(const lazy::BackendDevice& device, long holders) {
-  std::unordered_set<const abi::TensorData*> values;
-  for (const auto& tensor : Alive(device)) {
-    if (const auto value = abi::OutdatedValue(*tensor, holders)) {
-      values.insert(value.get());
-    }
-  }
-  return values;
-}
-
-void OutdatedTensors::BringUpToDate(const lazy::BackendDevice& device) {
-  for (const auto& tensor : Alive(device)) {
-    try {
-      abi::BringUpToDate(*tensor);
-    } catch (const std::exception&) {
-      // Whoever uses it next gets the error; the step must come to its end, and so must the ones after it.
-      tensor->set_backend_meta({});
-    }
-  }
-}
-
-lazy::BackendDataPtr OutdatedTensors::Renew(const abi::TensorData& old_value) {
-  for (const auto& tensor : Alive(old_value.device)) {
-    if (abi::IsOutdated(*tensor) && abi::ValueOf(*tensor) == &old_value) {
-      lazy::BackendDataPtr written = abi::WrittenBuffer(*tensor);
-      abi::BringUpToDate(*tensor);
-      const abi::TensorData* fresh = abi::ValueOf(*tensor);
-      return fresh != nullptr && fresh->handle != nullptr ? fresh->handle : written;
-    }
-  }
-  return nullptr;
-}
-
-void OutdatedTensors::Forget(const c10::TensorImpl* tensor) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto is_it = [tensor](const Known& entry) { return entry.tensor == tensor; };
-  tensors_.erase(std::remove_if(tensors_.begin(), tensors_.end(), is_it), tensors_.end());
-  count_ = tensors_.size();
-}
-
-std::size_t OutdatedTensors::Size() const { return count_; }
-
-bool SearchBudget::Allows() const {
-  return std::chrono::steady_clock::now().time_since_epoch() >= std::chrono::nanoseconds(next_.load());
-}
-
-bool SearchBudget::Charge(const std::function<bool()>& search) {
-  const auto own_time = [] {
-    timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
-  };
-  const auto before = own_time();
-  const bool found = search();
-  const std::chrono::nanoseconds now = std::chrono::steady_clock::now().time_since_epoch();
-  next_ = (now + (found ? kPauseOfFinder : kPause) * (own_time() - before)).count();
-  return found;
-}
-
 AutoPlans& AutoPlans::Get() {
   static AutoPlans* plans = new AutoPlans();
   return *plans;
@@ -210,136 +64,28 @@ std::size_t AutoPlans::Size() const {
 }
 
 AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
-  // Under SPMD the compiler shards what nobody has; two arrays of one size then most often end up alike.
-  const auto bytes_of = [&question](const std::string& array) {
-    return BytesPerDevice(question.sharded ? WithoutLayout(array) : array);
-  };
   Plan plan;
-  std::vector<std::string> arrays;
-  for (const lazy::BackendDataPtr& parameter : question.graph.parameters_data) {
-    arrays.push_back(abi::DescribeBuffer(*parameter));
-    plan.bytes.push_back(bytes_of(arrays.back()));
-  }
-  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(arrays));
+  plan.sizes = MeasureArrays(question.graph.parameters_data, question.roots, question.sharded);
+  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(plan.sizes.arrays));
+  const auto& bytes = plan.sizes.bytes;
   std::map<std::int64_t, std::int64_t> free;
-  bool dynamic = false;
-  for (const lazy::Value& root : question.roots) {
-    const std::string array = abi::DescribeNode(root);
-    dynamic = dynamic || IsDynamic(array);
-    plan.output_bytes.push_back(bytes_of(array));
-    if (plan.output_bytes.back().has_value()) {
-      ++free[*plan.output_bytes.back()];
-    }
+  for (const auto& size : plan.sizes.output_bytes) {
+    free[size.value_or(0)] += size.has_value() ? 1 : 0;
   }
-  for (std::size_t i = 0; i < plan.bytes.size(); ++i) {
-    if (question.donors[i] && plan.bytes[i].has_value()) {
-      --free[*plan.bytes[i]];
-    }
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    free[bytes[i].value_or(0)] -= question.donors[i] && bytes[i].has_value() ? 1 : 0;
   }
-  for (std::size_t i = 0; i < plan.bytes.size(); ++i) {
-    plan.fits.push_back(!dynamic && !question.donors[i] && plan.bytes[i].value_or(0) > 0 && free[*plan.bytes[i]] > 0);
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    plan.fits.push_back(!plan.sizes.dynamic && !question.donors[i] && bytes[i].value_or(0) > 0 && free[*bytes[i]] > 0);
   }
   return plan;
 }
 
 AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead) {
   auto choice = std::make_shared<AutoChoice>();
-  std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
-  for (std::size_t i = 0; i < dead.size(); ++i) {
-    if (dead[i]) {
-      position_of.emplace(question.graph.parameters_data[i].get(), i);
-    }
-  }
-  // The donor of each output: first what is known, then neighbours, then whatever is left of its size.
-  std::vector<std::optional<std::size_t>> donor_of(question.roots.size());
-  std::vector<bool> taken(dead.size(), false);
-  std::map<std::int64_t, std::int64_t> free;
-  for (const auto& bytes : plan.output_bytes) {
-    if (bytes.has_value()) {
-      ++free[*bytes];
-    }
-  }
-  for (std::size_t i = 0; i < dead.size(); ++i) {
-    if (question.donors[i] && plan.bytes[i].has_value()) {
-      --free[*plan.bytes[i]];
-      if (question.output_replaced[i].has_value() && !donor_of[*question.output_replaced[i]].has_value()) {
-        donor_of[*question.output_replaced[i]] = i;
-      }
-    }
-  }
-  const auto pair = [&](std::size_t output, std::size_t parameter) {
-    const auto size = plan.bytes[parameter];
-    if (donor_of[output].has_value() || taken[parameter] || plan.output_bytes[output] != size || free[*size] <= 0) {
-      return;
-    }
-    donor_of[output] = parameter;
-    taken[parameter] = true;
-    --free[*size];
-    choice->parameters.push_back(parameter);
-    choice->bytes += *size;
-  };
-  std::vector<Pair> pairs;
-  for (std::size_t output = 0; output < question.roots.size(); ++output) {
-    if (!position_of.empty() && plan.output_bytes[output].has_value() && !donor_of[output].has_value()) {
-      FindNear(question.roots[output], output, position_of, pairs);
-    }
-  }
-  std::sort(pairs.begin(), pairs.end());
-  for (const Pair& found : pairs) {
-    pair(found.output, found.parameter);
-  }
-  std::map<std::int64_t, std::deque<std::size_t>> left;
-  for (std::size_t i = 0; i < dead.size(); ++i) {
-    if (dead[i] && !taken[i]) {
-      left[*plan.bytes[i]].push_back(i);
-    }
-  }
-  for (std::size_t output = 0; output < question.roots.size(); ++output) {
-    if (!plan.output_bytes[output].has_value() || donor_of[output].has_value()) {
-      continue;
-    }
-    auto& rest = left[*plan.output_bytes[output]];
-    if (!rest.empty()) {
-      pair(output, rest.front());
-      rest.pop_front();
-    }
-  }
-  std::sort(choice->parameters.begin(), choice->parameters.end());
-  for (const auto& [size, count] : free) {
-    if (count > 0) {
-      choice->room.push_back(size);
-    }
-  }
-  if (position_of.empty()) {
-    return choice;
-  }
-
-  if (question.orders) {
-    // XLA goes through donors and outputs of a size in their order; left alone, the k-th gets the k-th.
-    std::map<std::int64_t, std::vector<std::size_t>> donors_of_size;
-    for (std::size_t i = 0; i < dead.size(); ++i) {
-      if ((taken[i] || question.donors[i]) && plan.bytes[i].has_value()) {
-        donors_of_size[*plan.bytes[i]].push_back(i);
-      }
-    }
-    std::map<std::int64_t, std::size_t> next;
-    bool as_it_is = true;
-    for (std::size_t output = 0; output < donor_of.size(); ++output) {
-      if (!plan.output_bytes[output].has_value()) {
-        continue;
-      }
-      const auto& donors = donors_of_size[*plan.output_bytes[output]];
-      const std::size_t k = next[*plan.output_bytes[output]]++;
-      as_it_is = as_it_is && (k >= donors.size() || !donor_of[output].has_value() || donors[k] == *donor_of[output]);
-      if (donor_of[output].has_value()) {
-        choice->order.push_back(*donor_of[output]);
-      }
-    }
-    if (as_it_is) {
-      choice->order.clear();
-    }
-  }
-
+  choice->pairs = PairDonors({question.graph.parameters_data, question.roots, plan.sizes.bytes, plan.sizes.output_bytes,
+                              plan.sizes.movable, question.donors, dead, question.wanted});
+  choice->parameters = choice->pairs.chosen;
   for (std::size_t i : choice->parameters) {
     const std::string& array = (*plan.arrays)[i];
     auto donor = std::make_shared<Donor>(question.graph.parameters_data[i]->device());
@@ -349,6 +95,7 @@ AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& que
     const std::vector<std::int64_t> sizes = SizesOf(array);
     donor->sizes.assign(sizes.begin(), sizes.end());
     donor->bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
+    choice->bytes += plan.sizes.bytes[i].value_or(0);
     choice->prototypes.push_back(std::move(donor));
   }
   return choice;
@@ -384,32 +131,9 @@ AutoPlans::ChoicePtr AutoPlans::Settle(Plan& plan, const AutoQuestion& question,
   return best != nullptr ? best : adopt(Decide(plan, question, std::vector<bool>(dead.size(), false)));
 }
 
-void AutoPlans::Searched(const AutoSearch& search, bool found) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = plans_.find(search.plan);
-  if (entry == plans_.end() || entry->second.in_vain.size() != search.held.size()) {
-    return;
-  }
-  Plan& plan = entry->second;
-  plan.has_helped = found;
-  if (found) {
-    plan.pause = kFirstPause;
-    return;
-  }
-  if (search.stage == AutoSearch::kStages) {
-    plan.wait = plan.pause;
-    plan.pause *= kPauseGrowth;
-  }
-  for (std::size_t i = 0; i < search.held.size(); ++i) {
-    if (search.held[i] && plan.in_vain[i] < search.stage) {
-      plan.in_vain[i] = static_cast<std::uint8_t>(search.stage);
-    }
-  }
-}
-
 void AutoPlans::Forget(lazy::hash_t key) {
   const auto found = plans_.find(key);
-  parameters_ -= found->second.bytes.size();
+  parameters_ -= found->second.sizes.bytes.size();
   plans_.erase(found);
   order_.erase(std::find(order_.begin(), order_.end(), key));
 }
@@ -434,8 +158,8 @@ std::vector<HeldInput> AutoPlans::LastHeld() const {
       for (const std::size_t i : by_tensor ? left.held : left.read_later) {
         const std::string array = WithoutLayout((*left.arrays)[i]);
         const std::int64_t bytes = BytesPerDevice(array).value_or(0);
-        if (const auto& room = left.choice->room; std::find(room.begin(), room.end(), bytes) != room.end()) {
-          result.push_back({array, bytes, device, by_tensor});
+        if (const auto& room = left.choice->pairs.room; std::find(room.begin(), room.end(), bytes) != room.end()) {
+          result.push_back({array, bytes, device, by_tensor, left.buffers.at(i)});
         }
       }
     }
@@ -449,13 +173,18 @@ void AutoPlans::BeginStep(const lazy::BackendDevice& device) {
 }
 
 AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
-  const std::vector<bool> kind = {question.orders, question.sharded};
+  std::vector<std::size_t> wanted;
+  for (const auto& output : question.wanted) {
+    wanted.push_back(output.has_value() ? *output + 1 : 0);
+  }
+  const std::vector<bool> kind = {question.automatic, question.sharded};
   lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
   key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(question.donors), lazy::Hash(kind)));
+  key = lazy::HashCombine(key, lazy::Hash(wanted));
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = plans_.find(key);
-  if (found == plans_.end() || found->second.bytes.size() != question.held.size() ||
-      found->second.output_bytes.size() != question.roots.size()) {
+  if (found == plans_.end() || found->second.sizes.bytes.size() != question.held.size() ||
+      found->second.sizes.output_bytes.size() != question.roots.size()) {
     if (found != plans_.end()) {  // another graph has the same hash
       Forget(key);
     }
@@ -466,37 +195,22 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
       Forget(order_.front());
     }
     found->second.always_dead.assign(question.held.size(), true);
-    found->second.in_vain.assign(question.held.size(), 0);
   }
   Plan& plan = found->second;
-  std::vector<bool> dead(question.held.size()), held(question.held.size());
+  std::vector<bool> dead(question.held.size());
   Left left;
-  std::size_t stage = AutoSearch::kStages;
   for (std::size_t i = 0; i < dead.size(); ++i) {
-    const bool fits = plan.fits[i] && !question.barred[i];
-    held[i] = fits && (question.held[i] || question.read_later[i]);
-    dead[i] = fits && !held[i];
+    const bool fits = question.automatic && plan.fits[i] && !question.barred[i];
+    const bool held = fits && (question.held[i] || question.read_later[i]);
+    dead[i] = fits && !held;
     if (!dead[i]) {
       plan.always_dead[i] = false;
     }
-    if (plan.has_helped && !held[i]) {
-      plan.in_vain[i] = 0;
-    }
-    if (held[i]) {
+    if (held) {
       (question.held[i] ? left.held : left.read_later).push_back(i);
-      stage = std::min<std::size_t>(stage, plan.in_vain[i]);
     }
   }
-  plan.has_helped = false;
-  const bool any_held = !left.held.empty() || !left.read_later.empty();
-  AutoAnswer answer{nullptr, key, std::nullopt};
-  if (stage < AutoSearch::kStages) {
-    answer.search = AutoSearch{key, std::move(held), stage};
-  } else if (any_held && plan.wait == 0) {
-    answer.search = AutoSearch{key, std::move(held), AutoSearch::kStages - 1};
-  } else if (any_held) {
-    --plan.wait;
-  }
+  AutoAnswer answer{nullptr, key};
   const auto same = [&dead](const auto& entry) { return entry.first == dead; };
   const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);
   if (given != plan.by_dead.end()) {
@@ -508,9 +222,14 @@ AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
       plan.by_dead.pop_back();
     }
   }
-  if (any_held) {
+  if (!left.held.empty() || !left.read_later.empty()) {
     left.arrays = plan.arrays;
     left.choice = answer.choice;
+    for (const auto* places : {&left.held, &left.read_later}) {
+      for (const std::size_t i : *places) {
+        left.buffers.emplace(i, question.graph.parameters_data[i]);
+      }
+    }
     last_left_.insert_or_assign(question.device, std::move(left));
   }
   return answer;

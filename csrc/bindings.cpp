@@ -1,19 +1,26 @@
 // The Python module torch_xla_donate._C: thin, typed (see _C.pyi), every function documented beside its binding.
+#include <c10/util/ScopeExit.h>
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/lazy/core/ir_util.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "array_text.h"
 #include "auto_donors.h"
+#include "backward_threads.h"
 #include "donation_registry.h"
+#include "functional_tensors.h"
 #include "outlook.h"
 #include "sync_hooks.h"
 #include "torch_xla_abi.h"
@@ -106,11 +113,127 @@ const char* Obstacle(const abi::Resolution& resolved) {
   return "not_xla";
 }
 
-// A call's marks, for taking them back.
+// A call's marks, for taking them back. What is still pending of them goes with it, as where an interrupt has hit its
+// caller.
 struct Call {
   std::shared_ptr<CallSite> site;
   std::vector<std::uint32_t> constants;  // positions of leaves in buffers that torch_xla shares between tensors
+  std::vector<std::weak_ptr<lazy::BackendData>> buffers;  // of the leaves, whoever marked them first
+  bool is_scope = false;                                  // the marks end with this object, at the latest
+
+  explicit Call(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
+  Call(Call&&) = default;
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  ~Call() {
+    if (site != nullptr && is_scope) {
+      DonationRegistry::Get().CancelCall(site.get());
+    }
+  }
 };
+
+// Whether the tensor has work that replaces a buffer which it had before, and which that work reads.
+bool UpdatedInPlace(const at::Tensor& tensor) {
+  const abi::Resolution resolved = abi::Resolve(tensor);
+  if (resolved.state != abi::TensorState::kPending || !resolved.tensor->ir_value) {
+    return false;
+  }
+  const std::int64_t id = abi::AliasId(*resolved.tensor);
+  for (const lazy::Node* node : lazy::Util::ComputePostOrder({resolved.tensor->ir_value.node.get()})) {
+    const lazy::BackendDataPtr buffer = lazy::getBackend()->GetComputationDataFromNode(node);
+    const abi::DeviceDataInfo* info = buffer == nullptr ? nullptr : abi::InfoOf(*buffer);
+    if (info != nullptr && !info->read_only && info->tensor_id == id) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// One wish for donation to be disabled.
+class DisablingScope {
+ public:
+  DisablingScope(bool report_reuse, bool check_outputs) : wishes_{report_reuse, check_outputs} {}
+  void On() {
+    if (!std::exchange(on_, true)) {
+      PushDonationDisabled(wishes_);
+    }
+  }
+  void Off() {
+    if (std::exchange(on_, false)) {
+      PopDonationDisabled(wishes_);
+    }
+  }
+
+ private:
+  Disabling wishes_;
+  bool on_ = false;
+};
+
+// A context whose entering and leaving no interrupt can cut in two. Python looks for signals between calls and at the
+// begin of each function, so that a context manager written in Python may be interrupted after it has done its work and
+// before `with` knows of it, or before the first line of its __exit__. Here Python enters and leaves functions that are
+// none of its own. `leave` is called again if an interrupt stops it, and so has to bear that.
+struct Scope {
+  py::object lock;  // held inside; None for none
+  int held = 0;
+
+  void Acquire() {
+    if (!lock.is_none()) {
+      lock.attr("acquire")();
+      ++held;
+    }
+  }
+  void Release() {
+    if (held > 0) {
+      --held;
+      lock.attr("release")();
+    }
+  }
+};
+
+void Leave(const py::object& self, bool raised) {
+  constexpr int kAttempts = 10;
+  const auto release = c10::make_scope_exit([&self] { self.cast<Scope&>().Release(); });
+  std::optional<py::error_already_set> interrupt;
+  for (int attempt = 1; attempt <= kAttempts; ++attempt) {
+    try {
+      self.attr("leave")(raised);
+      break;
+    } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_Exception)) {
+        throw;
+      }
+      interrupt.emplace(error);
+    }
+  }
+  if (interrupt.has_value()) {
+    throw py::error_already_set(*interrupt);
+  }
+}
+
+py::object Enter(const py::object& self) {
+  self.cast<Scope&>().Acquire();
+  try {
+    self.attr("enter")();
+  } catch (const py::error_already_set&) {
+    Leave(self, /*raised=*/true);
+    throw;
+  }
+  return self;
+}
+
+void Exit(const py::object& self, const py::object& kind, const py::object&, const py::object&) {
+  const bool raised = !kind.is_none();
+  try {
+    if (!raised) {
+      self.attr("finish")();
+    }
+  } catch (const py::error_already_set&) {
+    Leave(self, /*raised=*/true);
+    throw;
+  }
+  Leave(self, raised);
+}
 
 std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::object names) {
   auto site = std::make_shared<CallSite>();
@@ -132,6 +255,7 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
       ReportReuse(leaf.buffer.get());
     }
   }
+  OutdatedTensors::FollowAliases();
   DonationRegistry::Get().Mark(resolved, site);
   for (const DonationRegistry::Leaf& leaf : resolved) {
     abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
@@ -163,8 +287,12 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
                         static_cast<std::uint32_t>(i),
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
-  Commit(resolved, items, SiteOf(where, strict, std::move(names)));
-  return py::none();
+  Call call(SiteOf(where, strict, std::move(names)));
+  Commit(resolved, items, call.site);
+  for (const DonationRegistry::Leaf& leaf : resolved) {
+    call.buffers.push_back(leaf.buffer);
+  }
+  return py::cast(std::move(call));
 }
 
 py::object MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict,
@@ -205,7 +333,9 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   if (!resolved.empty()) {
     NoteDevice(resolved.front().buffer->device());
   }
-  Call call{SiteOf(where, strict, std::move(names)), std::move(constants)};
+  Call call(SiteOf(where, strict, std::move(names)));
+  call.constants = std::move(constants);
+  call.is_scope = true;
   call.site->held = held;
   Commit(resolved, items, call.site);
   return py::cast(std::move(call));
@@ -374,6 +504,8 @@ py::dict DonorDict(const Donor& donor) {
   result["reason"] = donor.reason;
   result["told"] = donor.told;
   result["automatic"] = donor.automatic;
+  result["parameter"] = donor.parameter;
+  result["successor"] = donor.successor;
   return result;
 }
 
@@ -391,6 +523,7 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["failure"] = step.failure;
     item["donors"] = donors;
     item["outputs"] = step.outputs;
+    item["plain_before"] = step.plain_before;
     result.append(item);
   }
   return result;
@@ -420,14 +553,46 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
       shared.add(reinterpret_cast<std::uintptr_t>(found->first));
     }
   }
-  py::list inputs;
-  for (const Outlook::Parameter& parameter : outlook.parameters) {
-    const auto found = marked.find(parameter.buffer.get());
-    if (parameter.own || found != marked.end()) {
-      inputs.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(parameter.buffer.get()),
-                                   BytesPerDevice(abi::DescribeBuffer(*parameter.buffer)),
-                                   found != marked.end() && found->second.Target() != nullptr));
+  const std::size_t count = outlook.parameters.size();
+  std::vector<lazy::BackendDataPtr> parameters;
+  std::vector<std::string> arrays;
+  std::vector<std::optional<std::int64_t>> bytes, output_bytes;  // as a step compares them before it is compiled
+  std::vector<bool> donors(count);
+  std::vector<std::optional<std::size_t>> wanted(count);
+  for (const std::string& output : outlook.outputs) {
+    output_bytes.push_back(BytesPerDevice(ask ? WithoutLayout(output) : output));
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& [buffer, own] = outlook.parameters[i];
+    parameters.push_back(buffer);
+    arrays.push_back(abi::DescribeBuffer(*buffer));
+    bytes.push_back(BytesPerDevice(ask ? WithoutLayout(arrays.back()) : arrays.back()));
+    const auto found = marked.find(buffer.get());
+    const bool is_marked = found != marked.end() && !shared.contains(reinterpret_cast<std::uintptr_t>(buffer.get()));
+    donors[i] = own.has_value() || is_marked;
+    wanted[i] = own;
+    const auto target = is_marked ? found->second.Target() : nullptr;
+    const auto output = std::find(outlook.tensors.begin(), outlook.tensors.end(), target.get());
+    if (target != nullptr && output != outlook.tensors.end()) {
+      wanted[i] = static_cast<std::size_t>(output - outlook.tensors.begin());
     }
+  }
+  std::vector<std::size_t> order = PairDonors({parameters, outlook.roots, bytes, output_bytes,
+                                               /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
+                                               /*offered=*/std::vector<bool>(count, false), wanted})
+                                       .parameter_order;
+  std::vector<bool> ordered(count);
+  for (const std::size_t i : order) {
+    ordered[i] = true;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!ordered[i] && (donors[i] || marked.count(parameters[i].get()) != 0)) {
+      order.push_back(i);
+    }
+  }
+  py::list inputs;
+  for (const std::size_t i : order) {
+    inputs.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(parameters[i].get()), BytesPerDevice(arrays[i])));
   }
   py::dict result;
   result["inputs"] = inputs;
@@ -463,26 +628,6 @@ void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report)
     report(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
   } catch (py::error_already_set& error) {
     PassOn(error);
-  }
-}
-
-// Shows the tensors of a device among Python's objects to OutdatedTensors: nothing leads from a buffer to the tensors
-// that functionalization keeps on it. Generations 0 and 1 of the garbage collector, the young, are small, and a cache
-// that was not there at the last search is in one of them most often; without a generation all are gone through. Needs
-// the GIL; runs no bytecode.
-void SearchOutdated(const lazy::BackendDevice& device, std::optional<int> generation) {
-  static auto* gc = new py::module_(py::module_::import("gc"));
-  const py::list objects = gc->attr("get_objects")(generation);
-  auto* tensor_type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-  const at::Device torch_device = abi::TorchDevice(device);
-  for (const py::handle object : objects) {
-    if (PyType_IsSubtype(Py_TYPE(object.ptr()), tensor_type) == 0) {  // isinstance() would ask a proxy
-      continue;
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(object.ptr());
-    if (tensor.defined() && tensor.device() == torch_device) {
-      OutdatedTensors::Get().Remember(tensor, device);
-    }
   }
 }
 
@@ -539,15 +684,6 @@ PYBIND11_MODULE(_C, m) {
           py::gil_scoped_acquire gil;
           (*set_token)(device, py::none());
         };
-        callbacks.search_outdated = [](const lazy::BackendDevice& device, std::optional<int> generation) {
-          py::gil_scoped_acquire gil;
-          try {
-            SearchOutdated(device, generation);
-          } catch (py::error_already_set& error) {  // out of memory, or an audit hook that forbids it
-            error.discard_as_unraisable("torch_xla_donate");
-          } catch (const std::exception&) {  // nothing is found, then
-          }
-        };
         SetHookCallbacks(std::move(callbacks));
       },
       py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"), py::arg("step_ended"),
@@ -580,6 +716,7 @@ PYBIND11_MODULE(_C, m) {
         for (const HookInfo& hook : Hooks()) {
           py::dict item;
           item["name"] = hook.name;
+          item["library"] = hook.library;
           item["symbol"] = hook.symbol;
           item["purpose"] = hook.purpose;
           item["slots"] = hook.slots;
@@ -588,7 +725,7 @@ PYBIND11_MODULE(_C, m) {
         }
         return result;
       },
-      "The table of hooks: name, symbol, purpose, slots patched and slots still in place.");
+      "The table of hooks: name, library, symbol, purpose, slots patched and slots still in place.");
   m.def(
       "verify_layouts", [](py::handle probe, std::int64_t id) { abi::VerifyLayouts(TensorOf(probe), id); },
       py::arg("probe"), py::arg("tensor_id"),
@@ -596,8 +733,19 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
-        "should take the buffers over. Returns None, or (index, obstacle) of the first leaf that cannot be marked. "
+        "should take the buffers over. Returns a Call, or (index, obstacle) of the first leaf that cannot be marked. "
         "Raises DonatedBufferError for a leaf that was donated before.");
+  py::class_<Scope>(m, "Scope", py::dynamic_attr(),
+                    "Base of contexts that an interrupt cannot leave half entered or half left: subclasses have "
+                    "enter(), leave(raised), which may be called again, and finish(), before leave() if nothing was "
+                    "raised. A lock is held inside.")
+      .def(py::init([](py::object lock) { return Scope{std::move(lock)}; }), py::arg("lock") = py::none())
+      .def("enter", [](const py::object&) {})
+      .def(
+          "leave", [](const py::object&, bool) {}, py::arg("raised"))
+      .def("finish", [](const py::object&) {})
+      .def("__enter__", &Enter)
+      .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
   py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.")
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
@@ -610,6 +758,18 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "cancel_call", [](const Call& call) { DonationRegistry::Get().CancelCall(call.site.get()); }, py::arg("call"),
       "Takes back what is still pending of a call's marks.");
+  m.def(
+      "cancel_marks",
+      [](const Call& call) {
+        std::vector<lazy::BackendDataPtr> buffers;
+        for (const std::weak_ptr<lazy::BackendData>& weak : call.buffers) {
+          if (lazy::BackendDataPtr buffer = weak.lock(); buffer != nullptr) {
+            buffers.push_back(std::move(buffer));
+          }
+        }
+        DonationRegistry::Get().Cancel(buffers);
+      },
+      py::arg("call"), "Takes back what is still pending of the marks of the buffers that a call of mark was given.");
   m.def(
       "end_call",
       [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
@@ -657,37 +817,49 @@ PYBIND11_MODULE(_C, m) {
       "Which arguments hold buffers that the call has marked: (position, position among the call's leaves).");
   m.def(
       "arm_run",
-      [](const Call& call, const py::sequence& donors, const std::string& graph) {
-        std::vector<lazy::BackendDataPtr> buffers;
+      [](const Call& call, const py::sequence& donors, const std::string& graph,
+         const std::vector<std::pair<std::optional<std::size_t>, std::optional<std::size_t>>>& places) {
+        std::vector<RunDonor> buffers;
         buffers.reserve(donors.size());
-        for (py::handle donor : donors) {
-          buffers.push_back(abi::Resolve(TensorOf(donor)).buffer);
+        ska::flat_hash_set<const lazy::BackendData*> known;
+        known.reserve(donors.size());
+        for (std::size_t i = 0; i < donors.size(); ++i) {
+          lazy::BackendDataPtr buffer = abi::Resolve(TensorOf(donors[i])).buffer;
+          if (known.insert(buffer.get()).second) {
+            buffers.push_back({std::move(buffer), places.at(i).first, places.at(i).second});
+          }
         }
         ArmRun(call.site, std::move(buffers), graph);
       },
-      py::arg("call"), py::arg("donors"), py::arg("graph"),
-      "The next run of a compiled graph on this thread consumes these tensors, which the call has marked.");
+      py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
+      "The next run of a compiled graph on this thread consumes the buffers of these tensors, which the call has "
+      "marked. "
+      "places: for each its number among the graph's parameters and that of the output computed from it, as far as "
+      "they "
+      "are known.");
   m.def(
       "order_parameters",
-      [](const py::sequence& first) {
-        std::vector<const lazy::BackendData*> buffers;
-        for (py::handle tensor : first) {
-          buffers.push_back(abi::Resolve(TensorOf(tensor)).buffer.get());
+      [](const py::sequence& donors) {
+        std::unordered_set<const lazy::BackendData*> buffers;
+        for (py::handle tensor : donors) {
+          buffers.insert(abi::Resolve(TensorOf(tensor)).buffer.get());
         }
         OrderParameters(std::move(buffers));
       },
-      py::arg("first"),
-      "Until take_order, graphs that this thread hashes or compiles have the parameters of these tensors first.");
+      py::arg("donors"),
+      "Until take_order, graphs that this thread hashes or compiles have their parameters in an order with which XLA "
+      "gives each of these donors to the output computed from it.");
   m.def(
       "take_order",
       [] {
-        std::vector<std::uintptr_t> result;
-        for (const lazy::BackendData* parameter : TakeOrder()) {
-          result.push_back(reinterpret_cast<std::uintptr_t>(parameter));
+        std::vector<std::pair<std::uintptr_t, std::optional<std::size_t>>> result;
+        for (const OrderedParameter& parameter : TakeOrder()) {
+          result.emplace_back(reinterpret_cast<std::uintptr_t>(parameter.buffer), parameter.successor);
         }
         return result;
       },
-      "Ends order_parameters; the buffers (as in identity) of the parameters of the last graph, in its order.");
+      "Ends order_parameters. For each parameter of the last graph, in its order: the buffer (as in identity), and the "
+      "number of the output computed from it if it is a donor.");
   m.def("inspect_next_run", &InspectNextRun,
         "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
   m.def(
@@ -735,6 +907,11 @@ PYBIND11_MODULE(_C, m) {
         return resolved.tensor != nullptr && resolved.buffer == nullptr && bool(resolved.tensor->ir_value);
       },
       py::arg("tensor"), "Whether the tensor is the result of operations that have not run.");
+  m.def(
+      "updated_in_place", [](py::handle tensor) { return UpdatedInPlace(TensorOf(tensor)); }, py::arg("tensor"),
+      "Whether pending work replaces the tensor's value, and reads the buffer that it had before.");
+  m.def("backward_threads", &StepsAfterBackwardThreads,
+        "How many steps with marks or automatic donation followed a backward pass on a thread of autograd.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
         "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
   m.def(
@@ -753,12 +930,16 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "state",
       [](py::handle tensor) -> std::string {
+        const DonationRegistry& registry = DonationRegistry::Get();
+        // To resolve a view of a consumed tensor is to compute it, which is an error.
+        if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
+          return "donated";
+        }
         const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
         const char* obstacle = Obstacle(resolved);
         if (resolved.buffer == nullptr) {
           return obstacle;
         }
-        const DonationRegistry& registry = DonationRegistry::Get();
         return registry.IsConsumed(resolved.buffer.get())  ? "donated"
                : registry.IsPending(resolved.buffer.get()) ? "marked"
                : *obstacle != '\0'                         ? obstacle
@@ -767,6 +948,13 @@ PYBIND11_MODULE(_C, m) {
       py::arg("tensor"),
       "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");
   m.def(
+      "is_donated",
+      [](py::handle tensor) {
+        const lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(tensor));
+        return buffer != nullptr && DonationRegistry::Get().IsConsumed(buffer.get());
+      },
+      py::arg("tensor"), "Whether a step has consumed what a tensor holds, or is computed from. Never waits.");
+  m.def(
       "has_value",
       [](py::handle tensor) {
         const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
@@ -774,6 +962,12 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("tensor"), "Whether the device has computed the tensor's buffer, and it is still there.");
 
+  m.def("expect_run", &ExpectRun,
+        "Donors have been refused before the run on this thread that would have read them: it is not a step without.");
+  m.def("plain_steps", [] { return DonationRegistry::Get().PlainSteps(); }, "How many steps without donors have run.");
+  m.def(
+      "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
+      "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
   m.def(
       "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
       "The last steps that read marked buffers, oldest first.");
@@ -827,38 +1021,26 @@ PYBIND11_MODULE(_C, m) {
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
         result["auto_plans"] = AutoPlans::Get().Size();
-        result["outdated"] = OutdatedTensors::Get().Size();
+        result["bases"] = OutdatedTensors::Get().Size().bases;
+        result["outdated"] = OutdatedTensors::Get().Size().outdated;
         return result;
       },
       "How many entries the registry holds.");
-  m.def(
-      "push_disabled",
-      [](bool report_reuse, bool check_outputs) { PushDonationDisabled({report_reuse, check_outputs}); },
-      py::arg("report_reuse"), py::arg("check_outputs"),
-      "This thread's steps donate nothing until the matching pop_disabled.");
-  m.def(
-      "pop_disabled", [](bool report_reuse, bool check_outputs) { PopDonationDisabled({report_reuse, check_outputs}); },
-      py::arg("report_reuse"), py::arg("check_outputs"),
-      "Ends a push_disabled of this thread with the same arguments.");
+  py::class_<DisablingScope>(m, "Disabling",
+                             "While it is on, this thread's steps donate nothing; both switches may be thrown again.")
+      .def(py::init<bool, bool>(), py::arg("report_reuse"), py::arg("check_outputs"))
+      .def("on", &DisablingScope::On)
+      .def("off", &DisablingScope::Off);
   m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
   m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
   m.def("set_auto_donate", &SetAutoDonate, py::arg("on"), "Whether steps of all threads donate by liveness.");
   m.def("auto_donate_is_default", &AutoDonateIsDefault, "What set_auto_donate has set.");
   m.def("push_auto_donate", &PushAutoDonate, py::arg("on"),
-        "Whether this thread's steps donate by liveness until the matching pop_auto_donate.");
-  m.def("pop_auto_donate", &PopAutoDonate, "Ends the last push_auto_donate of this thread.");
+        "Whether this thread's steps donate by liveness until a pop_auto_donate ends it.");
+  m.def("auto_donate_depth", &AutoDonateDepth, "How many push_auto_donate hold on this thread.");
+  m.def("pop_auto_donate", &PopAutoDonate, py::arg("depth"), "Ends what this thread has pushed since that depth.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
-  m.def(
-      "search_outdated",
-      [](std::optional<int> generation) {
-        if (const auto device = LastDevice()) {
-          SearchOutdated(*device, generation);
-        }
-      },
-      py::arg("generation") = py::none(),
-      "Remembers the tensors of this thread's last device that are out of date after a write through a view, as steps "
-      "do: goes through Python's objects, or those of a generation of the garbage collector.");
   m.def(
       "note_auto_refusal", [](const std::string& reason) { DonationRegistry::Get().NoteAutoRefusal(reason); },
       py::arg("reason"), "A step that automatic donation has left alone, for this reason.");
@@ -870,13 +1052,21 @@ PYBIND11_MODULE(_C, m) {
       [] {
         py::list result;
         for (const HeldInput& input : AutoPlans::Get().LastHeld()) {
-          result.append(py::make_tuple(input.array, input.bytes, input.device.toString(), input.by_tensor));
+          result.append(py::make_tuple(input.array, input.bytes, input.device.toString(), input.by_tensor,
+                                       reinterpret_cast<std::uintptr_t>(input.buffer.lock().get())));
         }
         return result;
       },
       "Inputs of each device's last step that an output could have taken, had nobody held them; none where that step "
       "donated nothing automatically: (array, bytes, device, "
-      "whether a live tensor holds it; otherwise pending work reads it).");
+      "whether a live tensor holds it; otherwise pending work reads it, the buffer as in identity, or 0).");
+  m.def(
+      "holds",
+      [](py::handle tensor) {
+        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
+        return reinterpret_cast<std::uintptr_t>(data == nullptr ? nullptr : abi::BufferOf(*data).get());
+      },
+      py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying what is pending; or 0.");
   m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
         "Whether other processes run the same program, whose steps must have the same donors.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),

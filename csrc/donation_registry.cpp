@@ -68,6 +68,7 @@ DonationRegistry::DonationRegistry() {
 
 void DonationRegistry::Refresh() {
   armed_.store(!pending_.empty() || !consumed_.empty() || !spared_.empty(), std::memory_order_relaxed);
+  has_pending_.store(!pending_.empty(), std::memory_order_relaxed);
   has_spared_.store(!spared_.empty(), std::memory_order_relaxed);
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
@@ -399,6 +400,7 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
   }
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
+  step->plain_before = PlainSteps();
   for (const DonorPtr& donor : asked) {
     donor->state = DonorState::kClaimed;
     if (donor->automatic) {
@@ -450,6 +452,22 @@ void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
   }
 }
 
+void DonationRegistry::NoteExecutable(const StepPtr& step,
+                                      const std::shared_ptr<const abi::HostCachedComputation>& executable) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  step->executable = executable;
+}
+
+std::optional<std::string> DonationRegistry::GraphText(const std::string& graph_hash) const {
+  std::shared_ptr<const abi::HostCachedComputation> executable;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = outcomes_.find(graph_hash);
+    executable = found == outcomes_.end() ? nullptr : found->second->executable.lock();
+  }
+  return executable == nullptr ? std::nullopt : std::optional(abi::DescribeGraph(*executable).text);
+}
+
 void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
   // Asked before the lock is taken: this calls into the host.
   std::vector<lazy::BackendDataPtr> buffers;
@@ -466,6 +484,7 @@ void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
   if (failure == nullptr && (step->outcome == nullptr || step->outcome->used != used)) {
     outcome = std::make_shared<GraphOutcome>();
     outcome->used = used;
+    outcome->executable = step->executable;
     const auto describe = [](const lazy::BackendDataPtr& buffer) {
       try {
         return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
@@ -557,6 +576,7 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.graph_hash = step.graph_hash;
   snapshot.status = names[static_cast<int>(step.status)];
   snapshot.failure = step.failure;
+  snapshot.plain_before = step.plain_before;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());
   for (const DonorPtr& donor : step.donors) {
     snapshot.donors.push_back(*donor);

@@ -68,7 +68,9 @@ struct Donor {
   std::string
       array;  // of a sharded one, in a snapshot: as XLA writes it; otherwise the buffer tells, while it is there
   DonorState state = DonorState::kPending;
-  std::string reason;      // why it is unusable, where this side knows; empty if XLA found no use for it
+  std::string reason;  // why it is unusable, where this side knows; empty if XLA found no use for it
+  // In the graph of the step that reads it: its number among the parameters, and that of the output computed from it.
+  std::optional<std::size_t> parameter, successor;
   bool automatic = false;  // found by liveness: nobody has marked it, and there are no holders
   bool told = false;  // somebody knows that it is unusable: handed out by TakeNotices(), or switched off by the user
 
@@ -90,6 +92,7 @@ struct GraphOutcome {
   std::vector<std::string> outputs;  // shapes as XLA writes them, where somebody needs them for a reason
   std::vector<bool> used;            // for each donor, in the order in which the step lists them
   std::vector<std::string> donors;   // the same: those that are sharded as XLA writes them, else empty
+  std::weak_ptr<const abi::HostCachedComputation> executable;
 };
 
 // A step that read marked buffers.
@@ -104,6 +107,8 @@ struct Step {
   std::string failure;
   std::shared_ptr<const GraphOutcome> outcome;            // of the graph's last run, if it has run before
   std::vector<std::weak_ptr<lazy::BackendData>> outputs;  // kept until the outcome is known
+  std::weak_ptr<const abi::HostCachedComputation> executable;
+  std::uint64_t plain_before = 0;  // steps without donors, in this process, before this one
 };
 using StepPtr = std::shared_ptr<Step>;
 
@@ -115,6 +120,7 @@ struct StepSnapshot {
   std::string failure;
   std::vector<Donor> donors;
   std::vector<std::string> outputs;
+  std::uint64_t plain_before = 0;
 };
 
 class DonationRegistry {
@@ -127,6 +133,7 @@ class DonationRegistry {
 
   // Whether any hook has something to look for: a mark, or a donated or spared buffer that somebody may still touch.
   static bool Armed() noexcept { return armed_.load(std::memory_order_relaxed); }
+  static bool HasPending() noexcept { return has_pending_.load(std::memory_order_relaxed); }
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
   bool HasSpared() const noexcept { return has_spared_.load(std::memory_order_relaxed); }
 
@@ -209,6 +216,11 @@ class DonationRegistry {
   // The step is about to run. If its graph has run before, outcomes are known from here on.
   void Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs);
 
+  // The executable of a step that is about to run.
+  void NoteExecutable(const StepPtr& step, const std::shared_ptr<const abi::HostCachedComputation>& executable);
+  // A step that has read no marked buffer is about to run. Does not wait.
+  void NotePlainStep() noexcept { plain_steps_.fetch_add(1, std::memory_order_relaxed); }
+
   // The step has run, or has failed on the way (then with the text given). What XLA used is read from the buffers.
   void Settle(const StepPtr& step, const std::string* failure);
 
@@ -222,6 +234,11 @@ class DonationRegistry {
 
   // How many steps automatic donation has left alone, by reason.
   std::map<std::string, std::uint64_t> AutoRefusals() const;
+
+  // How many steps without donors have run.
+  std::uint64_t PlainSteps() const noexcept { return plain_steps_.load(std::memory_order_relaxed); }
+  // The optimised HLO of a graph that has run with donors; nothing if torch_xla has dropped its executable.
+  std::optional<std::string> GraphText(const std::string& graph_hash) const;
 
   // Waits until no step is on its way to the device any more. The caller must not hold the GIL.
   void WaitForSteps();
@@ -255,9 +272,11 @@ class DonationRegistry {
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;
-  static inline std::atomic<bool> armed_{false};  // asked for each live tensor of each step
+  static inline std::atomic<bool> armed_{false};        // asked for each live tensor of each step
+  static inline std::atomic<bool> has_pending_{false};  // asked for each view
   std::atomic<bool> has_notices_{false};
   std::atomic<bool> has_spared_{false};
+  std::atomic<std::uint64_t> plain_steps_{0};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;
   ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;

@@ -176,7 +176,7 @@ std::unordered_map<std::string, std::vector<RelocationSlot>> ElfImage::SlotsOfEa
       const RelocationKind* kind = KindOf(ELF64_R_TYPE(it->r_info));
       if (kind == nullptr || it->r_addend != 0) continue;
       const Elf64_Sym& symbol = static_cast<const Elf64_Sym*>(symbols_)[ELF64_R_SYM(it->r_info)];
-      if (symbol.st_shndx != SHN_UNDEF || symbol.st_name >= strings_size_) continue;
+      if (symbol.st_name >= strings_size_) continue;
       const auto match = wanted.find(strings_ + symbol.st_name);
       if (match != wanted.end()) match->second->push_back({reinterpret_cast<void**>(base_ + it->r_offset), *kind});
     }

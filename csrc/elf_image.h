@@ -43,8 +43,9 @@ class ElfImage {
   // what is read here. The main program is never matched.
   static ElfImage Find(const std::string& path);
 
-  // Every slot of the function `symbol` (mangled name) that the library imports. Empty if there is none: also for
-  // functions that the library defines itself, as calls to those need not pass a slot.
+  // Every slot of the function `symbol` (mangled name), which the library imports, or defines itself and calls through
+  // a slot all the same, as another library's could take its place. Empty if there is none. Calls to a function of its
+  // own need not pass a slot: those that the compiler has inlined or bound do not.
   // Left out are relocations with an addend (they point into an object, not at a function). Symbol versions are not
   // told apart.
   std::vector<RelocationSlot> SlotsOf(std::string_view symbol) const;

@@ -99,7 +99,7 @@ std::string Where(const ElfImage& image, const PatchSpec& spec, const Relocation
 }
 
 bool Holds(const ElfImage& image, const RelocationSlot& slot, const void* value, const void* expected) noexcept {
-  // An imported function is never inside the image, so an address there can only be the PLT's.
+  // A slot that has been bound holds `expected`, so another address inside the image can only be the PLT's.
   return value == expected || (slot.kind == RelocationKind::kJumpSlot && image.Contains(value));
 }
 

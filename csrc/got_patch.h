@@ -1,4 +1,4 @@
-// Sends the calls of one library to one imported function elsewhere, for as long as an object lives.
+// Sends the calls of one library to one function that it calls through slots elsewhere, for as long as an object lives.
 //
 // Ownership: a GotPatch owns what it has put into the slots and nothing else. It points into the patched library, which
 //   must stay loaded until the patch is undone. `*original` and the replacement's code must outlive every call:

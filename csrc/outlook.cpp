@@ -43,6 +43,8 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
     }
     outlook.outputs.push_back(std::move(*array));
     roots.push_back(tensor->ir_value.node.get());
+    outlook.roots.push_back(tensor->ir_value);
+    outlook.tensors.push_back(tensor.get());
     ids.Add(*tensor);
   }
 
@@ -54,7 +56,7 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
       sharded = sharded || abi::IsAnnotated(*node);
     } else if (seen.insert(buffer.get()).second) {
       sharded = sharded || (sharding_of && !IsReplicated(*buffer));
-      outlook.parameters.push_back({buffer, ids.ReplacementOf(*buffer).has_value()});
+      outlook.parameters.push_back({buffer, ids.ReplacementOf(*buffer)});
     }
   }
 

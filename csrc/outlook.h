@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,11 +24,13 @@ namespace lazy = torch::lazy;
 struct Outlook {
   struct Parameter {
     lazy::BackendDataPtr buffer;
-    bool own;  // torch_xla donates it by itself: an output replaces it
+    std::optional<std::size_t> own;  // the output that replaces it in place: torch_xla donates it
   };
-  std::vector<Parameter> parameters;  // of the pending work, in the order of its graph
-  std::vector<std::string> outputs;   // arrays, with " sharding=" where shardings matter and this one is known
-  bool complete = true;               // false if there are tensors whose pending work cannot be seen
+  std::vector<Parameter> parameters;            // of the pending work, in the order of its graph
+  std::vector<lazy::Value> roots;               // of the outputs
+  std::vector<const abi::TensorData*> tensors;  // the same; valid as long as the caller's list
+  std::vector<std::string> outputs;  // arrays, with " sharding=" where shardings matter and this one is known
+  bool complete = true;              // false if there are tensors whose pending work cannot be seen
 };
 
 // The sharding of a tensor with pending work as XLA writes it; empty if nobody has given one.

@@ -4,15 +4,17 @@
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
 #include <algorithm>
+#include <string>
+
+#include "array_text.h"
 
 namespace torch_xla_donate {
-
-namespace lazy = torch::lazy;
 
 namespace {
 
 // Salt, so that an order hashes to something else than the equal list of donors that the executor adds later.
 constexpr std::size_t kOrderSalt = 0x646f6e617465;
+constexpr std::size_t kOutputSalt = 0x6f7574707574;
 
 }  // namespace
 
@@ -77,6 +79,54 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
   }
   graph.post_order.insert(graph.post_order.end(), others.begin(), others.end());
   return true;
+}
+
+MovedOutputs MoveOutputs(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
+                         const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                         abi::Executor::SyncTensorCollection& collection) {
+  if (order.empty() || order.size() != roots.size() || collection.indices.size() != roots.size()) {
+    return {};
+  }
+  // torch_xla keeps the array of a tensor that has one already.
+  MovedOutputs moved;
+  std::vector<lazy::BackendDataPtr> arrays;
+  for (std::size_t k = 0; k < order.size(); ++k) {
+    if (order[k] == k) {
+      continue;
+    }
+    const std::string array = abi::DescribeNode(roots[order[k]]);
+    const auto dtype = ElementType(array);
+    if (!dtype.has_value()) {
+      return {};
+    }
+    const lazy::BackendDataPtr made =
+        lazy::getBackend()->CreateDataPlaceholder(collection.device, lazy::Shape(*dtype, SizesOf(array)));
+    if (WithoutLayout(abi::DescribeBuffer(*made)) != array) {
+      return {};
+    }
+    arrays.push_back(made);
+    moved.push_back(live[collection.indices[order[k]]]);
+  }
+  // The executor's own vector, which it reads again after this hook: the caller is its only user.
+  auto& values = const_cast<std::vector<lazy::Value>&>(roots);
+  const std::vector<lazy::Value> old_values = values;
+  const std::vector<std::size_t> old_indices = collection.indices;
+  for (std::size_t k = 0; k < order.size(); ++k) {
+    values[k] = old_values[order[k]];
+    collection.indices[k] = old_indices[order[k]];
+  }
+  for (std::size_t i = 0; i < moved.size(); ++i) {
+    abi::GiveArray(*moved[i], arrays[i]);
+  }
+  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOutputSalt), lazy::Hash(order)));
+  return moved;
+}
+
+void ReleaseOutputs(MovedOutputs& outputs) {
+  for (const auto& output : outputs) {
+    output->handle = nullptr;
+  }
+  outputs.clear();
 }
 
 }  // namespace torch_xla_donate

@@ -14,8 +14,13 @@
 #include <utility>
 
 #include "auto_donors.h"
+#include "backward_threads.h"
+#include "functional_tensors.h"
 #include "got_patch.h"
+#include "graph_wiring.h"
+#include "hook.h"
 #include "parameter_order.h"
+#include "whole_overwrites.h"
 #include "would_be.h"
 
 namespace torch_xla_donate {
@@ -38,15 +43,8 @@ SwitchedOff& TheSwitch() {
   return *value;
 }
 
-// ---- The originals, published before the first slot is patched ----
+// ---- The originals ----
 
-struct Original {
-  std::atomic<void*> address{nullptr};
-  template <typename Function>
-  Function As() const {
-    return reinterpret_cast<Function>(address.load(std::memory_order_acquire));
-  }
-};
 Original run_post_order, async_constructor, lazy_tensor_constructor, current_data_handle, create_tensor_node,
     for_all_device_contexts, tensor_collection_barrier, mark_step, completer;
 
@@ -63,13 +61,16 @@ struct RewrittenInfo {
 };
 
 struct StepInProgress {
-  StepPtr step;
+  StepPtr step;  // null if it has no donors of ours, and outputs have moved
   // Under SPMD, where the outcome alone tells which donors are of use: those of the choice, in its order.
   AutoAnswer sharded;
   std::vector<DonorPtr> sharded_donors;
   std::vector<RewrittenInfo> rewritten;
+  MovedOutputs moved;  // until the step is scheduled
   bool compiled = false;
-  lazy::MultiWait* runner = nullptr;
+  Executor::Async* run = nullptr;
+
+  bool IsRunBy(const lazy::MultiWait* runner) const { return run != nullptr && &run->mwait == runner; }
 
   void GiveInfosBack() {
     for (RewrittenInfo& info : rewritten) {
@@ -95,16 +96,22 @@ struct StepInProgress {
 
   void Abandon(const std::string& why) {
     GiveInfosBack();
-    DonationRegistry::Get().Abandon(step, why);
+    ReleaseOutputs(moved);
+    if (step != nullptr) {
+      DonationRegistry::Get().Abandon(step, why);
+    }
   }
 
-  ~StepInProgress() { GiveInfosBack(); }
+  ~StepInProgress() {
+    GiveInfosBack();
+    ReleaseOutputs(moved);
+  }
 };
 
 // What the next run of a compiled graph will consume.
 struct ArmedRun {
   std::shared_ptr<const CallSite> call;
-  std::vector<lazy::BackendDataPtr> donors;
+  std::vector<RunDonor> donors;
   std::string graph;
 };
 
@@ -159,8 +166,8 @@ struct Listed {
 struct ThreadState {
   std::optional<ArmedRun> armed;
   // What OrderParameters() asks for, and what came of it.
-  std::optional<std::vector<const lazy::BackendData*>> first_parameters;
-  std::vector<const lazy::BackendData*> ordered_parameters;
+  std::optional<std::unordered_set<const lazy::BackendData*>> ordered_donors;
+  std::vector<OrderedParameter> ordered_parameters;
   // A run is to be described instead.
   bool inspecting = false;
   Executor::Async* inspected_run = nullptr;
@@ -178,11 +185,12 @@ struct ThreadState {
   std::size_t asked_again = 0;
   // The executor waits for parameters that are still being computed by passing the barrier inside of RunPostOrder.
   bool in_post_order = false;
-  bool listed = false;  // the live tensors, and no graph has been made of them yet
+  bool expected = false;  // the registry has a step for the run that comes next
+  bool recorded = false;  // the registry has a step for the graph that RunPostOrder() has passed last
+  bool listed = false;    // the live tensors, and no graph has been made of them yet
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
-  std::vector<bool> auto_donates;        // the wishes of this thread's contexts
-  std::optional<AutoSearch> search_for;  // what the step in progress wants to be searched at its end
+  std::vector<bool> auto_donates;  // the wishes of this thread's contexts
   bool refusing_runs = false;
   std::uint64_t barriers = 0;
   std::uint64_t runs = 0;
@@ -327,56 +335,27 @@ void ForgetCachedValues(const Donor& donor, const lazy::BackendData* buffer) {
   }
 }
 
-// The parameters that have an output of their own, in the order of these outputs: donors with a target, and what
-// torch_xla donates by itself. Empty if no donor has a target.
-std::vector<std::size_t> OrderOfWishes(const std::vector<std::pair<std::size_t, DonorPtr>>& marked,
-                                       const std::vector<lazy::BackendDataPtr>& parameters,
-                                       const std::vector<const abi::TensorData*>& outputs, const abi::OutputIds& ids) {
-  const auto has_target = [](const auto& entry) { return entry.second->Target() != nullptr; };
-  if (std::none_of(marked.begin(), marked.end(), has_target)) {
-    return {};
-  }
-  std::unordered_map<const abi::TensorData*, std::size_t> output_of_tensor;
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    output_of_tensor.emplace(outputs[i], i);
-  }
-  std::map<std::size_t, std::size_t> parameter_of_output;
-  for (const auto& [parameter, donor] : marked) {
-    const auto output = output_of_tensor.find(donor->Target().get());
-    if (output != output_of_tensor.end()) {
-      parameter_of_output.emplace(output->second, parameter);
-    }
-  }
-  std::unordered_set<std::size_t> wished;
-  for (const auto& entry : parameter_of_output) {
-    wished.insert(entry.second);
-  }
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto own = ids.ReplacementOf(*parameters[i]);
-    if (own.has_value() && wished.count(i) == 0) {
-      parameter_of_output.emplace(*own, i);
-    }
-  }
-  std::vector<std::size_t> order;
-  for (const auto& entry : parameter_of_output) {
-    order.push_back(entry.second);
-  }
-  return order;
-}
-
+// `order` are the parameters that a step with donation would have put first.
 void NoteWouldBe(ThreadState& state, const Executor::PostOrderData& graph,
-                 const Executor::SyncTensorCollection* collection, const std::vector<Candidate>& spared,
-                 const abi::OutputIds& ids, std::uint64_t step) {
+                 const Executor::SyncTensorCollection* collection, const std::vector<DonorPtr>& spared,
+                 const abi::OutputIds& ids, const std::vector<std::size_t>& order, std::uint64_t step) {
   std::unordered_map<const lazy::BackendData*, DonorPtr> donor_of;
-  for (const Candidate& candidate : spared) {
-    donor_of.emplace(candidate.buffer.get(), candidate.donor);
+  for (const DonorPtr& donor : spared) {
+    donor_of.emplace(donor->buffer.lock().get(), donor);
   }
   WouldBe would_be(collection, step);
-  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-    const auto found = donor_of.find(parameter.get());
-    if (ids.ReplacementOf(*parameter).has_value() || found != donor_of.end()) {
-      would_be.Add(*parameter, found != donor_of.end() ? found->second : nullptr);
+  std::vector<bool> added(graph.parameters_data.size());
+  const auto add = [&](std::size_t i) {
+    const lazy::BackendData& parameter = *graph.parameters_data[i];
+    const auto found = donor_of.find(&parameter);
+    if (!added[i] && (ids.ReplacementOf(parameter).has_value() || found != donor_of.end())) {
+      would_be.Add(parameter, found != donor_of.end() ? found->second : nullptr);
     }
+    added[i] = true;
+  };
+  std::for_each(order.begin(), order.end(), add);
+  for (std::size_t i = 0; i < added.size(); ++i) {
+    add(i);
   }
   state.would_be = std::move(would_be);
 }
@@ -401,15 +380,10 @@ void SpareDonors(ThreadState& state, Executor::Async& run) {
 std::optional<Liveness> HeldParameters(const ThreadState& state, const Executor::PostOrderData& graph,
                                        const lazy::BackendDevice& device,
                                        const std::vector<std::shared_ptr<abi::TensorData>>& live) {
-  // What nobody can read holds nothing. `live` and the executor's list hold these tensors besides their owners.
-  const auto outdated = OutdatedTensors::Get().Values(device, /*holders=*/3);
   Liveness liveness(graph.parameters_data);
-  const auto hold = [&liveness, &outdated](const abi::TensorData* data, const lazy::BackendData* listed) {
+  const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
     if (data == nullptr) {
       liveness.Hold(listed);
-      return true;
-    }
-    if (!outdated.empty() && outdated.count(data) != 0) {
       return true;
     }
     liveness.Hold(data->handle.get());
@@ -436,91 +410,132 @@ std::optional<Liveness> HeldParameters(const ThreadState& state, const Executor:
   return liveness;
 }
 
-// The inputs that nobody can reach once the step has run, as far as it pays to donate them. `others` are the buffers
-// that are asked for already; without them the order of the parameters is chosen, too.
-std::vector<DonorPtr> ChooseAutomatic(ThreadState& state, Executor::PostOrderData& graph,
-                                      const std::vector<lazy::Value>& roots, Executor::SyncTensorCollection& collection,
-                                      const std::vector<std::shared_ptr<abi::TensorData>>& live,
-                                      const abi::OutputIds& ids,
-                                      const std::unordered_set<const lazy::BackendData*>& others,
-                                      StepInProgress& progress) {
-  const auto refuse = [](const std::string& reason) {
-    DonationRegistry::Get().NoteAutoRefusal(reason);
-    return std::vector<DonorPtr>();
-  };
+// Why automatic donation leaves the step alone; empty if it does not.
+std::string AutoObstacleOf(const abi::OutputIds& ids) {
   for (const std::string& reason : {TheAutoObstacle().text, SwitchedOffReason()}) {
     if (!reason.empty()) {
-      return refuse(reason);
+      return reason;
     }
   }
   if (abi::KeepsNodes()) {
-    return refuse("torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs");
+    return "torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs";
   }
-  if (ids.Empty()) {
-    return refuse(kUnmatched);
+  return ids.Empty() ? kUnmatched : "";
+}
+
+using DonorsByBuffer = ska::flat_hash_map<const lazy::BackendData*, DonorPtr>;
+
+DonorsByBuffer ByBuffer(const std::vector<DonorPtr>& donors) {
+  DonorsByBuffer result;
+  for (const DonorPtr& donor : donors) {
+    result.emplace(donor->buffer.lock().get(), donor);
   }
-  const std::optional<Liveness> held = HeldParameters(state, graph, collection.device, live);
-  if (!held.has_value()) {
-    return refuse("functionalization is off and a live tensor is a view, or has views, which share its graph");
-  }
+  return result;
+}
+
+// What the planner has to know of a step. `held` is what live tensors can reach; without it no input may become a
+// donor.
+AutoQuestion AskAbout(const Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
+                      const Executor::SyncTensorCollection& collection,
+                      const std::vector<const abi::TensorData*>& outputs, const abi::OutputIds& ids,
+                      const DonorsByBuffer& donor_of, const std::optional<Liveness>& held) {
   const std::size_t count = graph.parameters_data.size();
+  std::unordered_map<const abi::TensorData*, std::size_t> output_of_tensor;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    output_of_tensor.emplace(outputs[i], i);
+  }
   AutoQuestion question{graph,
                         roots,
                         collection.device,
                         collection.hash,
                         /*sharded=*/abi::IsSpmd(collection.device),
-                        /*orders=*/others.empty(),
-                        /*held=*/held->Held(),
-                        /*read_later=*/held->Read(),
+                        /*automatic=*/held.has_value(),
+                        /*held=*/held.has_value() ? held->Held() : std::vector<bool>(count, true),
+                        /*read_later=*/held.has_value() ? held->Read() : std::vector<bool>(count, true),
                         /*barred=*/std::vector<bool>(count, false),
                         /*donors=*/std::vector<bool>(count, false),
-                        /*output_replaced=*/std::vector<std::optional<std::size_t>>(count)};
+                        /*wanted=*/std::vector<std::optional<std::size_t>>(count)};
   for (std::size_t i = 0; i < count; ++i) {
     const lazy::BackendData& buffer = *graph.parameters_data[i];
     const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
-    if (others.count(&buffer) != 0) {
+    const auto own = ids.ReplacementOf(buffer);
+    if (const auto found = donor_of.find(&buffer); found != donor_of.end()) {
       question.donors[i] = true;
+      const auto target = output_of_tensor.find(found->second->Target().get());
+      question.wanted[i] = target != output_of_tensor.end() ? std::optional(target->second) : own;
     } else if (info == nullptr ? buffer.info() != nullptr : info->read_only) {
       question.barred[i] = true;
-    } else if (const auto own = ids.ReplacementOf(buffer)) {
+    } else if (own.has_value()) {
       question.donors[i] = true;
-      question.output_replaced[i] = own;
+      question.wanted[i] = own;
     }
     if (!(buffer.device() == collection.device)) {
       question.barred[i] = true;
     }
   }
-  const AutoAnswer answer = AutoPlans::Get().Choose(question);
-  const std::shared_ptr<const AutoChoice>& choice = answer.choice;
-  state.search_for = answer.search;
-  std::vector<DonorPtr> donors;
-  donors.reserve(choice->parameters.size());
-  for (std::size_t i = 0; i < choice->parameters.size(); ++i) {
-    donors.push_back(std::make_shared<Donor>(*choice->prototypes[i]));
-    donors.back()->device = collection.device;  // another may have had this graph before
-    donors.back()->buffer = graph.parameters_data[choice->parameters[i]];
-  }
-  PutFirst(choice->order, graph, collection);
-  if (question.sharded) {
-    progress.sharded = answer;
-    progress.sharded_donors = donors;
-  }
-  return donors;
+  return question;
 }
 
-// A step's donors are told apart by their place among its parameters.
-void SortByParameter(const Executor::PostOrderData& graph, std::vector<DonorPtr>& donors) {
-  ska::flat_hash_map<const lazy::BackendData*, DonorPtr> donor_of;
-  for (DonorPtr& donor : donors) {
-    donor_of.emplace(donor->buffer.lock().get(), std::move(donor));
+// Completes the donors of a step: to those asked for it adds, if `automatic`, the inputs that no live tensor can reach
+// after the step. Orders parameters and outputs so that XLA gives each donor to the output computed from it. Returns
+// all donors in the order of the parameters.
+std::vector<DonorPtr> PlanDonors(ThreadState& state, Executor::PostOrderData& graph,
+                                 const std::vector<lazy::Value>& roots, Executor::SyncTensorCollection& collection,
+                                 const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                                 const std::vector<const abi::TensorData*>& outputs, const abi::OutputIds& ids,
+                                 const std::vector<DonorPtr>& asked, bool automatic, StepInProgress& progress) {
+  const std::size_t count = graph.parameters_data.size();
+  std::optional<Liveness> held;
+  if (automatic) {
+    std::string obstacle = AutoObstacleOf(ids);
+    if (obstacle.empty()) {
+      held = HeldParameters(state, graph, collection.device, live);
+    }
+    if (!held.has_value()) {
+      DonationRegistry::Get().NoteAutoRefusal(
+          !obstacle.empty()
+              ? obstacle
+              : "functionalization is off and a live tensor is a view, or has views, which share its graph");
+    }
   }
-  donors.clear();
-  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-    if (const auto found = donor_of.find(parameter.get()); found != donor_of.end()) {
+  DonorsByBuffer donor_of = ByBuffer(asked);
+  const AutoQuestion question = AskAbout(graph, roots, collection, outputs, ids, donor_of, held);
+  const AutoAnswer answer = AutoPlans::Get().Choose(question);
+  const AutoChoice& choice = *answer.choice;
+  for (std::size_t i = 0; i < choice.parameters.size(); ++i) {
+    const lazy::BackendDataPtr& buffer = graph.parameters_data[choice.parameters[i]];
+    auto donor = std::make_shared<Donor>(*choice.prototypes[i]);
+    donor->device = collection.device;  // another may have had this graph before
+    donor->buffer = buffer;
+    if (question.sharded) {
+      progress.sharded_donors.push_back(donor);
+    }
+    donor_of.emplace(buffer.get(), std::move(donor));
+  }
+  if (question.sharded) {
+    progress.sharded = answer;
+  }
+  progress.moved = MoveOutputs(choice.pairs.output_order, roots, live, collection);
+  std::vector<std::size_t> place_of(roots.size());
+  for (std::size_t place = 0; place < roots.size(); ++place) {
+    place_of[progress.moved.empty() ? place : choice.pairs.output_order[place]] = place;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto successor = choice.pairs.successor[i];
+    if (const auto found = donor_of.find(graph.parameters_data[i].get()); found != donor_of.end() && successor) {
+      found->second->successor = place_of[*successor];
+    }
+  }
+  PutFirst(choice.pairs.parameter_order, graph, collection);
+  std::vector<DonorPtr> donors;
+  for (std::size_t i = 0; i < count; ++i) {
+    if (const auto found = donor_of.find(graph.parameters_data[i].get()); found != donor_of.end()) {
+      found->second->parameter = i;
       donors.push_back(std::move(found->second));
       donor_of.erase(found);
     }
   }
+  return donors;
 }
 
 void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
@@ -569,14 +584,10 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     RefuseSharedBuffers(live, candidates);
   }
 
-  if (refusal.empty()) {
-    PutFirst(OrderOfWishes(marked, graph.parameters_data, outputs, ids), graph, *collection);
-  }
   auto progress = std::make_shared<StepInProgress>();
   std::vector<DonorPtr> asked;
   std::vector<DonationRegistry::Refusal> refused;
-  std::vector<Candidate> spared;
-  std::unordered_set<const lazy::BackendData*> others;
+  std::vector<DonorPtr> spared;
   for (Candidate& candidate : candidates) {
     const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
@@ -584,7 +595,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     }
     if (spare) {
       if (candidate.refusal.empty()) {
-        spared.push_back(candidate);
+        spared.push_back(candidate.donor);
       }
       candidate.refusal = refusal;
     }
@@ -593,22 +604,17 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
       continue;
     }
     asked.push_back(candidate.donor);
-    others.insert(candidate.buffer.get());
   }
-  if (automatic) {
+  if (automatic && !refusal.empty()) {
+    registry.NoteAutoRefusal(refusal);
+  } else if (refusal.empty() && (automatic || !asked.empty())) {
+    const std::vector<DonorPtr> marks = asked;
     try {
-      for (DonorPtr& donor : ChooseAutomatic(state, graph, roots, *collection, live, ids, others, *progress)) {
-        asked.push_back(std::move(donor));
-      }
+      asked = PlanDonors(state, graph, roots, *collection, live, outputs, ids, marks, automatic, *progress);
     } catch (const std::exception& error) {  // marks are worth more
+      asked = marks;
       registry.NoteAutoRefusal(error.what());
     }
-    if (asked.size() > others.size()) {
-      SortByParameter(graph, asked);
-    }
-  }
-  if (asked.empty() && refused.empty()) {
-    return;
   }
   // The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
   const auto ours = asked.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids.Any(), false);
@@ -620,11 +626,17 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
       progress->rewritten.back().before = buffer->SetInfo(ours);
     }
   }
-  progress->step = registry.Claim(std::move(asked), std::move(refused));
-  if (!spared.empty()) {
-    NoteWouldBe(state, graph, collection, spared, ids, progress->step->number);
+  if (!asked.empty() || !refused.empty()) {
+    const StepPtr step = registry.Claim(std::move(asked), std::move(refused));
+    state.recorded = true;
+    if (!spared.empty()) {
+      const AutoAnswer plan = AutoPlans::Get().Choose(
+          AskAbout(graph, roots, *collection, outputs, ids, ByBuffer(spared), /*held=*/std::nullopt));
+      NoteWouldBe(state, graph, collection, spared, ids, plan.choice->pairs.parameter_order, step->number);
+    }
+    progress->step = step->donors.empty() ? nullptr : step;
   }
-  if (progress->step->donors.empty()) {
+  if (progress->step == nullptr && progress->moved.empty()) {
     return;
   }
   for (const Candidate& candidate : candidates) {
@@ -658,21 +670,27 @@ void EndMarksReadEagerly(const std::vector<lazy::BackendDataPtr>& parameters) {
   }
 }
 
-void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, Executor::SyncTensorCollection& collection) {
-  std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
-  for (std::size_t i = 0; i < graph.parameters_data.size(); ++i) {
-    position_of.emplace(graph.parameters_data[i].get(), i);
+// A graph that is hashed or compiled outside of a step, with the donors that OrderParameters() has named.
+void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
+                Executor::SyncTensorCollection& collection) {
+  const std::size_t count = graph.parameters_data.size();
+  const ArraySizes sizes = MeasureArrays(graph.parameters_data, roots, abi::IsSpmd(collection.device));
+  std::vector<bool> donors(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    donors[i] = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
   }
-  std::vector<std::size_t> positions;
-  for (const lazy::BackendData* parameter : *state.first_parameters) {
-    if (const auto found = position_of.find(parameter); found != position_of.end()) {
-      positions.push_back(found->second);
-    }
+  const DonorPairs pairs = PairDonors({graph.parameters_data, roots, sizes.bytes, sizes.output_bytes,
+                                       /*movable=*/std::vector<bool>(roots.size(), false), donors,
+                                       /*offered=*/std::vector<bool>(count, false),
+                                       /*wanted=*/std::vector<std::optional<std::size_t>>(count)});
+  std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> successor_of;
+  for (std::size_t i = 0; i < count; ++i) {
+    successor_of.emplace(graph.parameters_data[i].get(), pairs.successor[i]);
   }
-  PutFirst(positions, graph, collection);
+  PutFirst(pairs.parameter_order, graph, collection);
   state.ordered_parameters.clear();
   for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-    state.ordered_parameters.push_back(parameter.get());
+    state.ordered_parameters.push_back({parameter.get(), successor_of[parameter.get()]});
   }
 }
 
@@ -701,6 +719,7 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
                                      Executor::SyncTensorCollection* collection) {
   ThreadState& state = State();
   state.would_be.reset();
+  state.recorded = false;
   state.in_post_order = true;
   const auto leave = c10::make_scope_exit([&state] { state.in_post_order = false; });
   // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both only at a step.
@@ -709,10 +728,14 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
     AutoPlans::Get().BeginStep(collection->device);
   }
   const bool is_step = runs_all && state.ListIsOfStep(roots.size());
+  if (is_step) {
+    CountBackwardThreads();
+  }
   const std::string refusal = is_step ? ForgetCollectives(*collection) : "";
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
-  if (state.first_parameters.has_value()) {
-    ApplyOrder(state, result, *collection);
+  collection->hash = lazy::HashCombine(collection->hash, HashWiring(result.post_order, roots));
+  if (state.ordered_donors.has_value()) {
+    ApplyOrder(state, result, roots, *collection);
   }
   if (is_step) {
     try {
@@ -754,6 +777,10 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
     current->Abandon("an earlier step failed");
     throw;
   }
+  current->moved.clear();
+  if (current->step == nullptr) {
+    state.current = nullptr;
+  }
 }
 
 // The run has been compiled without these donors, since donation is disabled.
@@ -776,31 +803,39 @@ void SpareRun(ThreadState& state, Executor::Async* run, const std::vector<DonorP
   state.would_be.reset();
 }
 
-// A compiled graph is about to run on this thread, outside of a step. Its donors are settled as a step's are.
-void ClaimRun(ThreadState& state, Executor::Async* run) {
+// A compiled graph is about to run on this thread, outside of a step. Its donors are settled as a step's are. Returns
+// whether it has any.
+bool ClaimRun(ThreadState& state, Executor::Async* run) {
   const ArmedRun armed = std::move(*state.armed);
   state.armed.reset();
   DonationRegistry& registry = DonationRegistry::Get();
   std::vector<DonorPtr> donors;
-  for (const auto& [position, donor] : registry.PendingAmong(armed.donors, armed.call.get())) {
+  std::vector<lazy::BackendDataPtr> buffers;
+  for (const RunDonor& donor : armed.donors) {
+    buffers.push_back(donor.buffer);
+  }
+  for (const auto& [position, donor] : registry.PendingAmong(buffers, armed.call.get())) {
+    donor->parameter = armed.donors[position].parameter;
+    donor->successor = armed.donors[position].successor;
     donors.push_back(donor);
   }
   if (donors.empty()) {
-    return;
+    return false;
   }
   if (DonationDisabled()) {
     SpareRun(state, run, donors);
-    return;
+    return true;
   }
   auto progress = std::make_shared<StepInProgress>();
   progress->compiled = true;
-  progress->runner = &run->mwait;
+  progress->run = run;
   progress->step = registry.Claim(donors, {});
   for (std::size_t i = 0; i < donors.size(); ++i) {
     ForgetCachedValues(*donors[i], donors[i]->buffer.lock().get());
   }
   state.current = progress;
   registry.Commit(progress->step, armed.graph, run->tensors_data);
+  return true;
 }
 
 void NoteForDebugging(ThreadState& state, Executor::Async& run, const Executor::SyncTensorCollection& collection) {
@@ -825,6 +860,8 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
     throw std::runtime_error("Unexpected execution while a function is traced");
   }
   const lazy::hash_t hash = collection->hash;
+  // Not the reads (print, .item(), .cpu()).
+  const bool is_run = collection->config.force_ltc_data && collection->config.sync_ltc_data;
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
   ThreadState& state = State();
@@ -836,22 +873,33 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
   if (state.would_be || state.Checking()) {
     NoteForDebugging(state, *self, *collection);
   }
-  if (state.current == nullptr && state.armed.has_value()) {
-    ClaimRun(state, self);
+  if (state.current == nullptr && state.armed.has_value() && ClaimRun(state, self)) {
     return;
   }
-  if (state.current == nullptr || !state.current->compiled || state.current->runner != nullptr) {
+  if (state.current == nullptr || !state.current->compiled || state.current->run != nullptr) {
+    if (is_run && !state.recorded && !std::exchange(state.expected, false)) {
+      DonationRegistry::Get().NotePlainStep();
+    }
     return;
   }
-  state.current->runner = &self->mwait;
+  state.current->run = self;
   DonationRegistry::Get().Commit(state.current->step, lazy::HashToString(hash), self->tensors_data);
+}
+
+// For the report, which reads the executable's text when the program asks for it.
+void NoteExecutable(const StepInProgress& progress) {
+  try {
+    DonationRegistry::Get().NoteExecutable(progress.step, abi::ExecutableOf(*progress.run));
+  } catch (const std::exception&) {
+    // Of another class than expected: the report does not know which output took which donor.
+  }
 }
 
 std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run) {
   ThreadState& state = State();
   if (state.inspected_run != nullptr && &state.inspected_run->mwait == self) {
     // The graph has come to the run by now; to throw here keeps it from being scheduled.
-    state.inspected = abi::DescribeGraph(*std::exchange(state.inspected_run, nullptr));
+    state.inspected = abi::DescribeGraph(*abi::ExecutableOf(*std::exchange(state.inspected_run, nullptr)));
     throw InspectedRun("the graph was described, not run");
   }
   run = OutputCheck::OfThisThread().Watch(self, std::move(run));
@@ -865,9 +913,10 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
       }
     };
   }
-  if (state.current != nullptr && state.current->runner == self) {
+  if (state.current != nullptr && state.current->IsRunBy(self)) {
     const std::shared_ptr<StepInProgress> current = std::move(state.current);
     state.current = nullptr;
+    NoteExecutable(*current);
     run = [run = std::move(run), current] {
       try {
         run();
@@ -890,32 +939,6 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
   return completer.As<abi::CompleterFn>()(self, std::move(run));
 }
 
-// Whether a search has found tensors that were not known to be out of date.
-bool SearchOutdated(const lazy::BackendDevice& device, std::optional<int> generation) {
-  const std::size_t known = OutdatedTensors::Get().Size();
-  if (Callbacks().search_outdated) {
-    Callbacks().search_outdated(device, generation);
-  }
-  return OutdatedTensors::Get().Size() > known;
-}
-
-// The same at the end of a step, as far as there is time for it now. Processes that run one program must compile one
-// graph, so that nothing is asked there which depends on the clock or on when the garbage collector has run.
-void Search(AutoSearch search, const lazy::BackendDevice& device) {
-  static SearchBudget budgets[AutoSearch::kStages];
-  const std::optional<int> generations[AutoSearch::kStages] = {0, 1, std::nullopt};
-  const bool alone = !one_of_many.load(std::memory_order_relaxed);
-  search.stage = alone ? search.stage : AutoSearch::kStages - 1;
-  bool found = false;
-  for (; search.stage < AutoSearch::kStages && (!alone || budgets[search.stage].Allows()); ++search.stage) {
-    found = budgets[search.stage].Charge([&] { return SearchOutdated(device, generations[search.stage]); });
-    if (found) {
-      break;
-    }
-  }
-  AutoPlans::Get().Searched(search, found);
-}
-
 // Whether a step has consumed the buffer, or would have.
 bool IsGone(const lazy::BackendData* buffer) {
   if (!DonationRegistry::Armed()) {
@@ -936,18 +959,8 @@ bool IsGone(const lazy::BackendData* buffer) {
     }
     state.DropList();
   }
-  if (handle == nullptr || !IsGone(handle.get())) {
+  if (handle == nullptr || IsReplacing() || !IsGone(handle.get())) {
     return handle;
-  }
-  // A view of a tensor that is out of date, perhaps. Rare, so that it may be searched for: most often it is an error.
-  const abi::TensorData& old_value = *self->data();
-  lazy::BackendDataPtr renewed = OutdatedTensors::Get().Renew(old_value);
-  if (renewed == nullptr && !state.telling && DonationRegistry::Get().IsTracked(handle.get()) &&
-      SearchOutdated(old_value.device, /*generation=*/std::nullopt)) {
-    renewed = OutdatedTensors::Get().Renew(old_value);
-  }
-  if (renewed != nullptr && !IsGone(renewed.get())) {
-    return renewed;
   }
   ThrowIfConsumed(handle.get());
   ReportReuse(handle.get());
@@ -969,6 +982,10 @@ lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDa
 }
 
 void ForAllDeviceContexts(void* arena, const void* function, const lazy::BackendDevice* device) {
+  // Old values that nothing can read must not be listed: they would be outputs, and keep buffers from being donated.
+  if (DonationRegistry::HasPending() || AutoDonates()) {
+    OutdatedTensors::Get().BringUpToDate(device);
+  }
   ThreadState& state = State();
   AbandonLeftover(state);
   ForgetReused(state);
@@ -983,7 +1000,6 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
     state.noting = true;
     state.arena = arena;
   }
-  state.search_for.reset();
   state.listing = state.listed = true;
   const auto leave = c10::make_scope_exit([&state] { state.listing = false; });
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
@@ -994,6 +1010,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   if (!state.listing) {
     ForgetReused(state);  // the op that used them has its result
     state.DropList();     // the program goes on; whoever made the list has finished
+    NoteBackwardThread();
   } else if (state.noting) {
     state.list.push_back({data, data.get(), data->handle.get()});
     state.newest = std::max(state.newest, data->unique_id);
@@ -1009,10 +1026,6 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
   mark_step.As<abi::MarkStepFn>()(arena, device);
   State().DropList();
-  if (std::optional<AutoSearch> search_for = std::exchange(State().search_for, std::nullopt)) {
-    Search(std::move(*search_for), device);
-  }
-  OutdatedTensors::Get().BringUpToDate(device);
   State().last_device = device;
   const bool to_tell = DonationRegistry::Get().HasNotices() || !OutputCheck::OfThisThread().Empty();
   if (to_tell && Callbacks().step_ended) {
@@ -1022,65 +1035,90 @@ void MarkStep(void* arena, const lazy::BackendDevice& device) {
 
 // ---- The table ----
 
-struct Hook {
-  const char* name;
-  const char* symbol;
-  void* replacement;
-  std::atomic<void*>* original;
-  const char* purpose;
-};
-
 const std::vector<Hook>& Table() {
-  static const std::vector<Hook> table = {
-      {"DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts,
-       reinterpret_cast<void*>(&ForAllDeviceContexts), &for_all_device_contexts.address,
-       "a list of live tensors begins"},
-      {"LazyTensor::LazyTensor", abi::kLazyTensorConstructor, reinterpret_cast<void*>(&LazyTensorConstructor),
-       &lazy_tensor_constructor.address, "notes the live tensors"},
-      {"LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, reinterpret_cast<void*>(&CurrentDataHandle),
-       &current_data_handle.address, "finds reads of donated tensors"},
-      {"LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, reinterpret_cast<void*>(&RunPostOrder),
-       &run_post_order.address, "chooses the donors of a step"},
-      {"LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier,
-       reinterpret_cast<void*>(&TensorCollectionBarrier), &tensor_collection_barrier.address,
-       "compiled: gives rewritten infos back"},
-      {"LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, reinterpret_cast<void*>(&AsyncConstructor),
-       &async_constructor.address, "the step will run: donors are committed"},
-      {"MultiWait::Completer", abi::kCompleter, reinterpret_cast<void*>(&Completer), &completer.address,
-       "the step has run: outcomes are read"},
-      {"DeviceContextArena::MarkStep", abi::kMarkStep, reinterpret_cast<void*>(&MarkStep), &mark_step.address,
-       "end of the step: unusable donations are told"},
-      {"LazyTensor::CreateTensorNode", abi::kCreateTensorNode, reinterpret_cast<void*>(&CreateTensorNode),
-       &create_tensor_node.address, "finds ops on donated tensors"},
-  };
+  static const std::vector<Hook> table = [] {
+    const auto extension = [](const char* name, const char* symbol, auto* replacement, Original& original,
+                              const char* purpose) {
+      return Hook{name,   HookedLibrary::kExtension, {symbol}, reinterpret_cast<void*>(replacement), &original.address,
+                  purpose};
+    };
+    std::vector<Hook> hooks = {
+        extension("DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts, &ForAllDeviceContexts,
+                  for_all_device_contexts, "a list of live tensors begins"),
+        extension("LazyTensor::LazyTensor", abi::kLazyTensorConstructor, &LazyTensorConstructor,
+                  lazy_tensor_constructor, "notes the live tensors"),
+        extension("LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, &CurrentDataHandle, current_data_handle,
+                  "finds reads of donated tensors"),
+        extension("LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, &RunPostOrder, run_post_order,
+                  "chooses the donors of a step"),
+        extension("LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier, &TensorCollectionBarrier,
+                  tensor_collection_barrier, "compiled: gives rewritten infos back"),
+        extension("LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, &AsyncConstructor, async_constructor,
+                  "the step will run: donors are committed"),
+        extension("MultiWait::Completer", abi::kCompleter, &Completer, completer,
+                  "the step has run: outcomes are read"),
+        extension("DeviceContextArena::MarkStep", abi::kMarkStep, &MarkStep, mark_step,
+                  "end of the step: unusable donations are told"),
+        extension("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
+                  "finds ops on donated tensors"),
+    };
+    for (Hook& hook : FunctionalHooks()) {
+      hooks.push_back(std::move(hook));
+    }
+    return hooks;
+  }();
   return table;
 }
 
 struct Installation {
   std::mutex mutex;
-  std::vector<GotPatch> patches;
+  std::vector<GotPatch> patches;  // in the order of the table
 };
 Installation& TheInstallation() {
   static Installation* installation = new Installation();
   return *installation;
 }
 
-// The function that the dynamic linker must have put into the slots: the one that every other library would get too.
-void* Expected(const char* symbol) {
-  dlerror();
-  void* address = dlsym(RTLD_DEFAULT, symbol);
-  if (address == nullptr) {
-    // Python loads extension modules, and what they need, with RTLD_LOCAL: ask the library this file was linked to.
-    void* library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-    if (library != nullptr) {
-      address = dlsym(library, symbol);
-      dlclose(library);
+// A hook's function in libtorch: the one that the dynamic linker must have put into the slots, of libtorch too.
+struct Import {
+  const char* symbol;
+  void* address;
+};
+Import Find(const Hook& hook) {
+  // Python loads extension modules, and what they need, with RTLD_LOCAL: then ask the library this file was linked to.
+  void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  Import found{hook.symbols.front(), nullptr};
+  for (const char* symbol : hook.symbols) {
+    void* address = dlsym(RTLD_DEFAULT, symbol);
+    if (address == nullptr && torch != nullptr) {
+      address = dlsym(torch, symbol);
+    }
+    if (address != nullptr) {
+      found = {symbol, address};
+      break;
     }
   }
-  if (address == nullptr) {
-    throw std::runtime_error(std::string("libtorch does not export ") + symbol);
+  if (torch != nullptr) {
+    dlclose(torch);
   }
-  return address;
+  return found;
+}
+
+Import FindOrThrow(const Hook& hook) {
+  const Import found = Find(hook);
+  if (found.address == nullptr) {
+    throw std::runtime_error(std::string("libtorch does not export ") + found.symbol);
+  }
+  return found;
+}
+
+// The file of the library that a function lies in.
+std::string FileOf(const void* function) {
+  Dl_info info;
+  if (dladdr(function, &info) == 0 || info.dli_fname == nullptr) {
+    throw std::runtime_error("the dynamic linker does not know the file of libtorch_cpu");
+  }
+  return info.dli_fname;
 }
 
 }  // namespace
@@ -1099,21 +1137,23 @@ std::string SwitchedOffReason() {
   return TheSwitch().reason;
 }
 
-void OrderParameters(std::vector<const lazy::BackendData*> first) {
-  State().first_parameters = std::move(first);
+void OrderParameters(std::unordered_set<const lazy::BackendData*> donors) {
+  State().ordered_donors = std::move(donors);
   State().ordered_parameters.clear();
 }
 
-std::vector<const lazy::BackendData*> TakeOrder() {
-  State().first_parameters.reset();
+std::vector<OrderedParameter> TakeOrder() {
+  State().ordered_donors.reset();
   return std::exchange(State().ordered_parameters, {});
 }
 
-void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph) {
+void ArmRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
   ThreadState& state = State();
   AbandonLeftover(state);
   state.armed = ArmedRun{std::move(call), std::move(donors), std::move(graph)};
 }
+
+void ExpectRun() { State().expected = true; }
 
 void RefuseRuns(bool on) { State().refusing_runs = on; }
 
@@ -1179,6 +1219,9 @@ void PopDonationDisabled(Disabling wishes) {
 }
 
 void SetAutoDonate(bool on) {
+  if (on) {
+    OutdatedTensors::FollowAliases();
+  }
   if (auto_default.exchange(on) != on) {
     auto_wishes += on ? 1 : -1;
   }
@@ -1187,13 +1230,18 @@ void SetAutoDonate(bool on) {
 bool AutoDonateIsDefault() { return auto_default.load(); }
 
 void PushAutoDonate(bool on) {
+  if (on) {
+    OutdatedTensors::FollowAliases();
+  }
   State().auto_donates.push_back(on);
   auto_wishes += on ? 1 : 0;
 }
 
-void PopAutoDonate() {
+std::size_t AutoDonateDepth() { return State().auto_donates.size(); }
+
+void PopAutoDonate(std::size_t depth) {
   std::vector<bool>& wishes = State().auto_donates;
-  if (!wishes.empty()) {  // a context that is left on another thread than it was entered on
+  while (wishes.size() > depth) {  // not where a context is left on another thread than it was entered on
     auto_wishes -= wishes.back() ? 1 : 0;
     wishes.pop_back();
   }
@@ -1269,11 +1317,20 @@ void InstallHooks(const std::string& library_path) {
   if (!installation.patches.empty()) {
     return;
   }
-  std::vector<PatchSpec> specs;
+  std::vector<PatchSpec> in_extension, in_torch;  // as the table has them
   for (const Hook& hook : Table()) {
-    specs.push_back({hook.symbol, Expected(hook.symbol), hook.replacement, hook.original});
+    const Import import = FindOrThrow(hook);
+    (hook.library == HookedLibrary::kTorch ? in_torch : in_extension)
+        .push_back({import.symbol, import.address, hook.replacement, hook.original});
   }
-  installation.patches = InstallAll(ElfImage::Find(library_path), specs);
+  std::vector<GotPatch> patches = InstallAll(ElfImage::Find(library_path), in_extension);
+  for (GotPatch& patch : InstallAll(ElfImage::Find(FileOf(in_torch.front().expected)), in_torch)) {
+    patches.push_back(std::move(patch));
+  }
+  for (GotPatch& patch : InstallOverwriteHooks()) {
+    patches.push_back(std::move(patch));
+  }
+  installation.patches = std::move(patches);
 }
 
 std::size_t UninstallHooks() {
@@ -1301,7 +1358,8 @@ std::vector<HookInfo> Hooks() {
   std::vector<HookInfo> result;
   for (std::size_t i = 0; i < Table().size(); ++i) {
     const Hook& hook = Table()[i];
-    HookInfo info{hook.name, hook.symbol, hook.purpose};
+    HookInfo info{hook.name, hook.library == HookedLibrary::kTorch ? "libtorch_cpu" : "_XLAC", Find(hook).symbol,
+                  hook.purpose};
     if (i < installation.patches.size()) {
       info.slots = installation.patches[i].SlotCount();
       info.in_place = installation.patches[i].InPlace();

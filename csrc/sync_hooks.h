@@ -27,6 +27,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "donation_registry.h"
@@ -35,16 +36,17 @@
 namespace torch_xla_donate {
 
 struct HookInfo {
-  std::string name;    // "LazyGraphExecutor::RunPostOrder"
-  std::string symbol;  // mangled
+  std::string name;     // "LazyGraphExecutor::RunPostOrder"
+  std::string library;  // whose calls are intercepted: "_XLAC" or "libtorch_cpu"
+  std::string symbol;   // mangled
   std::string purpose;
   std::size_t slots = 0;  // 0 while not installed
   std::size_t in_place = 0;
 };
 
-// Patches the library whose file is given (torch_xla's extension module). A second call does nothing.
+// Patches the library whose file is given (torch_xla's extension module), and libtorch_cpu. A second call does nothing.
 void InstallHooks(const std::string& library_path);
-// Puts the library back. Marks stay, but no step sees them. Returns the number of slots that a stranger holds.
+// Puts both back. Marks stay, but no step sees them. Returns the number of slots that a stranger holds.
 std::size_t UninstallHooks();
 bool HooksInstalled();
 // The table, installed or not.
@@ -65,9 +67,6 @@ struct HookCallbacks {
   // Called before the donors of a step are chosen: drops the token that orders the collectives of a device, by its
   // name. Called without locks; may take the GIL, but runs no bytecode; if it throws, nothing is donated.
   std::function<void(const std::string& device)> forget_collectives;
-  // Shows the program's tensors, or those of a generation of Python's garbage collector, to OutdatedTensors. Called
-  // without locks; may take the GIL, but runs no bytecode; must not throw.
-  std::function<void(const lazy::BackendDevice& device, std::optional<int> generation)> search_outdated;
   // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.
   std::function<void()> step_ended;
 };
@@ -83,14 +82,22 @@ struct DonatedBufferAccess : torch::PyTorchError {
 // Throws DonatedBufferAccess if a step has consumed the buffer. Waits for the step where its outcome is not known yet.
 void ThrowIfConsumed(const lazy::BackendData* buffer);
 
-// Until the matching TakeOrder() the graphs that this thread looks at have these parameters first, in this order: XLA
-// pairs donors and outputs of equal bytes by theirs. TakeOrder() gives the parameters of the last of these graphs.
-void OrderParameters(std::vector<const lazy::BackendData*> first);
-std::vector<const lazy::BackendData*> TakeOrder();
+// Until the matching TakeOrder() the graphs that this thread hashes or compiles have their parameters in an order with
+// which XLA gives each of these donors to the output computed from it. TakeOrder() describes the last of these graphs.
+struct OrderedParameter {
+  const lazy::BackendData* buffer;
+  std::optional<std::size_t> successor;  // the output computed from it, if it is a donor
+};
+void OrderParameters(std::unordered_set<const lazy::BackendData*> donors);
+std::vector<OrderedParameter> TakeOrder();
 
 // The next run of a compiled graph on this thread (torch.compile's, or a replay) consumes the buffers given, which are
 // marked by the call; the graph has been compiled with exactly them as donors. Ends with DisarmRun().
-void ArmRun(std::shared_ptr<const CallSite> call, std::vector<lazy::BackendDataPtr> donors, std::string graph);
+struct RunDonor {
+  lazy::BackendDataPtr buffer;
+  std::optional<std::size_t> parameter, successor;  // as in Donor
+};
+void ArmRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph);
 void DisarmRun();
 
 // The next run of a compiled graph on this thread is described and not run: an exception of the class InspectedRun ends
@@ -100,6 +107,9 @@ struct InspectedRun : std::runtime_error {
 };
 void InspectNextRun();
 std::optional<abi::CompiledGraph> TakeInspected();
+
+// The registry has a step for the next run of this thread already: its donors were refused beforehand.
+void ExpectRun();
 
 // While a thread's runs are refused, a graph that it is about to run makes std::runtime_error. torch_xla has a switch
 // for this, which would stop the steps of all other threads, too.
@@ -149,7 +159,8 @@ std::vector<BadOutput> TakeBadOutputs(bool infs);
 void SetAutoDonate(bool on);
 bool AutoDonateIsDefault();
 void PushAutoDonate(bool on);
-void PopAutoDonate();
+std::size_t AutoDonateDepth();
+void PopAutoDonate(std::size_t depth);
 bool AutoDonates();
 
 // A setting that makes torch_xla ignore every donor; empty if there is none. Process-wide.

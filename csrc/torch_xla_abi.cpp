@@ -1,7 +1,6 @@
 // Names, layouts and their check: the knowledge of torch_xla that torch_xla_abi.h promises to keep in one place.
 #include "torch_xla_abi.h"
 
-#include <ATen/FunctionalTensorWrapper.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/config.h>
 
@@ -30,6 +29,15 @@ const char* const kTensorCollectionBarrier =
     "_ZN5torch4lazy17LazyGraphExecutor23TensorCollectionBarrierEPNS1_20SyncTensorCollectionE";
 const char* const kMarkStep = "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
 const char* const kCompleter = "_ZN5torch4lazy9MultiWait9CompleterESt8functionIFvvEE";
+const char* const kCommitUpdate = "_ZN2at23FunctionalTensorWrapper13commit_updateEv";
+const char* const kViewConstructor[2] = {
+    "_ZN2at23FunctionalTensorWrapperC1ERKNS_6TensorEPKS0_RKSt10shared_ptrINS_17functionalization8ViewMetaEE",
+    "_ZN2at23FunctionalTensorWrapperC1ERKNS_6TensorEPKS0_RKNS_17functionalization8ViewMetaE"};
+const char* const kCopyTensorMetadata =
+    "_ZN2at23FunctionalTensorWrapper20copy_tensor_metadataEPKS0_PS0_RKN3c1015VariableVersionEb";
+const char* const kMutateViewMeta[2] = {
+    "_ZN2at23FunctionalTensorWrapper16mutate_view_metaERKSt10shared_ptrINS_17functionalization8ViewMetaEE",
+    "_ZN2at23FunctionalTensorWrapper16mutate_view_metaERKNS_17functionalization8ViewMetaE"};
 
 // torch_xla::runtime::ComputationClient::Computation: the first virtual function it adds.
 struct HostComputation : lazy::Computation {
@@ -121,6 +129,14 @@ lazy::BackendDataPtr BufferOf(const TensorData& tensor) {
   return lazy::getBackend()->GetComputationDataFromNode(tensor.ir_value.node.get());
 }
 
+void GiveArray(TensorData& tensor, lazy::BackendDataPtr array) {
+  auto& host = static_cast<HostTensorData&>(tensor);
+  host.handle = std::move(array);
+  host.view = nullptr;
+  host.tensor_data.reset();
+  host.is_cloned = false;
+}
+
 void InvalidateViews(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   if (!functional::isFunctionalTensor(tensor)) {
@@ -191,49 +207,44 @@ std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::B
 
 namespace {
 
-const at::FunctionalTensorWrapper* WrapperOf(const c10::TensorImpl& tensor) {
-  return tensor.key_set().has(c10::DispatchKey::Functionalize)
-             ? static_cast<const at::FunctionalTensorWrapper*>(&tensor)
-             : nullptr;
+// The counter that is_up_to_date() compares is private, and an explicit instantiation may name private members.
+struct Generation {
+  friend std::size_t& CounterOf(Generation, at::FunctionalTensorWrapper& tensor);
+};
+template <std::size_t at::FunctionalTensorWrapper::* member>
+struct Open {
+  friend std::size_t& CounterOf(Generation, at::FunctionalTensorWrapper& tensor) { return tensor.*member; }
+};
+template struct Open<&at::FunctionalTensorWrapper::generation_>;
+
+at::functionalization::FunctionalStorageImpl& GroupOf(const at::FunctionalTensorWrapper& tensor) {
+  return static_cast<at::functionalization::FunctionalStorageImpl&>(*tensor.storage().unsafeGetStorageImpl());
+}
+
+lazy::BackendDataPtr BufferOfImpl(const c10::TensorImpl& impl) {
+  const lazy::LazyTensorPtr* tensor = LazyTensorOf(impl);
+  return tensor == nullptr || *tensor == nullptr ? nullptr : BufferOf(*(*tensor)->data());
 }
 
 }  // namespace
 
-bool IsOutdated(const c10::TensorImpl& tensor) {
-  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
-  return wrapper != nullptr && wrapper->isBaseTensor() && !wrapper->is_up_to_date();
+void SetUpToDate(at::FunctionalTensorWrapper& tensor) {
+  CounterOf(Generation(), tensor) = GroupOf(tensor).generation();
+}
+
+lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor) {
+  return BufferOfImpl(*GroupOf(tensor).base().unsafeGetTensorImpl());
+}
+
+lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor) {
+  return BufferOfImpl(*tensor.value().unsafeGetTensorImpl());
 }
 
 const TensorData* ValueOf(const c10::TensorImpl& tensor) {
-  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
-  const lazy::LazyTensorPtr* lazy_tensor =
-      LazyTensorOf(wrapper == nullptr ? tensor : *wrapper->value().unsafeGetTensorImpl());
+  const bool is_functional = tensor.key_set().has(c10::DispatchKey::Functionalize);
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(
+      is_functional ? *static_cast<const at::FunctionalTensorWrapper&>(tensor).value().unsafeGetTensorImpl() : tensor);
   return lazy_tensor == nullptr || *lazy_tensor == nullptr ? nullptr : (*lazy_tensor)->data().get();
-}
-
-std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders) {
-  if (!IsOutdated(tensor) || WrapperOf(tensor)->value().use_count() != 1) {
-    return nullptr;
-  }
-  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*WrapperOf(tensor)->value().unsafeGetTensorImpl());
-  if (lazy_tensor == nullptr || *lazy_tensor == nullptr || lazy_tensor->use_count() != 1) {
-    return nullptr;
-  }
-  const std::shared_ptr<TensorData>& data = (*lazy_tensor)->data();
-  return data.use_count() <= 2 + holders ? data : nullptr;  // an XLATensor has two pointers to it
-}
-
-lazy::BackendDataPtr WrittenBuffer(const c10::TensorImpl& tensor) {
-  const c10::Storage& storage = WrapperOf(tensor)->storage();
-  auto& group = static_cast<at::functionalization::FunctionalStorageImpl&>(*storage.unsafeGetStorageImpl());
-  const lazy::LazyTensorPtr* base = LazyTensorOf(*group.base().unsafeGetTensorImpl());
-  return base == nullptr || *base == nullptr ? nullptr : (*base)->data()->handle;
-}
-
-void BringUpToDate(const c10::TensorImpl& tensor) {
-  if (IsOutdated(tensor)) {
-    const_cast<at::FunctionalTensorWrapper*>(WrapperOf(tensor))->sync_();
-  }
 }
 
 bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
@@ -241,6 +252,20 @@ bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
 bool InEagerMode(const lazy::LazyGraphExecutor& executor) {
   return typeid(executor) != typeid(lazy::LazyGraphExecutor) &&
          static_cast<const HostExecutor&>(executor).use_eager_mode;
+}
+
+lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  if (functional::isFunctionalTensor(tensor)) {
+    const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
+    if (!wrapper->is_up_to_date()) {
+      const c10::Storage& storage = wrapper->storage();
+      auto& group = static_cast<at::functionalization::FunctionalStorageImpl&>(*storage.unsafeGetStorageImpl());
+      const lazy::LazyTensorPtr* base = LazyTensorOf(*group.base().unsafeGetTensorImpl());
+      return base == nullptr || *base == nullptr ? nullptr : BufferOf(*(*base)->data());
+    }
+  }
+  return Resolve(tensor).buffer;
 }
 
 Resolution Resolve(const at::Tensor& tensor) {
@@ -399,7 +424,7 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
   }
 }
 
-CompiledGraph DescribeGraph(const Executor::Async& run) {
+std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run) {
   if (std::strcmp(typeid(run).name(), kAsyncType) != 0) {
     Mismatch(std::string("a run is a ") + typeid(run).name() + ", expected " + kAsyncType);
   }
@@ -409,7 +434,11 @@ CompiledGraph DescribeGraph(const Executor::Async& run) {
     Mismatch(std::string("a run's graph is ") + (computation == nullptr ? "missing" : typeid(*computation).name()) +
              ", expected " + kComputationType);
   }
-  return {computation->to_string(), cached->computation->get_memory_info()};
+  return cached;
+}
+
+CompiledGraph DescribeGraph(const HostCachedComputation& executable) {
+  return {executable.computation->to_string(), executable.computation->get_memory_info()};
 }
 
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {

@@ -10,6 +10,7 @@
 // Errors: Resolve() reports by value; VerifyLayouts() throws std::runtime_error and must pass before Resolve() is used.
 #pragma once
 
+#include <ATen/FunctionalTensorWrapper.h>
 #include <torch/csrc/lazy/core/lazy_graph_executor.h>
 
 #include <cstdint>
@@ -55,6 +56,13 @@ using ForAllDeviceContextsFn = void (*)(void* arena, const void* function, const
 using TensorCollectionBarrierFn = void (*)(lazy::LazyGraphExecutor*, Executor::SyncTensorCollection*);
 using MarkStepFn = void (*)(void* arena, const lazy::BackendDevice&);
 using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<void()>);
+using CommitUpdateFn = void (*)(at::FunctionalTensorWrapper*);
+// The last argument is a reference to what describes the view, of a type that differs between versions.
+using ViewConstructorFn = void (*)(at::FunctionalTensorWrapper*, const at::Tensor&, const at::FunctionalTensorWrapper*,
+                                   const void*);
+using CopyTensorMetadataFn = void (*)(const at::FunctionalTensorWrapper*, at::FunctionalTensorWrapper*,
+                                      const c10::VariableVersion&, bool);
+using MutateViewMetaFn = void (*)(at::FunctionalTensorWrapper*, const void*);
 
 // Mangled names of the imports behind these types.
 extern const char* const kRunPostOrder;
@@ -66,6 +74,11 @@ extern const char* const kForAllDeviceContexts;
 extern const char* const kTensorCollectionBarrier;
 extern const char* const kMarkStep;
 extern const char* const kCompleter;
+// Of libtorch's functionalization. Torch 2.7 and 2.8 have some under the second name.
+extern const char* const kCommitUpdate;
+extern const char* const kViewConstructor[2];
+extern const char* const kCopyTensorMetadata;
+extern const char* const kMutateViewMeta[2];
 
 enum class TensorState {
   kMaterialized,  // holds device data
@@ -85,26 +98,23 @@ struct Resolution {
 // The live tensors of a device that were made after the one of this id; `arena` is the executor's own.
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
 
-// What functionalization leaves behind: after `t[0] = x` the tensor t keeps its old value, in a lazy tensor that is
-// alive, until t is used again and takes the new one from its storage. Nobody can read the old value: whoever uses t
-// comes through the storage. Null if the tensor is up to date, or if anything else may hold its value; `holders` is how
-// many hold a live tensor's data for reasons of their own (the caller, the executor's list).
-std::shared_ptr<TensorData> OutdatedValue(const c10::TensorImpl& tensor, long holders);
+// The buffer of a storage's base tensor, to which writes that have not been applied yet will be added; null if it is
+// still to be computed, or not torch_xla's.
+lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
+// The buffer of the value that the tensor has itself; null likewise.
+lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
+// The value that the tensor has counts as that of its storage, so that it is not worked out again.
+void SetUpToDate(at::FunctionalTensorWrapper& tensor);
 
-// Whether a tensor is out of date, whoever else may hold its old value. Not for views, which are worked out anew when
-// they are used.
-bool IsOutdated(const c10::TensorImpl& tensor);
-// The data of the value that a tensor has now; null if it is no tensor of torch_xla's.
+// The data that a tensor has now, without what is pending; null if it is not a tensor of torch_xla's.
 const TensorData* ValueOf(const c10::TensorImpl& tensor);
-// The buffer that a tensor's storage has, to which writes that have not been applied yet will be added; null if it is
-// still to be computed.
-lazy::BackendDataPtr WrittenBuffer(const c10::TensorImpl& tensor);
-// Gives a tensor that is out of date its new value from the storage. Writes that have not been applied yet are, which
-// are operations; passes on what they throw.
-void BringUpToDate(const c10::TensorImpl& tensor);
 
 // Whether nodes are kept for graphs to come (torch's torch_lazy_reuse_ir), with whatever they read.
 bool KeepsNodes();
+
+// The buffer that a tensor holds, or from which it will be computed when it is used, if it is a view that is out of
+// date; null if there is none. Computes nothing, unlike Resolve().
+lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor);
 
 // What a tensor holds. Applies pending view updates first, as torch_xla does before it looks at a tensor.
 Resolution Resolve(const at::Tensor& tensor);
@@ -115,6 +125,9 @@ void Prefetch(const std::vector<const at::Tensor*>& tensors);
 
 // The device data that a lazy tensor holds, directly or as the only node of its graph; null if there is none.
 lazy::BackendDataPtr BufferOf(const TensorData& tensor);
+
+// A step will write the tensor's value into this array: what torch_xla does when it schedules the step.
+void GiveArray(TensorData& tensor, lazy::BackendDataPtr array);
 
 // Makes every view of the tensor compute itself anew, from the tensor, when it is used next. A view that was computed
 // before has a buffer of its own in torch_xla, and would not notice that its base is gone. Does nothing without
@@ -196,8 +209,11 @@ struct CompiledGraph {
   std::string text;
   std::string memory;
 };
-// The graph of a run that has been prepared. Throws std::runtime_error if the objects are not of the classes expected.
-CompiledGraph DescribeGraph(const Executor::Async& run);
+// The executable of a run that has been prepared. Throws std::runtime_error if the objects are not of the classes
+// expected.
+struct HostCachedComputation;
+std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run);
+CompiledGraph DescribeGraph(const HostCachedComputation& executable);
 
 // Compares a fresh, uploaded int32[3] probe and torch_xla's own id of it with all that is assumed here.
 // Throws std::runtime_error that names the first assumption which does not hold.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before anything imports torch_xla.
 os.environ["PJRT_DEVICE"] = "CPU"
@@ -20,7 +23,37 @@ for setting in (
     os.environ.pop(setting, None)
 
 import pytest
-import torch
+
+pytest.register_assert_rewrite("helpers")
+
+import tiers
+
+if TYPE_CHECKING:
+    import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Freezes what imports have made: the collection after each test takes 0.24 s with it, and milliseconds without."""
+    if session.config.getoption("numprocesses", None):
+        return  # the controller of pytest-xdist runs no test
+    import torch_xla  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # the pinned one has no wheel for Python 3.10
+        import jax  # noqa: F401
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name, meaning in tiers.TIERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(tiers.tier(item))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -55,14 +88,15 @@ def _nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def make() -> Callable[..., torch.Tensor]:
     """Makes a materialised XLA tensor: 0, 1, 2, ... in the shape given."""
-    import torch_xla
+    from helpers import make
 
-    def make_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        count = 1
-        for size in shape:
-            count *= size
-        tensor = torch.arange(count).to(dtype).reshape(shape).to("xla")
-        torch_xla.sync(wait=True)
-        return tensor
+    # A function of a module's top level: it travels to a child.
+    return make
 
-    return make_tensor
+
+@pytest.fixture
+def dump_folder(tmp_path: Path) -> Path:
+    """The folder of XLA's dump, in a test with `in_process`."""
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    return folder

@@ -29,16 +29,6 @@ class Couple:
 
 pytree.register_pytree_node(Couple, lambda c: ([c.first, c.second], None), lambda leaves, _: Couple(*leaves))
 
-# For scripts: the text of the error that a function must raise.
-RAISES = """
-def raises(error, function):
-    try:
-        function()
-    except error as caught:
-        return str(caught)
-    raise AssertionError(f"no {error.__name__}")
-"""
-
 
 def run_script(
     source: str,
@@ -90,6 +80,18 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A materialised XLA tensor: 0, 1, 2, ... in the shape given."""
+    import torch_xla
+
+    count = 1
+    for size in shape:
+        count *= size
+    tensor = torch.arange(count).to(dtype).reshape(shape).to("xla")
+    torch_xla.sync(wait=True)
+    return tensor
+
+
 def pointer(tensor: torch.Tensor) -> int:
     """The address of an XLA tensor's memory, once it has been computed."""
     import torch_xla
@@ -127,3 +129,31 @@ def assert_keeps_nothing(
         result = g(result, one)
     assert alive() == before
     assert all(count <= sizes[name] + 2 * 64 for name, count in _C.sizes().items())
+
+
+def loops_with_and_without_donation(rank: int) -> None:
+    """For `torch_xla.launch`: a loop with a cache and kept tensors computes the same with automatic donation."""
+    import torch_xla
+
+    from torch_xla_donate import auto_donate, donation_report
+
+    def loop():
+        p, m, cache, kept, seen = (torch.arange(6.0) + rank).to("xla"), torch.zeros(6).to("xla"), None, [], []
+        for i in range(30):
+            m = 0.9 * m + p * 0.1
+            p = p - 0.1 * m
+            cache = torch.zeros(4, 6).to("xla") if cache is None else cache
+            cache[i % 4] = p
+            if i % 5 == 0:
+                kept.append(p)
+            torch_xla.sync(wait=bool(i % 2))
+            if i % 7 == 0:
+                seen.append(p.sum().item())
+        return p.tolist(), cache.tolist(), [k.tolist() for k in kept], seen
+
+    without = loop()
+    with auto_donate():
+        found = loop()
+    assert found == without
+    # In one piece, as several threads write.
+    sys.stdout.write(f"{rank} {any(donor.automatic for donor in donation_report().donors)}\n")

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _arguments, _host, _leaves, _log
+from torch_xla_donate import _C, _arguments, _host, _interrupts, _leaves, _log, _numbers
 from torch_xla_donate._arguments import Plan
 from torch_xla_donate._compile import Compiled
 from torch_xla_donate._errors import DonationError
-from torch_xla_donate._pure import Before, HostReads, Recorder
+from torch_xla_donate._pure import Before, HostReads, PureCompiled, Recorder, put_numbers, upload_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Lowered:
         self._plan = plan
         _refuse_others(compiled.function, [*args, *kwargs.values()])
         # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
-        self._args, self._kwargs = pytree.tree_map(_placeholder, (args, kwargs))
-        self._types = Types(plan, args, kwargs)
+        self._args, self._kwargs = pytree.tree_map(Placeholders(), (args, kwargs))
+        self._types = Types(plan, args, kwargs, floats_are_inputs=isinstance(compiled, PureCompiled))
         with self._traced() as (outputs, donors):
             self._text = _host.hlo_text(outputs, donors)
         _log.dump_lowered(compiled.function, self.as_text)
@@ -76,13 +76,22 @@ class Lowered:
         for donated, slots in ((True, self._plan.donated), (False, self._plan.kept)):
             values = [_arguments.value(slot, self._args, self._kwargs) for slot in slots]
             leaves[donated] = [leaf for value in values for leaf in _leaves.leaves_of(value)]
+        flat = [*leaves[True], *leaves[False]]
+        takes_floats = isinstance(self._compiled, PureCompiled) and any(map(_numbers.is_float, flat))
+        floats = upload_floats(flat) if takes_floats else None
         with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
-            observer = Observer(function, [*leaves[True], *leaves[False]])
+            args, kwargs = list(self._args), dict(self._kwargs)
+            numbers = put_numbers(self._compiled, self._plan, args, kwargs, floats) if floats is not None else []
+            observer = Observer(function, flat)
+            observer.has_numbers = bool(numbers)
             given = [_host.same_buffer(leaf) for leaf in leaves[True] if _is_materialised(leaf)]
             try:
-                with HostReads(function), observer:
-                    results = pytree.tree_leaves(self._compiled.body(*self._args, **self._kwargs))
-                returned = {_C.identity(leaf)[1] for leaf in results if isinstance(leaf, torch.Tensor)} - {0}
+                observer.reads = HostReads(function)
+                with _interrupts.Restored(), observer.reads, observer:
+                    results = pytree.tree_leaves(self._compiled.body(*args, **kwargs))
+                given_floats = {id(one) for one in numbers}
+                results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
+                returned = {_C.identity(tensor)[1] for tensor in _leaves.tensors_in(results)} - {0}
                 donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
                 donors += observer.replaced()
                 yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
@@ -111,7 +120,7 @@ class Lowered:
         """
         self._refuse_what_cannot_be_resharded()
         with self._traced() as (outputs, donors), _log.compilations(self._compiled.function):
-            graph, _, _ = _host.compile_graph(outputs, donors)
+            graph = _host.compile_graph(outputs, donors).hash
         text, memory = _host.describe_graph(graph) if graph is not None else (self._text, "")
         return Executable(self._compiled, self._types, text, memory)
 
@@ -169,7 +178,15 @@ class Executable:
 class Types:
     """What the arguments of a call are, leaf by leaf."""
 
-    def __init__(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
+    ) -> None:
+        static = {slot.key for slot in plan.static}
+        self._inputs = [
+            floats_are_inputs and key not in static and _numbers.is_float(leaf)
+            for key, value in (*enumerate(args), *kwargs.items())
+            for leaf in pytree.tree_leaves(value)
+        ]
         donated = set() if _host.ignores_donors() else {slot.key for slot in plan.donated}
         self._infos = [
             _info(leaf, key in donated)
@@ -191,7 +208,7 @@ class Types:
         differing = []
         for index, (info, leaf) in enumerate(zip(self._infos, found)):
             now: Any = _info(leaf, getattr(info, "donated", False))
-            if now != info:
+            if now != info and not (self._inputs[index] and _numbers.is_float(leaf)):
                 _, key, *path = map(str, paths.place(index))
                 place = f"argument {key[1:-1]}{''.join(path)}"
                 differing.append(f"{place}: compiled for {info}, called with {now}")
@@ -220,7 +237,7 @@ class Observer(Recorder):
                 self._on_host[id(leaf)] = (leaf, leaf.detach().clone())
             elif leaf.device.type == "xla":
                 self._read(leaf)
-        return func(*args, **(kwargs or {}))
+        return self._call_with_numbers(func, args, kwargs or {})
 
     def restore(self) -> None:
         super().restore()
@@ -275,12 +292,31 @@ def _is_materialised(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and _C.identity(leaf)[1] != 0
 
 
-def _placeholder(leaf: Any) -> Any:
-    # Without memory nothing can be sharded, by the user or by the compiler.
-    if not _is_materialised(leaf) or _host.sharding_spec(leaf) or _host.auto_sharding():
-        return leaf
-    empty = _host.placeholder(leaf)
-    return torch.nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else empty
+class Placeholders:
+    """Gives arrays without memory for tensors that have some; those that share a buffer share it here, too."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, torch.Tensor] = {}
+        self._by_buffer: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def __call__(self, leaf: Any) -> Any:
+        # Without memory nothing can be sharded, by the user or by the compiler.
+        if not _is_materialised(leaf) or _host.sharding_spec(leaf) or _host.auto_sharding():
+            return leaf
+        if id(leaf) not in self._by_id:
+            self._by_id[id(leaf)] = self._make(leaf)
+        return self._by_id[id(leaf)]
+
+    def _make(self, leaf: torch.Tensor) -> torch.Tensor:
+        identity, buffer = _C.identity(leaf)
+        known = self._by_buffer.get(buffer)
+        if known is None:
+            empty = _host.placeholder(leaf)
+            self._by_buffer[buffer] = (identity, empty.detach())
+        else:
+            empty = known[1].detach() if known[0] == identity else _host.same_buffer(known[1])
+            empty.requires_grad_(leaf.requires_grad)
+        return torch.nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else empty
 
 
 def _info(leaf: Any, donated: bool) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 import weakref
-from types import TracebackType
 
 from torch_xla_donate import _C, _config, _host
 
 
-class auto_donate:
+class auto_donate(_C.Scope):
     """Donates every input of a step that no live tensor can reach once the step has run.
 
     Called as a function it holds for all threads from now on. As a context manager it holds for the steps that this
@@ -45,17 +44,32 @@ class auto_donate:
                 f"enabled is of type {type(enabled).__name__}, not a bool. auto_donate takes no tensors: it finds out "
                 "by itself which inputs nobody can read any more; donate_buffer(tensors) marks some."
             )
+        super().__init__()
         self._enabled = enabled
+        self._depths: list[int] = []  # for each time that it has been entered
         with _lock:
             _open[:] = [call for call in _open if call() is not None]
             self._before = _C.auto_donate_is_default()
             _open.append(weakref.ref(self))
             _C.set_auto_donate(enabled)
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        self._take_back()
+        self._depths.append(_C.auto_donate_depth())
+        _C.push_auto_donate(self._enabled)
+
+    def leave(self, raised: bool) -> None:
+        self._take_back()  # where an interrupt has kept enter() from it
+        if self._depths:
+            _C.pop_auto_donate(self._depths[-1])
+            self._depths.pop()
+
+    def _take_back(self) -> None:
+        """It has been a call for all threads until now. What stood before it stands again.
+
+        Unless another call has come since; if that is a context to be, too, it must not bring this one back.
+        """
         with _lock:
-            # It has been a call for all threads until now. What stood before it stands again, unless another call has
-            # come since; if that is a context to be, too, it must not bring this one back.
             calls = [call() for call in _open]
             if self in calls:
                 place = calls.index(self)
@@ -65,12 +79,6 @@ class auto_donate:
                 elif place == len(calls) - 1:
                     _C.set_auto_donate(self._before)
                 del _open[place]
-        _C.push_auto_donate(self._enabled)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _C.pop_auto_donate()
 
 
 _lock = threading.Lock()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torch_xla_donate import _config, _host, _leaves
+from torch_xla_donate import _config, _host, _interrupts, _leaves
 from torch_xla_donate._errors import DonationError
 
 
@@ -129,6 +129,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
+_interrupts.restore(_current, "body", "watcher")
 
 
 def current() -> Body | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import itertools
 import numbers
 import threading
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
@@ -20,17 +21,26 @@ from torch_xla_donate import (  # type: ignore[no-redef]
     _config,
     _debug,
     _donate,
+    _interrupts,
     _leaves,
     _log,
     _report,
+    _signatures,
 )
 from torch_xla_donate._arguments import ArgNames, ArgNums, Arguments, CallNames, Plan
 from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._module import ModuleProxy
 
 if TYPE_CHECKING:
     from torch_xla_donate._ahead import Lowered
 
 Backend = Literal["lazy", "openxla"]
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R_co = TypeVar("R_co", covariant=True)
+R = TypeVar("R")
+S = TypeVar("S")
 
 NOT_READ = "not read by the step"
 
@@ -40,6 +50,7 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
+_interrupts.restore(_scope, "inside")
 
 
 def inside() -> bool:
@@ -98,7 +109,15 @@ class Donated:
 
 
 class Compiled:
-    """A function that runs as one step. `compile` makes it; the subclasses know how the step is run."""
+    """A function that runs as one step. `compile` makes it; the subclasses know how the step is run.
+
+    Attributes:
+        per_signature: what messages say is done for each signature.
+        has_captured: whether torch.compile has captured a graph in the last call.
+    """
+
+    per_signature = "compiled"
+    has_captured = False
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None) -> None:
         functools.update_wrapper(self, f, updated=())
@@ -106,6 +125,7 @@ class Compiled:
         self._arguments = arguments
         self._strict = strict
         self._names: dict[Any, CallNames] = {}
+        self._signatures = _signatures.Signatures(arguments.function, self.per_signature)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -118,6 +138,10 @@ class Compiled:
         # could donate.
         if _scope.inside or _bodies.current() is not None or torch.compiler.is_compiling():
             return self._f(*args, **kwargs)
+        with _interrupts.Restored():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = _donate.call_site()
         _donate.prepare(where)
         plan = self._arguments.plan(args, kwargs)
@@ -125,8 +149,13 @@ class Compiled:
             _check_static(slot, _arguments.value(slot, args, kwargs))
         _scope.inside = True
         try:
-            # What the step has to tell waits until torch_xla has put its own state in order.
-            with _report.later(), _log.compilations(self.function):
+            # What the step has to tell waits until torch_xla has put its own state in order. Threads of autograd would
+            # keep gradients into the step, at random.
+            with (
+                _report.later(),
+                _log.compilations(self.function) as compiled,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 result = self._run(plan, args, kwargs, where)
         finally:
             _scope.inside = False
@@ -138,6 +167,9 @@ class Compiled:
                 _report.tell()
             if _C.disabled():
                 _debug.check_outputs()
+            if compiled.value or self.has_captured:
+                self.has_captured = False
+                self.note_compilation(plan, args, kwargs, where)
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):
                 error.result = result
@@ -153,7 +185,8 @@ class Compiled:
         """The function itself, as a part of a step of somebody else's."""
         inside, _scope.inside = _scope.inside, True
         try:
-            return self._f(*args, **kwargs)
+            with torch.autograd.set_multithreading_enabled(False):
+                return self._f(*args, **kwargs)
         finally:
             _scope.inside = inside
 
@@ -180,6 +213,19 @@ class Compiled:
     def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         """Runs the step, and ends the marks that it has made. Returns f's result."""
         raise NotImplementedError
+
+    def note_compilation(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+        """Counts the signature of a call that has compiled a graph."""
+        self.note_signature(plan, args, kwargs, where)
+
+    def note_signature(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+        """Counts a signature, and warns at the tenth."""
+        slots = (*plan.donated, *plan.kept)
+        flat = [_leaves.flatten(_arguments.value(slot, args, kwargs)) for slot in slots]
+        names = CallNames([(slot, len(leaves), names) for slot, (leaves, names) in zip(slots, flat)])
+        leaves = itertools.chain.from_iterable(leaves for leaves, _ in flat)
+        static = [(f"{slot.name} ({slot.place})", _arguments.value(slot, args, kwargs)) for slot in plan.static]
+        self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
 
     def is_strict(self) -> bool:
         """Whether an unusable donation of this function is an error."""
@@ -257,11 +303,108 @@ class LazyCompiled(Compiled):
         except BaseException:
             _C.cancel_call(call)
             raise
-        _C.keep_returned(_leaves.leaves_of(result))
+        _C.keep_returned(_leaves.tensors_in(result))
         calls.append(call)
         return result
 
 
+def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
+    """TypeError for a function whose call returns before its body has run: the step would be empty."""
+    call: Any = f
+    while isinstance(call, functools.partial):
+        call = call.func
+    if isinstance(call, torch.nn.Module):
+        call = call.forward
+    elif not inspect.isroutine(call):
+        call = type(call).__call__
+    kinds = {
+        "a generator function": inspect.isgeneratorfunction,
+        "an async def function": inspect.iscoroutinefunction,
+        "an async generator function": inspect.isasyncgenfunction,
+    }
+    for kind, is_kind in kinds.items():
+        if is_kind(call):
+            raise TypeError(
+                f"{_arguments.function_name(f)} is {kind}: a call returns before the body has run, so that there is no "
+                "step. Compile a function that returns its results, and call it from there."
+            )
+
+
+class CompiledFunction(Protocol[P, R_co]):
+    """What type checkers know of a function made by `compile`: it is called like the function, and can be lowered."""
+
+    __name__: str
+    __qualname__: str
+
+    @property
+    def __wrapped__(self) -> Callable[P, R_co]: ...
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> Lowered: ...
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> CompiledFunction[P, R_co]: ...
+    @overload
+    def __get__(
+        self: CompiledFunction[Concatenate[S, Q], R], instance: S, owner: type | None = None
+    ) -> Callable[Q, R]: ...
+
+
+if TYPE_CHECKING:
+
+    class CompiledModule(torch.nn.Module):
+        """What type checkers know of a module made by `compile`: a module, with the attributes of the original."""
+
+        def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class Decorator(Protocol):
+    """What type checkers know of `compile` without a function."""
+
+    @overload
+    def __call__(self, f: torch.nn.Module, /) -> CompiledModule: ...  # type: ignore[overload-overlap]
+    @overload
+    def __call__(self, f: Callable[P, R], /) -> CompiledFunction[P, R]: ...
+
+
+@overload
+def compile(  # type: ignore[overload-overlap]
+    f: torch.nn.Module,
+    *,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    backend: Backend = "lazy",
+    pure: bool = False,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> CompiledModule: ...
+@overload
+def compile(
+    f: Callable[P, R],
+    *,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    backend: Backend = "lazy",
+    pure: bool = False,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> CompiledFunction[P, R]: ...
+@overload
+def compile(
+    f: None = None,
+    *,
+    donate_argnums: ArgNums = None,
+    donate_argnames: ArgNames = None,
+    static_argnums: ArgNums = None,
+    static_argnames: ArgNames = None,
+    backend: Backend = "lazy",
+    pure: bool = False,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> Decorator: ...
 def compile(
     f: Callable[..., Any] | None = None,
     *,
@@ -297,11 +440,12 @@ def compile(
         **kwargs: for `torch_xla.compile` (``full_graph``, ``name``, ``max_different_graphs``), or for `torch.compile`.
 
     Returns:
-        An object to be called like ``f``. Without ``f``, a decorator.
+        An object to be called like ``f``, with ``lower``; for a module, with the module's attributes. Without ``f``, a
+        decorator.
 
     Raises:
-        TypeError: numbers, names or ``strict`` of another type. At a call: a donated leaf is an object that is no
-            pytree.
+        TypeError: numbers, names or ``strict`` of another type; a generator or ``async def`` function. At a call: a
+            donated leaf is an object that is no pytree.
         ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
             without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
             argument that is not donated, too.
@@ -314,9 +458,18 @@ def compile(
     }
     _config.check_strict(strict)
     if f is None:
-        return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
+        return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)  # type: ignore[return-value]
     if not callable(f):
         raise TypeError(f"f is of type {type(f).__name__}, which cannot be called.")
+    _refuse_lazy_bodies(f)
+    remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
+    compiled = _compile(f, options, backend, pure, strict, kwargs)
+    return ModuleProxy(compiled, remake) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]
+
+
+def _compile(
+    f: Callable[..., Any], options: dict[str, Any], backend: Backend, pure: bool, strict: bool | None, kwargs: Any
+) -> Compiled:
     arguments = Arguments(f, **options)
     if pure and backend != "lazy":
         raise ValueError(f'pure=True goes with backend="lazy" only; backend is {backend!r}.')

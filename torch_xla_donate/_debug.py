@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_xla_donate import _C, _config, _report
+from torch_xla_donate import _C, _config, _donate, _report
 from torch_xla_donate._errors import DonationError, DonationWarning
 
 
 class _Wishes(threading.local):
-    infs = 0  # contexts of this thread that ask for infinities
+    def __init__(self) -> None:
+        self.infs: list[debug_nans] = []  # contexts of this thread that ask for infinities
 
 
 _wishes = _Wishes()
 _SHOWN = 5
 
 
-@contextlib.contextmanager
-def debug_nans(*, infs: bool = False) -> Iterator[None]:
+class debug_nans(_donate.donation_disabled):
     """Steps of this thread inside the context donate nothing, and raise where an output is NaN.
 
     At the end of each step (``torch_xla.sync()``, ``xm.mark_step()``) its outputs of a floating or complex dtype are
@@ -46,19 +45,30 @@ def debug_nans(*, infs: bool = False) -> Iterator[None]:
         FloatingPointError: at the end of a step, or when the context is left, if an output has a NaN. The text has the
             first of them; the attribute ``outputs`` has a text for each.
     """
-    _C.push_disabled(True, True)
-    _wishes.infs += infs
-    try:
-        yield
+
+    def __init__(self, *, infs: bool = False) -> None:
+        super().__init__(report_reuse=True)
+        self._checks = True
+        self._options = {"infs": infs}
+        self._infs = infs
+
+    def enter(self) -> None:
+        super().enter()
+        if self._infs:
+            _wishes.infs.append(self)
+
+    def finish(self) -> None:
         check_outputs()
-    finally:
-        _wishes.infs -= infs
-        _C.pop_disabled(True, True)
+
+    def leave(self, raised: bool) -> None:
+        if self in _wishes.infs:
+            _wishes.infs.remove(self)
+        super().leave(raised)
 
 
 def check_outputs() -> None:
     """Raises FloatingPointError if an output that was noted since the last check is not finite."""
-    bad = _C.take_bad_outputs(_wishes.infs > 0)
+    bad = _C.take_bad_outputs(bool(_wishes.infs))
     if bad:
         error = FloatingPointError(_text(bad))
         error.outputs = tuple(_line(raw) for raw in bad)  # type: ignore[attr-defined]

@@ -28,14 +28,16 @@ def examine() -> tuple[list[str], bool]:
         f"C++11 ABI {int(built.cxx11_abi)}, {built.compiler}"
     )
     hooks = _C.hooks()
-    table = Table(title="hooks in torch_xla's extension module", title_justify="left")
-    table.add_column("import")
-    table.add_column("slots", justify="right")
-    table.add_column("in place", justify="right")
-    table.add_column("what for")
-    for hook in hooks:
-        table.add_row(hook["name"], str(hook["slots"]), str(hook["in_place"]), hook["purpose"])
-    lines.append(_tables.render(table))
+    for library in dict.fromkeys(hook["library"] for hook in hooks):
+        table = Table(title=f"hooks in {library}", title_justify="left")
+        table.add_column("function", no_wrap=True)
+        table.add_column("slots", justify="right")
+        table.add_column("in place", justify="right")
+        table.add_column("what for")
+        for hook in hooks:
+            if hook["library"] == library:
+                table.add_row(hook["name"], str(hook["slots"]), str(hook["in_place"]), hook["purpose"])
+        lines.append(_tables.render(table))
     in_place = all(hook["slots"] > 0 and hook["slots"] == hook["in_place"] for hook in hooks)
     if not in_place:
         lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla since")

@@ -13,7 +13,21 @@ from torch_xla_donate import _C, _bodies, _config, _host, _into, _leaves, _repor
 from torch_xla_donate._errors import DonationError, is_internal, warn
 
 
-def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> None:
+class Marks:
+    """What `donate_buffer` returns: a context that takes the marks back if its block raises. Holds no tensor."""
+
+    def __init__(self, call: _C.Call | None) -> None:
+        self._call = call
+
+    def __enter__(self) -> Marks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is not None and self._call is not None:
+            _C.cancel_marks(self._call)
+
+
+def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> Marks:
     """Gives the buffers of ``tensors`` to the next step that reads them.
 
     At that step (``torch_xla.sync()`` or ``xm.mark_step()``) XLA may write an output into each buffer. Afterwards
@@ -36,6 +50,10 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         strict: whether a donation that could not be used raises `DonationError` at the end of the step, instead of
             warning. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
 
+    Returns:
+        A context manager, for marks that an error must not leave behind. ``with donate_buffer(state):`` takes the marks
+        of these tensors back if the block raises; otherwise it changes nothing. It may be ignored.
+
     Raises:
         TypeError: a leaf is not a tensor, or ``strict`` is no bool.
         ValueError: a leaf is not an XLA tensor, or ``into`` does not fit, or is given inside of a loop's body.
@@ -57,7 +75,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             )
         if stands_for is not None:
             mark_all(donations)
-            return
+            return Marks(None)  # an error ends the trace of the body, and the marks with it
     prepare(where)
     if strict is None:
         strict = _config.strict_by_default()
@@ -79,18 +97,19 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         paired, targets = _into.pair(leaves, places, _into.in_order(places, into, len(leaves)), where)
         names = paired
 
-    refused = _C.mark(leaves, where, strict, names, targets)
-    if refused is not None and isinstance(names, _leaves.Positions):
+    marked = _C.mark(leaves, where, strict, names, targets)
+    if isinstance(marked, tuple) and isinstance(names, _leaves.Positions):
         leaves, names = _leaves.flatten(tensors)
-        refused = _C.mark(leaves, where, strict, names, targets)
-    if refused is not None and refused[1] == "not_xla":
+        marked = _C.mark(leaves, where, strict, names, targets)
+    if isinstance(marked, tuple) and marked[1] == "not_xla":
         leaves = [_leaves.without_wrapper(leaf) for leaf in leaves]
-        refused = _C.mark(leaves, where, strict, names, targets)
-    if refused is not None:
-        index, obstacle = refused
+        marked = _C.mark(leaves, where, strict, names, targets)
+    if isinstance(marked, tuple):
+        index, obstacle = marked
         raise refusal(leaves[index], obstacle, _leaves.label("tensors", names.name(index)))
     if paired is not None:
         _into.watch(paired, where)
+    return Marks(marked)
 
 
 class Donation(NamedTuple):
@@ -156,9 +175,9 @@ def mark_all(donations: Sequence[Donation]) -> None:
         if any(given.target is not None for given in free):
             paired, wanted = _into.pair(leaves, names, [given.target for given in free], wish.where)
             names = paired
-        refused = _C.mark(leaves, wish.where, wish.is_strict(), names, wanted)
-        if refused is not None:
-            index, obstacle = refused
+        marked = _C.mark(leaves, wish.where, wish.is_strict(), names, wanted)
+        if isinstance(marked, tuple):
+            index, obstacle = marked
             raise refusal(leaves[index], obstacle, free[index].name)
         if paired is not None:
             _into.watch(paired, wish.where)
@@ -180,6 +199,7 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
         call = _C.mark_arguments(leaves, [], wish.where, wish.is_strict(), True, names)
         assert isinstance(call, _C.Call), "the leaves have been checked"
         _C.end_call(call, {}, off or reason, tell=not off)
+        _C.expect_run()  # these donors are the next run's, for the report
     _report.tell()
 
 
@@ -227,10 +247,17 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
             f"{name} is {_describe(leaf)}, a view, whose value is worked out anew from its base and has no buffer of "
             f"its own. Donate the base; or a .clone() of the view, after torch_xla.sync(). {nothing}"
         )
+    if obstacle == "pending" and _C.updated_in_place(leaf):
+        return DonationError(
+            f"{name} is {_describe(leaf)}, updated in place since the last step. torch_xla reuses its memory for the "
+            f"new value automatically: take this leaf out. To donate the old value, compute the new one as another "
+            f"tensor. {nothing}"
+        )
     if obstacle == "pending":
         return DonationError(
             f"{name} is {_describe(leaf)}, not materialised: its value is still pending work. "
-            f"Call torch_xla.sync() first, then donate. {nothing}"
+            f"Call torch_xla.sync() first, then donate. Mark a tensor that is written through a view before the write. "
+            f"{nothing}"
         )
     if obstacle == "read_only":
         return DonationError(
@@ -302,7 +329,8 @@ def is_donated(t: torch.Tensor) -> bool:
     """True once a step has consumed ``t``'s buffer. Never waits for the device.
 
     While the very first run of a graph is in flight it is not known yet whether XLA could use the buffer; the answer
-    is True then, and turns False if the donation proves unusable.
+    is True then, and turns False if the donation proves unusable. A view is donated if it can no longer be computed,
+    as a step has consumed its base; one that has a value is not.
 
     Args:
         t: any tensor; one that is not on an XLA device is never donated.
@@ -313,11 +341,10 @@ def is_donated(t: torch.Tensor) -> bool:
     tensor = _leaves.without_wrapper(t)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"t is of type {type(t).__name__}, not a tensor; ask for one tensor at a time.")
-    return bool(_C.state(tensor) == "donated")
+    return _C.is_donated(tensor)
 
 
-@contextlib.contextmanager
-def donation_disabled(*, report_reuse: bool = False) -> Iterator[None]:
+class donation_disabled(_C.Scope, contextlib.ContextDecorator):
     """Steps of this thread inside the context donate nothing of this package's.
 
     A mark that such a step reads is over, as always; the report gives the reason. No warning is made of it. What
@@ -329,11 +356,25 @@ def donation_disabled(*, report_reuse: bool = False) -> Iterator[None]:
             have consumed a donor is predicted: by the bytes per device of donors and outputs, in the order of the
             graph's parameters. Inside another context: in addition to what that one asks for.
     """
-    _C.push_disabled(report_reuse, False)
-    try:
-        yield
-    finally:
-        _C.pop_disabled(report_reuse, False)
+
+    def __init__(self, *, report_reuse: bool = False) -> None:
+        super().__init__()
+        self._report_reuse = report_reuse
+        self._checks = False
+        self._options = {"report_reuse": report_reuse}
+        self._open: list[_C.Disabling] = []  # for each time that it has been entered
+
+    def _recreate_cm(self) -> donation_disabled:
+        return type(self)(**self._options)
+
+    def enter(self) -> None:
+        self._open.append(_C.Disabling(self._report_reuse, self._checks))
+        self._open[-1].on()
+
+    def leave(self, raised: bool) -> None:
+        if self._open:
+            self._open[-1].off()
+            self._open.pop()
 
 
 def call_site() -> str:

@@ -31,7 +31,8 @@ class DonatedBufferError(DonationError):
 
 
 class DonationWarning(UserWarning):
-    """A donation that XLA could not use, a setting that switches donation off, or a use that donation would forbid."""
+    """A donation that XLA could not use, a setting that switches donation off, a use that donation would forbid, or a
+    function of `compile` with ever more signatures."""
 
 
 def warn(message: str, where: str) -> None:

@@ -341,6 +341,25 @@ def parse_shape(text: str) -> HloShape:
     return shape
 
 
+_PARAMETER = re.compile(r"^\s*%?([\w.-]+) = .* parameter\((\d+)\)", re.MULTILINE)
+_ELEMENT = re.compile(r"^\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-]+)\), index=(\d+)", re.MULTILINE)
+_COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
+
+
+def copied_parameters(text: str) -> list[tuple[int, int]]:
+    """The copies of parameters in the entry computation of an optimised module: (parameter number, bytes).
+
+    Of a single parameter that is a tuple the number is that of its element.
+    """
+    entry = text[found.start() :] if (found := _ENTRY.search(text)) else ""
+    parameters = {name: int(number) for name, number in _PARAMETER.findall(entry)}
+    numbers = dict(parameters)
+    for name, source, index in _ELEMENT.findall(entry):
+        if source in parameters and len(parameters) == 1:
+            numbers[name] = int(index)
+    return [(numbers[source], parse_shape(shape).bytes) for shape, source in _COPY.findall(entry) if source in numbers]
+
+
 def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
     """Reads a folder that XLA dumped to: its modules in the order of their compilation.
 

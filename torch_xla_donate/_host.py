@@ -19,10 +19,10 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate import _config
 from torch_xla_donate._hlo import HloShape
+from torch_xla_donate._numbers import Number
 
 SUPPORTED = ((2, 7), (2, 8), (2, 9))
 _REBUILD = (
@@ -304,12 +305,27 @@ def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
     return (tuple(xlac()._get_xla_sharding_specs(tensors)),)
 
 
+class ExtractedGraph(NamedTuple):
+    """A graph that torch_xla's dynamo bridge has compiled.
+
+    run: runs it.
+    parts: in how many parts it runs, on the device or on the host.
+    returned: the places of the arguments whose buffers its results hold.
+    places: for each donor its number among the graph's parameters, and that of the output computed from it.
+    """
+
+    run: Callable[..., Any]
+    parts: int
+    returned: frozenset[int]
+    places: list[tuple[int | None, int | None]]
+
+
 def extract_graph(
     model: torch.fx.GraphModule, arguments: Sequence[Any], donors: Sequence[torch.Tensor]
-) -> tuple[Callable[..., Any], int]:
+) -> ExtractedGraph:
     """Lets torch_xla's dynamo bridge compile a graph, with these arguments as its donors.
 
-    Returns what runs the graph, and in how many parts it runs, on the device or on the host.
+    The hooks order the parameters so that XLA gives each donor to the output computed from it.
     """
     import torch_xla
     from torch_xla._dynamo import dynamo_bridge
@@ -318,41 +334,106 @@ def extract_graph(
 
     original: Any = dynamo_bridge.extract_graph_helper
     parts = 0
+    place_of: dict[int, tuple[int | None, int | None]] = {}
+    returned: set[int] = set()
 
     def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
         nonlocal parts
         parts += 1
         torch_xla.sync(reset_scope=False)  # nothing may be pending that would run while the flags are set
         buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
-        with donor_flags(donors if parts == 1 else []):
-            found = original(model, cache)
-        _match_by_buffer(found[5], buffers)
+        donated = donors if parts == 1 else []
+        _C.order_parameters(donated)
+        try:
+            with donor_flags(donated):
+                found = original(model, cache)
+        finally:
+            order = _C.take_order()
+        if order:
+            _match_by_buffer(found[5], buffers, [buffer for buffer, _ in order])
+        place_of.update((buffer, (place, successor)) for place, (buffer, successor) in enumerate(order))
         return _without_arguments(found, model, cache)
+
+    class Returns(dynamo_bridge.SpecialReturnHandler):  # type: ignore[misc]
+        def __init__(self, inputs: Any, outputs: Any, updated: Sequence[bool], constants: Any) -> None:
+            super().__init__(inputs, outputs, updated, constants)  # type: ignore[no-untyped-call]
+            self._aliases = _take_by_buffer(self, updated)
+            returned.update(_C.identity(inputs[place])[1] for place in self._aliases)
+            places = [place for _, place in self.trace_outputs_pos_to_inputs_pos if place < len(inputs)]
+            returned.update(_C.identity(inputs[place])[1] for place in places)
+
+        def addDumbReturn(self, inputs: Any, outputs: Any) -> Any:
+            aliases = [inputs[place].detach() for place in self._aliases]
+            return super().addDumbReturn([*inputs, *aliases], outputs)  # type: ignore[no-untyped-call]
 
     torch_xla.sync(reset_scope=False)
     torch_xla.core.xla_model.wait_device_ops()
-    with replaced(dynamo_bridge, "extract_graph_helper", extract_part):
+    given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
+    with (
+        replaced(dynamo_bridge, "extract_graph_helper", extract_part),
+        replaced(dynamo_bridge, "SpecialReturnHandler", Returns),
+    ):
         run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
         called = [node for node in run.graph.nodes if node.op.startswith("call_")]
         parts = max(parts, sum(node.target is not operator.getitem for node in called))
-    return run, parts
+    return ExtractedGraph(
+        run,
+        parts,
+        frozenset(place for place, buffer in enumerate(given) if buffer in returned),
+        [place_of.get(_C.identity(donor)[1], (None, None)) for donor in donors],
+    )
 
 
-def _match_by_buffer(matcher: Any, buffers: Sequence[int]) -> None:
-    """Makes inputs of the graph that the bridge has taken for constants the arguments that they are.
+def _match_by_buffer(matcher: Any, buffers: Sequence[int], order: Sequence[int]) -> None:
+    """Makes the bridge's inputs those of the compiled graph, and arguments those that it has taken for constants.
 
-    It looks for the tensor that first had a buffer, which is another one after a whole copy or a change of sharding.
+    It looks for the tensor that first had a buffer, which is another one after a whole copy or a change of sharding;
+    and it lists inputs that are results as they came, which the graph does not read.
+
+    order: the buffers of the graph's parameters.
     """
     from torch_xla_donate import _C
 
     position = {buffer: i for i, buffer in reversed(list(enumerate(buffers))) if buffer}
-    for place, value in enumerate(matcher.graph_input_xla_values):
-        if value is None or matcher.arg_idxs[place] is not None or _C.state(value) == "read_only":
-            continue
-        argument = position.get(_C.identity(value)[1])
-        if argument is not None:
-            matcher.arg_idxs[place], matcher.graph_input_xla_values[place] = argument, None
+    ids, values, arguments = matcher.graph_input_tensor_ids, matcher.graph_input_xla_values, matcher.arg_idxs
+    places: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if value is not None and arguments[place] is None and _C.state(value) != "read_only":
+            argument = position.get(_C.identity(value)[1])
+            if argument is not None:
+                arguments[place], values[place] = argument, None
+        buffer = buffers[arguments[place]] if values[place] is None else _C.identity(values[place])[1]
+        places.setdefault(buffer, place)
+    assert places.keys() >= set(order), "the hooks have not seen the graph"
+    read = [places[buffer] for buffer in order]
+    matcher.graph_input_tensor_ids = [ids[place] for place in read]
+    matcher.graph_input_xla_values = [values[place] for place in read]
+    matcher.arg_idxs = [arguments[place] for place in read]
+
+
+def _take_by_buffer(returns: Any, updated: Sequence[bool]) -> list[int]:
+    """Has the bridge take results from the inputs that are those in other tensor objects.
+
+    The executor does not compute such a result, and the bridge knows an input by its object alone: it would miss one.
+    Gives the place of the input of each; after the inputs come their aliases.
+
+    updated: whether the graph updates an input in place.
+    """
+    from torch_xla_donate import _C
+
+    places, count = returns.trace_outputs_pos_to_inputs_pos, len(returns.trace_inputs)
+    known = {out for out, _ in places}
+    buffers = [0 if updated[place] else _C.identity(tensor)[1] for place, tensor in enumerate(returns.trace_inputs)]
+    position = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
+    aliases: list[int] = []
+    for out, tensor in enumerate(returns.deduped_trace_outputs):
+        source = None if out in known else position.get(_C.identity(tensor)[1])
+        if source is not None:
+            places.append((out, count + len(aliases)))
+            aliases.append(source)
+    places.sort()
+    return aliases
 
 
 class _AnySharding:
@@ -384,16 +465,11 @@ def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]
     return scrubbed
 
 
-@contextlib.contextmanager
-def replaced(module: types.ModuleType, name: str, value: Any) -> Iterator[None]:
+def replaced(module: types.ModuleType, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
     """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
-    with _compiling:
-        original = getattr(module, name)
-        setattr(module, name, value)
-        try:
-            yield
-        finally:
-            setattr(module, name, original)
+    from torch_xla_donate._switches import Replaced
+
+    return Replaced(_compiling, module, name, value)
 
 
 def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
@@ -457,7 +533,7 @@ def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **o
 
 def is_traced(leaf: object) -> bool:
     """Whether a value stands for a tensor in a trace that is under way."""
-    return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter)
+    return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter, Number)
 
 
 def _stand_in(leaf: torch.Tensor) -> torch.Tensor:
@@ -555,52 +631,84 @@ def is_evicted(error: RuntimeError) -> bool:
     return "kicked out of the LRU cache" in str(error)
 
 
-@contextlib.contextmanager
-def donor_flags(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def donor_flags(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Sets torch_xla's private donation flag on the tensors' buffers: for compiling a graph, never for running one.
 
     The flags are set on other tensors of the same buffers, so that they can be taken back whatever becomes of these.
     """
-    shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else []
-    try:
-        for shadow in shadows:
-            xlac()._set_buffer_donation(shadow, True)
-        yield
-    finally:
-        for shadow in shadows:
-            xlac()._set_buffer_donation(shadow, False)
+    from torch_xla_donate._switches import DonorFlags
+
+    return DonorFlags(xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else [])
 
 
 @dataclasses.dataclass(frozen=True)
 class CapturedFrame:
-    """What torch.compile is compiling: the frame's code, and the graph's inputs that it returns as they are."""
+    """What torch.compile is compiling.
+
+    Attributes:
+        code: the frame's.
+        returned: names of the graph's inputs that the frame returns as they are.
+        around: expressions, as guards have them, for what else the frame returns or stores without computing it.
+    """
 
     code: types.CodeType
     returned: frozenset[str]
+    around: tuple[str, ...]
+
+    def values_around(self) -> list[Any]:
+        """Below a running frame of this code: the values of the expressions. Passes on what one of them raises."""
+        if not self.around:
+            return []
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and not _is_version_of(frame.f_code, self.code):
+            frame = frame.f_back
+        if frame is None:
+            raise LookupError(f"no frame of {self.code.co_name} is running")
+        from torch._dynamo import guards
+
+        helpers: Any = getattr(guards, "_get_closure_vars", None)
+        names = helpers() if helpers is not None else vars(guards)["CLOSURE_VARS"]  # torch 2.7
+        scope = {**names, "L": frame.f_locals, "G": frame.f_globals}
+        return [eval(expression, scope) for expression in self.around]
 
 
-def captured_frame() -> CapturedFrame | None:
+def _is_version_of(code: types.CodeType, original: types.CodeType) -> bool:
+    """Whether torch.compile may have made the code out of the original."""
+    return (code.co_filename, code.co_firstlineno, code.co_name) == (
+        original.co_filename,
+        original.co_firstlineno,
+        original.co_name,
+    )
+
+
+def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
     """Inside of a torch.compile backend: the frame that is being captured; None if it cannot be told.
 
-    What a frame returns unchanged is no output of its graph: bytecode around the graph returns it.
+    What a frame returns unchanged is no output of its graph: bytecode around the graph returns it. `inputs` are the
+    names of the graph's; an argument that the graph does not read is none of them.
     """
     from torch._dynamo.variables.base import VariableTracker
 
+    read = set(inputs)
     frame = sys._getframe(1)
     while frame.f_back is not None:
         owner: Any = frame.f_locals.get("self")
         if type(owner).__name__ == "OutputGraph":
             returned: set[str] = set()
+            around: dict[str, None] = {}
 
-            def note(variable: Any, returned: set[str] = returned) -> None:
+            def note(variable: Any, returned: set[str] = returned, around: dict[str, None] = around) -> None:
                 node = getattr(getattr(variable, "proxy", None), "node", None)
-                if node is not None and node.op == "placeholder":
+                if node is not None and node.op == "placeholder" and node.name in read:
                     returned.add(node.name)
+                elif variable.source is not None:
+                    around[variable.source.name()] = None
 
             try:
                 VariableTracker.visit(note, owner.root_tx.stack)
-                return CapturedFrame(owner.root_tx.f_code, frozenset(returned))
-            except AttributeError:
+                VariableTracker.visit(note, owner.side_effects.store_attr_mutations)
+                return CapturedFrame(owner.root_tx.f_code, frozenset(returned), tuple(around))
+            except (AttributeError, NotImplementedError):
                 return None
         frame = frame.f_back
     return None
@@ -627,6 +735,15 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def remove_module_hook(hook: Callable[..., Any]) -> None:
+    """Takes a hook of all modules' forward out, without a handle: an interrupt can come before the handle is stored."""
+    from torch.nn.modules import module as modules
+
+    hooks = modules._global_forward_pre_hooks
+    for key in [key for key, found in list(hooks.items()) if found == hook]:
+        hooks.pop(key, None)
+
+
 def runtime() -> Any:
     """torch_xla.runtime."""
     import torch_xla.runtime
@@ -634,32 +751,19 @@ def runtime() -> Any:
     return torch_xla.runtime
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Operations inside are recorded and do not run. What is pending before runs first.
+def tracing() -> contextlib.AbstractContextManager[Any]:
+    """Operations inside are recorded and do not run. What is pending runs first.
 
     The random seed is afterwards what it was before.
     """
     import torch_xla
 
-    from torch_xla_donate import _C
+    from torch_xla_donate._switches import Tracing
 
     seed = xlac()._xla_get_rng_seed()
     torch_xla.sync()
     torch_xla.core.xla_model.wait_device_ops()
-    with _compiling:
-        eager = in_eager_mode()
-        if eager:
-            xlac()._set_use_eager_mode(False)
-        # Not torch_xla's own switch: it would stop the steps of other threads.
-        _C.refuse_runs(True)
-        try:
-            yield
-        finally:
-            _C.refuse_runs(False)
-            if eager:
-                xlac()._set_use_eager_mode(True)
-            torch_xla.core.xla_model.set_rng_state(seed)
+    return Tracing(_compiling, seed)
 
 
 def in_eager_mode() -> bool:
@@ -701,42 +805,48 @@ def seed_buffer() -> int:
     return int(_C.identity(inputs[ids.index(xlac()._get_seed_info_id())])[1])
 
 
+class CompiledGraph(NamedTuple):
+    """A graph that torch_xla has compiled and not run.
+
+    hash: by which `run_graph` finds it; None if there is nothing to run.
+    inputs: a tensor for each parameter.
+    seeds: the parameters that are the random seed.
+    successors: for each parameter the number of the output computed from it, if it is a donor.
+    """
+
+    hash: bytes | None
+    inputs: list[torch.Tensor]
+    seeds: list[int]
+    successors: list[int | None]
+
+
 def compile_graph(
     outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor], seed_buffer: int | None = None
-) -> tuple[bytes | None, list[torch.Tensor], list[int]]:
+) -> CompiledGraph:
     """Compiles the pending graph of some tensors, without running it, donating the buffers given.
 
-    Returns the hash by which `run_graph` finds it, a tensor for each of its inputs, and the places among them of the
-    random seed. No hash if there is nothing to run.
-
-    XLA pairs donors and outputs of equal bytes in their order, and copies where pairs cross. So donors come first among
-    the inputs, in the order of the outputs of their shape and dtype, as JAX pairs them.
+    The hooks order the parameters so that XLA gives each donor to the output computed from it.
 
     seed_buffer: that of the seed, where its id does not tell.
     """
     if not outputs:
-        return None, [], []
+        return CompiledGraph(None, [], [], [])
     from torch_xla_donate import _C
+    from torch_xla_donate._switches import Compiling
 
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
-    with _compiling:
-        saved = xlac()._xla_get_enable_alias_with_buffer_donor_config(), xlac()._get_allow_execution()
-        xlac()._xla_set_enable_alias_with_buffer_donor_config(True)
-        xlac()._set_allow_execution(True)  # to compile is an execution for torch_xla, too
-        try:
-            with donor_flags(donors):
-                _C.order_parameters([donors[place] for place, _ in paired(donors, outputs)])
-                graph_hash = xlac()._get_graph_hash(list(outputs))
-                xlac()._xla_warm_up_cache(list(outputs), [])
-        finally:
-            order = _C.take_order()
-            xlac()._set_allow_execution(saved[1])
-            xlac()._xla_set_enable_alias_with_buffer_donor_config(saved[0])
+    donors = list({_C.identity(donor)[1]: donor for donor in reversed(donors)}.values())[::-1]  # each buffer once
+    with Compiling(_compiling), donor_flags(donors):
+        _C.order_parameters(donors)
+        graph_hash = xlac()._get_graph_hash(list(outputs))
+        xlac()._xla_warm_up_cache(list(outputs), [])
+        order = _C.take_order()
     found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
-    assert found.keys() == set(order), "the hooks have not seen the graph"
+    assert found.keys() == {buffer for buffer, _ in order}, "the hooks have not seen the graph"
     seed = xlac()._get_seed_info_id()
-    seeds = [place for place, buffer in enumerate(order) if buffer == seed_buffer or found[buffer][0] == seed]
-    return graph_hash, [found[buffer][1] for buffer in order], seeds
+    seeds = [place for place, (buffer, _) in enumerate(order) if buffer == seed_buffer or found[buffer][0] == seed]
+    inputs = [found[buffer][1] for buffer, _ in order]
+    return CompiledGraph(graph_hash, inputs, seeds, [successor for _, successor in order])
 
 
 def paired(donors: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import gc
 import itertools
+import types
 import weakref
 from collections import deque, namedtuple
 from collections.abc import Hashable, Iterator, Sequence
@@ -280,6 +282,34 @@ def flatten(tree: Any) -> tuple[list[Any], Places]:
             places.append(paths.place(index))
             expanded.append(leaf)
     return expanded, Listed(names, places)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors that a value leads to, however deep: in containers, modules, attributes, closures of functions.
+
+    Runs no code of the objects. Pytrees would miss what is in objects of unregistered classes.
+    """
+    plain = _C.flatten(value)
+    if plain is not None and all(_PLAIN.issuperset(map(type, keys)) for keys in plain[1] if type(keys) is tuple):
+        return [leaf for leaf in plain[0] if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # keeps them alive, as long as their ids count
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or not gc.is_tracked(item) or isinstance(item, _NO_VALUES):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, torch.Tensor):
+            found.append(without_wrapper(item))
+        elif isinstance(item, types.FunctionType):
+            todo += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+        else:
+            todo += gc.get_referents(item)
+    return found
+
+
+_NO_VALUES = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType)
 
 
 def without_wrapper(leaf: Any) -> Any:

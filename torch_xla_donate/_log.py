@@ -15,12 +15,19 @@ from torch_xla_donate import _host
 logger = logging.getLogger("torch_xla_donate")
 
 
+class Count:
+    """How many graphs have been compiled in a context that is over."""
+
+    value = 0
+
+
 @contextmanager
-def compilations(function: str) -> Iterator[None]:
+def compilations(function: str) -> Iterator[Count]:
     """Logs, at level INFO, the time that XLA takes for graphs that are compiled inside; nothing if there are none."""
     before = _host.compilations()
-    yield
-    count = _host.compilations() - before
+    found = Count()
+    yield found
+    found.value = count = _host.compilations() - before
     if count > 0 and logger.isEnabledFor(logging.INFO):
         graphs = "" if count == 1 else f" ({count} graphs)"
         logger.info("compiled %s in %.3f s%s", function, _host.compile_seconds(count), graphs)

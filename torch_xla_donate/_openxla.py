@@ -6,7 +6,7 @@ import copy
 import threading
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
@@ -33,50 +33,77 @@ class Graph:
         model: the graph, functional, with inputs and outputs flat.
         kept: the inputs that the graph hands on as they are: what autograd has saved, and what the function returns.
         refusal: why nothing can be donated to this graph; empty if it can.
+        frame: what the graph is a part of.
     """
 
-    def __init__(self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: str) -> None:
+    def __init__(
+        self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: str, frame: _host.CapturedFrame | None
+    ) -> None:
         self._model = model
         self._kept = kept
+        self._frame = frame
         self._refusal = refusal
         self._unread = refusal or NOT_READ  # what may read the donors of this graph may read those of no graph, too
-        self._variants: dict[Any, tuple[str, Callable[..., Any]]] = {}
+        self._variants: dict[Any, Variant] = {}
 
     def __call__(self, *args: Any) -> Any:
         offer = _current.offer
-        positions: tuple[int, ...] = ()
-        if offer is not None:
-            if offer.unread in (_NO_GRAPH, NOT_READ):
-                offer.unread = self._unread
-            if self._refusal:
+        if offer is not None and offer.unread in (_NO_GRAPH, NOT_READ):
+            offer.unread = self._unread
+        if offer is not None and not self._refusal:
+            self._refuse_kept(offer, args)
+        while True:
+            if offer is not None and self._refusal:  # known from the start, or found out while extracting
                 offer.refuse(args, self._refusal)
-            else:
-                offer.refuse([args[i] for i in self._kept], "the result, or the backward pass, still needs it")
-                positions = offer.positions(args)
-        # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
-        key = (positions, _C.signature(list(args))[0], *_host.graph_key(args))
-        found = self._variants.get(key)
-        if found is None:
-            found = self._variants[key] = (_runs.graph_name(), self._extract(args, positions))
-        name, run = found
-        if offer is not None and positions and self._refusal:  # found out while extracting
-            offer.refuse(args, self._refusal)
-            positions = ()
-        if offer is None or self._refusal:
-            return run(*args)
-        with offer.consumed([args[i] for i in positions or offer.spared(args)], name):
-            return run(*args)
+            positions = offer.positions(args) if offer is not None else ()
+            # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
+            key = (positions, _C.signature(list(args))[0], *_host.graph_key(args))
+            variant = self._variants.get(key)
+            if variant is None:
+                variant = self._variants[key] = self._extract(args, positions)
+            if offer is None:
+                return variant.run(*args)
+            refused = bool(positions and self._refusal)
+            if not offer.refuse([args[i] for i in variant.returned], _STILL_NEEDED) and not refused:
+                break
+        if self._refusal:
+            return variant.run(*args)
+        donors = positions or offer.spared(args)
+        places = variant.places if positions else [(None, None)] * len(donors)
+        with offer.consumed([args[i] for i in donors], variant.name, places):
+            return variant.run(*args)
 
-    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Callable[..., Any]:
+    def _refuse_kept(self, offer: _runs.Offer, args: Sequence[Any]) -> None:
+        """What outlives the graph, as far as that can be told before it is extracted."""
+        offer.refuse([args[i] for i in self._kept], _STILL_NEEDED)
+        try:
+            around = self._frame.values_around() if self._frame is not None else []
+        except Exception as error:  # of torch.compile's own expressions
+            offer.refuse_all(f"what the function returns without computing it could not be told: {error!r}")
+            return
+        offer.refuse(_leaves.tensors_in(around), _STILL_NEEDED)
+
+    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Variant:
         # Extraction rewrites the graph it is given, and there may be another variant later.
         model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
-        run, parts = _host.extract_graph(model, args, [args[i] for i in positions])
-        if positions and parts != 1:
+        graph = _host.extract_graph(model, args, [args[i] for i in positions])
+        if positions and graph.parts != 1:
             # Operations without an XLA lowering split the graph; a later part may need what an earlier one consumed.
             self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
-            model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
-            run, _ = _host.extract_graph(model, args, [])
-        return run
+        return Variant(_runs.graph_name(), graph.run, graph.returned, graph.places)
+
+
+class Variant(NamedTuple):
+    """A graph, compiled for a set of donated positions. One whose results hold a donated buffer never runs.
+
+    returned: the positions whose buffers are results.
+    places: for each donated position the number of its parameter, and of the output computed from it.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    returned: frozenset[int]
+    places: list[tuple[int | None, int | None]]
 
 
 class OpenxlaCompiled(Compiled):
@@ -101,7 +128,7 @@ class OpenxlaCompiled(Compiled):
             raise
         finally:
             _current.offer = outer
-        offer.keep_returned(_leaves.leaves_of(result))
+        offer.keep_returned(_leaves.tensors_in(result))
         offer.end()
         return result
 
@@ -110,32 +137,36 @@ class OpenxlaCompiled(Compiled):
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
-        refusal, returned = self._examine(model)
+        self.has_captured = True
+        inputs_of_graph = [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        frame = _host.captured_frame(inputs_of_graph)
+        refusal = self._examine(model, frame)
+        names = frozenset() if frame is None else frame.returned
+        returned = frozenset(position for position, name in enumerate(inputs_of_graph) if name in names)
 
         def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
             kept = _handed_on(graph)
             if kept is None:
-                return make_boxed_func(Graph(graph, frozenset(), _MERGED))  # type: ignore[no-any-return, no-untyped-call]
-            return make_boxed_func(Graph(graph, kept | returned, refusal))  # type: ignore[no-any-return, no-untyped-call]
+                return make_boxed_func(Graph(graph, frozenset(), _MERGED, frame))  # type: ignore[no-any-return, no-untyped-call]
+            return make_boxed_func(Graph(graph, kept | returned, refusal, frame))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
         return backend(model, inputs)  # type: ignore[no-any-return]
 
-    def _examine(self, model: torch.fx.GraphModule) -> tuple[str, frozenset[int]]:
-        """Why nothing may be donated to this graph, if so; and the positions of the inputs that f returns unchanged."""
-        frame = _host.captured_frame()
+    def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> str:
+        """Why nothing may be donated to this graph; empty if it may."""
         reason = getattr(model, "compile_subgraph_reason", None)
         if reason is None or reason.graph_break:
-            return "torch.compile has broken the function's graph, and what follows the break may read it", frozenset()
+            return "torch.compile has broken the function's graph, and what follows the break may read it"
         if self._module is not None and _host.has_hooks(self._module):
-            return "the module has hooks, which torch.compile leaves outside and which may read it", frozenset()
+            return "the module has hooks, which torch.compile leaves outside and which may read it"
         if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
-            return "torch.compile has not compiled the function as a whole, and what follows may read it", frozenset()
-        inputs = [node.name for node in model.graph.nodes if node.op == "placeholder"]
-        return "", frozenset(position for position, name in enumerate(inputs) if name in frame.returned)
+            return "torch.compile has not compiled the function as a whole, and what follows may read it"
+        return ""
 
 
 _NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+_STILL_NEEDED = "the result, or the backward pass, still needs it"
 _MERGED = "torch.compile has merged arguments that share memory"
 
 

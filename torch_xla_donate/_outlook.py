@@ -31,16 +31,13 @@ class Outlook:
         spmd = bool(_host.runtime().is_spmd())
         self._known = [text for text in look["outputs"] if text and (not spmd or " sharding=" in text)]
         self._unknown = [text for text in look["outputs"] if text not in self._known]
-        # The pairs that into= asks for come first, with what torch_xla donates by itself.
-        inputs = [(buffer, size, wished) for buffer, size, wished in look["inputs"] if buffer not in self._shared]
-        if any(wished for *_, wished in inputs):
-            marked = {raw["buffer"] for raw in _C.pending()}
-            inputs.sort(key=lambda entry: entry[0] in marked and not entry[2])
-        self._sizes = {buffer: size for buffer, size, _ in inputs}
-        self._read = {buffer for buffer, *_ in look["inputs"]}
+        # In the order that the step's parameters will have.
+        inputs = [(buffer, size) for buffer, size in look["inputs"] if buffer not in self._shared]
+        self._sizes = dict(inputs)
+        self._read = {buffer for buffer, _ in look["inputs"]}
         self._used: set[int] = set()
         free = Counter(_C.bytes_per_device(text) for text in self._known)
-        for buffer, size, _ in inputs:
+        for buffer, size in inputs:
             if size is not None and free[size]:
                 free[size] -= 1
                 self._used.add(buffer)

@@ -15,8 +15,20 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_xla_donate import _C, _arguments, _bodies, _donate, _errors, _host, _leaves, _log, _runs
-from torch_xla_donate._arguments import Arguments, Plan
+from torch_xla_donate import (
+    _C,
+    _arguments,
+    _bodies,
+    _donate,
+    _errors,
+    _host,
+    _interrupts,
+    _leaves,
+    _log,
+    _numbers,
+    _runs,
+)
+from torch_xla_donate._arguments import Arguments, CallNames, Plan
 from torch_xla_donate._compile import Compiled, Donated
 
 
@@ -30,11 +42,13 @@ class Recorder(TorchFunctionMode):
         seed_buffer: of the random seed, if a loop may have taken its id away.
         reads: what knows whether this thread has drawn random numbers on the host; None if nothing does.
         modules: those that the function calls.
+        has_numbers: whether Python floats among the arguments are traced.
     """
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.reads: HostReads | None = None
+        self.has_numbers = False
         self.modules = ModulesCalled()
         self._function = function
         self.seed_buffer: int | None = None
@@ -50,7 +64,9 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        return func(*args, **kwargs) if self._pauses else self._watch(func, args, kwargs)
+        if self._pauses:
+            return self._call_with_numbers(func, args, kwargs) if self.has_numbers else func(*args, **kwargs)
+        return self._watch(func, args, kwargs)
 
     def as_one(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._pauses:
@@ -65,20 +81,45 @@ class Recorder(TorchFunctionMode):
             finally:
                 self._pauses = False
 
-        return self._watch(paused, args, kwargs)
+        return self._watch(paused, args, kwargs, is_torch=False)
+
+    def _call_with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch; the error for a read on the host names the floats that it has been given."""
+        numbers = _numbers.numbers_in(_tensors((args, kwargs)))
+        if not numbers:
+            return func(*args, **kwargs)
+        if self._pauses:  # the trace of a loop's body takes no tensors from outside
+            raise self.refuse(
+                f"uses {_numbers.joined(numbers)}, a Python float, in the body of a loop",
+                'Pass it to the loop as a tensor, such as torch.full((), lr, device="xla"), or name that argument in '
+                "static_argnums",
+            )
+        if func in _TEXTS:
+            raise numbers[0].refuse(numbers)
+        reads = self.reads
+        if reads is not None:
+            reads.numbers = numbers
+        try:
+            return _numbers.call(func, args, kwargs)
+        except _numbers.HostUse:
+            raise numbers[0].refuse(numbers) from None
+        finally:
+            if reads is not None:
+                reads.numbers = []
 
     def uses(self, modules: Iterable[torch.nn.Module]) -> None:
         for module in modules:
             self.modules.note(module)
 
-    def _watch(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _watch(self, func: Any, args: Any, kwargs: Any, is_torch: bool = True) -> Any:
         tensors = _tensors((args, kwargs))
         used = [(tensor, *self._read(tensor)) for tensor in tensors]
         self._check_attribute(func, args)
-        if func in _TEXTS and tensors[0].device.type == "xla":
+        if func in _TEXTS and tensors[0].device.type == "xla" and not _numbers.numbers_in(tensors):
             raise self.refuse(f"reads {_leaves.array(tensors[0])} on the host", _RETURN_IT)
         seed = torch.default_generator.get_state()
-        result = func(*args, **kwargs)
+        has_numbers = is_torch and self.has_numbers
+        result = self._call_with_numbers(func, args, kwargs) if has_numbers else func(*args, **kwargs)
         # Threads of the program, such as a data loader's, draw from the same generator.
         if self.reads is None or self.reads.drew:
             self._check_generator(seed)
@@ -171,6 +212,12 @@ class Recorder(TorchFunctionMode):
         """Whether it is an argument, or a tensor that the function closes over; not an alias of one."""
         return id(tensor) in self._outside_ids
 
+    def note_returned(self, results: Iterable[Any]) -> None:
+        """A tensor from outside that is only returned is read by no operation, and captured all the same."""
+        for leaf in results:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+                self._read(leaf)
+
     def _outside(self) -> set[int]:
         return self.given | self.captured.keys()
 
@@ -233,17 +280,30 @@ class Before:
                     self._gradient.copy_(self._gradient_same)  # type: ignore[union-attr]
 
 
+class Restoring(_C.Scope):
+    """Gives the tensors from outside back what they held, once a trace is over."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def leave(self, raised: bool) -> None:
+        self._recorder.restore()
+
+
 class HostReads(TorchDispatchMode):
     """Refuses to bring a value to the host, which a replay would not do again.
 
     Attributes:
         drew: whether random numbers have been drawn there.
+        numbers: of the operation under way, which the error is about if there are any.
     """
 
     def __init__(self, function: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._function = function
         self.drew = False
+        self.numbers: Sequence[_numbers.Number] = ()
         self._transfers = _host.transfers()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -251,9 +311,7 @@ class HostReads(TorchDispatchMode):
         if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
             for tensor in _tensors((args, kwargs)):
                 if tensor.device.type == "xla":
-                    raise impure(
-                        self._function, _donate.call_site(), f"reads {_leaves.array(tensor)} on the host", _RETURN_IT
-                    )
+                    raise self._refuse(tensor)
         result = func(*args, **kwargs)
         on_host = any(tensor.device.type == "cpu" for tensor in _tensors(result))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -261,11 +319,14 @@ class HostReads(TorchDispatchMode):
         elif on_host:  # as copy_ to a tensor on the host
             for tensor in _tensors((args, kwargs)):
                 if tensor.device.type == "xla":
-                    raise impure(
-                        self._function, _donate.call_site(), f"reads {_leaves.array(tensor)} on the host", _RETURN_IT
-                    )
+                    raise self._refuse(tensor)
         self.check(_donate.call_site)
         return result
+
+    def _refuse(self, tensor: torch.Tensor) -> Exception:
+        if self.numbers:
+            return self.numbers[0].refuse(self.numbers)
+        return impure(self._function, _donate.call_site(), f"reads {_leaves.array(tensor)} on the host", _RETURN_IT)
 
     def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
         """DonationError if something has been read meanwhile: operations without an XLA lowering run on the host."""
@@ -284,6 +345,16 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _reads_float(function: str, numbers: Sequence[_numbers.Number]) -> Exception:
+    names = _numbers.joined(numbers)
+    return impure(
+        function,
+        _donate.call_site(),
+        f"reads {names} on the host, a Python float, which is traced",
+        "Name that argument in static_argnums, so that each value has a trace, or compute with torch's operations only",
+    )
+
+
 def impure(function: str, where: str, what: str, remedy: str) -> _errors.DonationError:
     return _errors.DonationError(
         f"{function} is declared pure, and at {where} it {what}. {remedy}, or take pure=True out. Nothing was donated."
@@ -293,7 +364,7 @@ def impure(function: str, where: str, what: str, remedy: str) -> _errors.Donatio
 class Slot(NamedTuple):
     """Where a result, or an input of the graph, comes from."""
 
-    kind: str  # "graph", "argument", "detached argument", "value", "detached value" or "copied value"
+    kind: str  # "graph", "argument", "detached argument", "value", "detached value", "copied value" or "floats"
     source: Any
     like: Any = None  # Parameter or requires_grad, of a result that is one
 
@@ -314,10 +385,12 @@ class Program:
             args, kwargs, leaves = stand_ins.make()
             recorder = Recorder(compiled.function, leaves)
             recorder.inseparable = stand_ins.inseparable()
-            try:
+            recorder.has_numbers = bool(stand_ins.floats)
+            with Restoring(recorder):
                 reads = recorder.reads = HostReads(compiled.function)
                 watched = _bodies.watched(recorder)
-                with _host_reads_refused(compiled.function), recorder.modules, reads, recorder, watched:
+                refused = _host_reads_refused(compiled.function)
+                with _interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
                     tree = compiled.trace(*args, **kwargs)
                     results, self._structure = pytree.tree_flatten(tree)
                     plain = _C.flatten(tree)
@@ -325,11 +398,17 @@ class Program:
                     del tree
                 reads.check()
                 _refuse_gradients(compiled.function, results, recorder)
+                recorder.note_returned(results)
                 recorder.check()
-                own = [self._own(leaf, recorder) for leaf in results]
+                # A float that the function returns as it came is that of the call.
+                passed_on = {id(leaf): stand_ins.floats.get(id(leaf)) for leaf in results}
+                own = [
+                    leaf if passed_on[id(leaf)] is not None else self._own(_numbers.as_result(leaf), recorder)
+                    for leaf in results
+                ]
                 outputs: dict[int, torch.Tensor] = {}
                 for leaf in own:
-                    if isinstance(leaf, torch.Tensor) and _C.has_graph(leaf):
+                    if isinstance(leaf, torch.Tensor) and _C.has_graph(leaf) and passed_on.get(id(leaf)) is None:
                         outputs.setdefault(_C.identity(leaf)[0], leaf)
                 places = {identity: place for place, identity in enumerate(outputs)}
                 given: dict[int, int] = {}
@@ -339,29 +418,39 @@ class Program:
                 stand_ins.note_made(recorder.made())
                 if stand_ins.are_shared(recorder.captured.values(), leaves):
                     return True
-                self._results = [self._result(leaf, places, given, leaves, recorder) for leaf in own]
-                self.returned = [slot.source for slot in self._results if slot.kind.endswith("argument")]
+                self._results = [
+                    self._result(leaf, places, given, leaves, recorder)
+                    if (index := passed_on.get(id(leaf))) is None
+                    else Slot("argument", index)
+                    for leaf in own
+                ]
+                # By buffer: several arguments may hold one. Which of them do is a part of the signature.
+                kept = {_C.identity(tensor)[1] for tensor in _leaves.tensors_in(own)} - {0}
+                tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+                self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
                 pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
                 _log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
-                self._hash, inputs, seeds = _host.compile_graph(pending, given_up, recorder.seed_buffer)
-            finally:
-                recorder.restore()
-        self._seed = seeds[0] if seeds else None
+                graph = _host.compile_graph(pending, given_up, recorder.seed_buffer)
+        self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
         by_buffer: dict[int, Slot] = {}
+        if stand_ins.values is not None:
+            by_buffer[_C.identity(stand_ins.values)[1]] = Slot("floats", None)
         for tensor in recorder.captured.values():
             by_buffer[_C.identity(tensor)[1]] = Slot("value", tensor)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 by_buffer.setdefault(_C.identity(leaf)[1], Slot("argument", i))
-        sources = [by_buffer.get(_C.identity(tensor)[1], Slot("value", tensor)) for tensor in inputs]
+        sources = [by_buffer.get(_C.identity(tensor)[1], Slot("value", tensor)) for tensor in graph.inputs]
         self._inputs = [None if slot.kind == "argument" else slot.source for slot in sources]
+        self._floats = next((place for place, slot in enumerate(sources) if slot.kind == "floats"), None)
         self._arguments = [(place, slot.source) for place, slot in enumerate(sources) if slot.kind == "argument"]
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()
         self._modules = recorder.modules.found
-        read = {source for _, source in self._arguments}
-        self._usable = read.difference(self.returned)
+        self._places = {source: (place, graph.successors[place]) for place, source in self._arguments}
+        read = self._places.keys()
+        self._usable = read - set(self.returned)
         self.donors = [i for i in donors if i in read]
         return False
 
@@ -413,10 +502,16 @@ class Program:
         """Those of the arguments that a run reads and does not return: it may consume them."""
         return [i for i in positions if i in self._usable]
 
+    def places(self, positions: Sequence[int]) -> list[tuple[int | None, int | None]]:
+        """For each of these arguments its number among the graph's parameters, and that of the output made of it."""
+        return [self._places[i] for i in positions]
+
     def run(self, leaves: Sequence[Any]) -> Any:
         inputs = list(self._inputs)
         for place, index in self._arguments:
             inputs[place] = leaves[index]
+        if self._floats is not None:
+            inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
         pick: dict[str, Callable[[Any], Any]] = {
             "graph": outputs.__getitem__,
@@ -435,6 +530,31 @@ class Program:
         return pytree.tree_unflatten(results, self._structure)
 
 
+def upload_floats(leaves: Sequence[Any]) -> torch.Tensor:
+    """The floats among a call's leaves, in one transfer. One vector: torch_xla would cache a tensor of one number."""
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "xla")
+    return torch.tensor(_numbers.values_of(leaves), dtype=torch.float64, device="cpu").to(device)
+
+
+def put_numbers(
+    compiled: Compiled, plan: Plan, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor
+) -> list[_numbers.Number]:
+    """Puts numbers in the place of the floats among the arguments, and returns them; `values` as uploaded."""
+    slots = plan.donated + plan.kept
+    parts = [_leaves.flatten(_arguments.value(slot, args, kwargs)) for slot in slots]
+    names = CallNames([(slot, len(found), names) for slot, (found, names) in zip(slots, parts)])
+    leaves = itertools.chain.from_iterable(found for found, _ in parts)
+    texts = [names.name(position) for position, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
+    numbers = _numbers.stand_ins(values, texts, lambda used: _reads_float(compiled.function, used))
+    following = iter(numbers)
+    for slot in slots:
+        into: Any = kwargs if isinstance(slot.key, str) else args
+        into[slot.key] = pytree.tree_map(
+            lambda leaf: next(following) if _numbers.is_float(leaf) else leaf, into[slot.key]
+        )
+    return numbers
+
+
 def _like(result: torch.Tensor, like: Any) -> torch.Tensor:
     return result.requires_grad_() if like is True else torch.nn.Parameter(result)
 
@@ -444,6 +564,10 @@ class StandIns:
 
     So a tensor that is an argument of this call and that the function closes over, too, is told apart from it. Tensors
     of modules and optimizers stay what they are. With SPMD others would lose the sharding, so aliases stand in.
+
+    Attributes:
+        values: the floats among the arguments; None if there are none.
+        floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
     """
 
     def __init__(self, compiled: PureCompiled, plan: Plan, args: Any, kwargs: Any) -> None:
@@ -454,6 +578,10 @@ class StandIns:
                 tensor = _leaves.without_wrapper(leaf)
                 if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
                     self._plain[id(leaf)] = tensor
+        leaves = compiled.leaves(plan, args, kwargs)
+        self._float_positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
+        self.values = upload_floats(leaves) if self._float_positions else None
+        self.floats: dict[int, int] = {}
         self._spmd = bool(_host.runtime().is_spmd())
         # Constants of the function may share these.
         self._to_copy = {_C.identity(leaf)[1] for leaf in self._plain.values() if _C.state(leaf) == "read_only"}
@@ -483,7 +611,12 @@ class StandIns:
             value = _arguments.value(slot, args, kwargs)
             into: Any = kwargs if isinstance(slot.key, str) else args
             into[slot.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
-        return args, kwargs, self._compiled.leaves(self._plan, args, kwargs)
+        leaves = self._compiled.leaves(self._plan, args, kwargs)
+        if self.values is not None:
+            numbers = put_numbers(self._compiled, self._plan, args, kwargs, self.values)
+            self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
+            self._given += [weakref.ref(one) for one in numbers]
+        return args, kwargs, leaves
 
     def _stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
@@ -543,18 +676,22 @@ class StandIns:
             )
 
 
-class ModulesCalled:
+class ModulesCalled(_C.Scope):
     """Notes which modules a trace calls, and in which mode each is."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.found: list[tuple[weakref.ref[torch.nn.Module], bool]] = []
         self._seen: set[int] = set()
 
-    def __enter__(self) -> None:
-        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, _: self.note(module))
+    def enter(self) -> None:
+        torch.nn.modules.module.register_module_forward_pre_hook(self._hook)
 
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
+    def leave(self, raised: bool) -> None:
+        _host.remove_module_hook(self._hook)
+
+    def _hook(self, module: torch.nn.Module, _: Any) -> None:
+        self.note(module)
 
     def note(self, module: torch.nn.Module) -> None:
         if id(module) not in self._seen:
@@ -600,6 +737,8 @@ class _Call:
 
 class PureCompiled(Compiled):
     """Traces the function once for each signature, then runs the compiled graph on the arguments of each call."""
+
+    per_signature = "traced"
 
     def __init__(
         self,
@@ -667,6 +806,7 @@ class PureCompiled(Compiled):
                 torch.is_grad_enabled(),
                 torch.is_inference_mode_enabled(),
                 _host.autocast_state(),
+                torch.get_default_dtype(),
                 _host.shardings(call.leaves),
             )
             program = self._programs.get(key)
@@ -679,7 +819,7 @@ class PureCompiled(Compiled):
         if program.returned:
             offer.keep_returned([call.leaves[i] for i in program.returned])
         donors = program.donors or program.usable(offer.spared(call.leaves))
-        with offer.consumed([call.leaves[i] for i in donors], program.name):
+        with offer.consumed([call.leaves[i] for i in donors], program.name, program.places(donors)):
             return program.run(call.leaves)
 
     def _values(self, call: _Call) -> Hashable:
@@ -694,8 +834,26 @@ class PureCompiled(Compiled):
                     f"{type(value).__name__}, which is no tensor and cannot be hashed. Register its class with "
                     "torch.utils._pytree, or pass something that has a hash."
                 ) from None
-        # 0.0 equals -0.0, and not a number does not equal itself.
-        return tuple((type(value), value.hex() if type(value) is float else value) for value in values)
+        # Floats among the arguments are inputs of the graph. Of static ones 0.0 equals -0.0, and not a number does not
+        # equal itself.
+        count = len(call.others)
+        return (
+            *("float" if _numbers.is_float(value) else (type(value), value) for value in values[:count]),
+            *((type(value), value.hex() if isinstance(value, float) else value) for value in values[count:]),
+        )
+
+    def note_compilation(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+        pass  # its traces are counted
+
+    def note_signature(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+        # Floats are inputs. Static ones are not.
+        into = list(args), dict(kwargs)
+        for slot in (*plan.donated, *plan.kept):
+            target: Any = into[isinstance(slot.key, str)]
+            target[slot.key] = pytree.tree_map(
+                lambda leaf: "a float" if _numbers.is_float(leaf) else leaf, target[slot.key]
+            )
+        super().note_signature(plan, *into, where)
 
     def _refuse_others(self, leaves: Sequence[Any]) -> None:
         elsewhere = _leaves.elsewhere(leaves)
@@ -712,6 +870,8 @@ class PureCompiled(Compiled):
                 f"{self.function} would get more than max_different_graphs={self._limit} graphs; its arguments differ "
                 "in structure, shape, dtype or value from those before."
             )
+        if key not in self._programs:
+            self.note_signature(call.plan, call.args, call.kwargs, _donate.call_site())
         offered = offer.positions(call.leaves) if offer is not None else ()
         program = self._programs[key] = Program(self, call.plan, call.args, call.kwargs, offered)
         return program

@@ -9,10 +9,11 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from torch_xla_donate import _C, _into, _outlook
+from torch_xla_donate import _C, _hlo, _interrupts, _into, _outlook
 from torch_xla_donate._errors import DonationError, DonationWarning, warn
+from torch_xla_donate._holders import UNKNOWN, holders_of
 
 Outcome = Literal["donated", "unusable", "pending"]
 
@@ -34,6 +35,9 @@ class Donor:
         outcome: ``donated``, ``unusable`` or ``pending``.
         reason: why it is not donated; empty if it is.
         step: number of the step that read it, counted from 1 over steps that have donors; None while pending.
+        output: number of the output that took the buffer over, in the step's HLO; None if none did or if unknown.
+        crossed: whether that is another output than the one computed from the donor, so that its value moves; None if
+            no output is computed from it, or if unknown.
         into_kept: whether the output named by ``into=`` took the buffer over; None without ``into=`` or if unknown.
         automatic: whether nobody has marked it, and `auto_donate` has found that nothing can read it any more.
         prediction: of a pending mark, if it was asked for: what the next step will do with it; ``unknown`` where that
@@ -54,6 +58,8 @@ class Donor:
     into_kept: bool | None
     automatic: bool
     prediction: _outlook.Prediction | None = None
+    output: int | None = None
+    crossed: bool | None = None
 
     @property
     def array(self) -> str:
@@ -69,21 +75,40 @@ class HeldInput:
         array: element type and shape, as XLA writes them: ``f32[8,4]``.
         bytes: of the whole array, before any sharding.
         device: such as ``CPU:0``.
-        holder: ``a live tensor``, which may be one that a graph of autograd or a closure keeps; or ``work that stays
-            pending``.
+        holder: who holds it, as far as Python can tell when the report is made: ``variable 'old' at train.py:12``,
+            ``grad_fn of variable 'loss' at train.py:9``, ``attribute 'weight' of variable 'model' at train.py:5``; or
+            ``unknown holder``, or ``work that stays pending``.
     """
 
     array: str
     bytes: int
     device: str
-    holder: Literal["a live tensor", "work that stays pending"]
+    holder: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of a report.
+
+    Attributes:
+        number: counted from 1 over steps that have donors; None for a step without.
+        donors: how many it had.
+        crossed: how many of them went to another output than the one computed from them.
+        copied_bytes: of the donated buffers that XLA copies before it writes over them; None if unknown, as the
+            executable is gone or donated nothing.
+    """
+
+    number: int | None
+    donors: int = 0
+    crossed: int = 0
+    copied_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class DonationReport:
-    """Outcome of every donor of the last steps that had any, oldest first.
+    """Outcome of every donor of the last steps, oldest first. The first step with donors begins the report.
 
-    ``bool(report)`` is True if there are donors that were offered, and each was donated. Marked donors are offered, and
+    ``bool(report)`` is True if each step offered donors, and each of them was donated. Marked donors are offered, and
     automatic ones that an output has taken over; nobody has asked for those that were of no use.
 
     Attributes:
@@ -92,12 +117,27 @@ class DonationReport:
         auto_refusals: how many steps of the process `auto_donate` has left alone, by reason; empty if none.
         held: what `auto_donate` has left alone in the last step of each device, although an output could have taken it;
             none of a device whose last step ran without `auto_donate`.
+        backward_threads: how many steps of the process, with marks or with `auto_donate`, followed a backward pass on
+            autograd's own threads. Such a thread may still hold gradients, which are outputs then. To avoid that, run
+            the backward pass under ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
     """
 
     donors: tuple[Donor, ...]
     pending: tuple[Donor, ...]
     auto_refusals: Mapping[str, int] = dataclasses.field(default_factory=dict)
     held: tuple[HeldInput, ...] = ()
+    steps: tuple[Step, ...] = ()
+    backward_threads: int = 0
+
+    @property
+    def crossed(self) -> int:
+        """How many donors went to another output than the one computed from them."""
+        return sum(step.crossed for step in self.steps)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of donated buffers that XLA copied before it wrote over them, as far as it is known."""
+        return sum(step.copied_bytes or 0 for step in self.steps)
 
     @property
     def donated_bytes(self) -> int:
@@ -106,9 +146,16 @@ class DonationReport:
 
     @property
     def reused_fraction(self) -> float:
-        """`donated_bytes` as a fraction of the bytes of all donors that were offered; 0.0 if there are none."""
+        """`donated_bytes` as a fraction of the bytes offered, times the share of steps that had donors.
+
+        So it falls when a loop loses its donation. 0.0 if no donor was offered.
+        """
         offered = sum(donor.bytes for donor in self.offered)
-        return self.donated_bytes / offered if offered else 0.0
+        if not offered:
+            return 0.0
+        with_donors = sum(step.number is not None for step in self.steps)
+        share = with_donors / len(self.steps) if self.steps else 1.0
+        return self.donated_bytes / offered * share
 
     @property
     def offered(self) -> tuple[Donor, ...]:
@@ -116,7 +163,7 @@ class DonationReport:
         return tuple(donor for donor in self.donors if donor.outcome == "donated" or not donor.automatic)
 
     def __bool__(self) -> bool:
-        return bool(self.offered) and all(donor.outcome == "donated" for donor in self.offered)
+        return self.reused_fraction == 1.0
 
     def __str__(self) -> str:
         from torch_xla_donate import _tables
@@ -130,8 +177,12 @@ class DonationReport:
             "pending": [dataclasses.asdict(donor) for donor in self.pending],
             "donated_bytes": self.donated_bytes,
             "reused_fraction": self.reused_fraction,
+            "steps": [dataclasses.asdict(step) for step in self.steps],
+            "crossed": self.crossed,
+            "copied_bytes": self.copied_bytes,
             "auto_refusals": dict(self.auto_refusals),
             "held": [dataclasses.asdict(held) for held in self.held],
+            "backward_threads": self.backward_threads,
         }
 
 
@@ -142,7 +193,8 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     device to compute them.
 
     Args:
-        steps: how many steps to look back; at most, and by default, the last 8 that had donors.
+        steps: how many steps to look back, at most and by default 8. Steps without donors count from the first step
+            with donors on; reads (``print``, ``.item()``, ``.cpu()``) do not.
         predict: whether to tell, for each pending mark, what the next step will do with it, from the bytes per device
             of marks and outputs. Looks at all pending work, so no other thread may be computing meanwhile. Nothing is
             compiled or run. What is seen from outside (dlpack, numpy) is not known; XLA copies it then.
@@ -155,22 +207,89 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         raise ValueError(f"steps is {steps}; it must be 1 or more.")
     _C.wait_for_steps()
     _into.resolve_pairs(wait=True)
-    found = sorted(_C.steps(), key=lambda step: step["number"])  # they end in any order
-    if steps is not None:
-        found = found[-steps:]
-    donors = [_donor(raw, step) for step in found for raw in step["donors"]]
+    found = _last_steps(min(steps or _KEPT, _KEPT))
+    donors: list[Donor] = []
+    summary: list[Step] = []
+    for step in found:
+        if step is None:
+            summary.append(Step(None))
+            continue
+        facts = _facts(step)
+        own = [_donor(raw, step, facts=facts) for raw in step["donors"]]
+        crossed = sum(bool(donor.crossed) for donor in own)
+        summary.append(Step(step["number"], len(own), crossed, None if facts is None else facts.copied_bytes))
+        donors += own
     marks = _C.pending()
     outlook = _outlook.Outlook() if predict and marks else None
     pending = [_donor(raw, None, outlook) for raw in marks]
     tell(everywhere=True)
+    left_alone = _C.auto_held()
+    holders = holders_of([buffer for *_, by_tensor, buffer in left_alone if by_tensor and buffer])
     held = tuple(
-        HeldInput(array, size, device, "a live tensor" if by_tensor else "work that stays pending")
-        for array, size, device, by_tensor in _C.auto_held()
+        HeldInput(array, size, device, holders.get(buffer, UNKNOWN) if by_tensor else "work that stays pending")
+        for array, size, device, by_tensor, buffer in left_alone
     )
-    return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals(), held)
+    return DonationReport(
+        tuple(donors), tuple(pending), _C.auto_refusals(), held, tuple(summary), _C.backward_threads()
+    )
 
 
-def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None, outlook: _outlook.Outlook | None = None) -> Donor:
+_KEPT = 8
+
+
+def _last_steps(count: int) -> list[Mapping[str, Any] | None]:
+    """The last steps, oldest first, from the first one with donors on; None stands for a step without donors."""
+    with_donors = sorted(_C.steps(), key=lambda step: step["number"])  # they end in any order
+    found: list[Mapping[str, Any] | None] = []
+    for step, after in zip(with_donors, [*with_donors[1:], None]):
+        plain_after = (_C.plain_steps() if after is None else after["plain_before"]) - step["plain_before"]
+        found += [step, *[None] * min(plain_after, count)]
+    return found[-count:]
+
+
+class _Facts(NamedTuple):
+    """What the executable of a step says: the output in each parameter's buffer, and the bytes copied beforehand."""
+
+    output_of: Mapping[int, int]
+    copied_bytes: int
+
+
+_known_facts: dict[str, _Facts] = {}
+
+
+def _facts(step: Mapping[str, Any]) -> _Facts | None:
+    """The facts of a step's graph; None if they are not known. Reading them takes time in proportion to the HLO."""
+    graph = step["graph"]
+    if graph not in _known_facts:
+        text = _C.graph_text(graph) if graph else None
+        if text is None:
+            return None
+        module = _hlo.parse(text)
+        wrapped = len(module.parameters) == 1 and module.parameters[0].is_tuple
+
+        def number(parameter: int, index: Sequence[int]) -> int:
+            return index[0] if wrapped else parameter
+
+        output_of = {
+            number(alias.parameter_number, alias.parameter_index): alias.output_index[0] if alias.output_index else 0
+            for alias in module.aliases
+        }
+        copied = sum(size for parameter, size in _hlo.copied_parameters(text) if parameter in output_of)
+        if len(_known_facts) >= _KEPT_FACTS:
+            _known_facts.pop(next(iter(_known_facts)))
+        _known_facts[graph] = _Facts(output_of, copied)
+    return _known_facts[graph]
+
+
+_KEPT_FACTS = 64
+
+
+def _donor(
+    raw: Mapping[str, Any],
+    step: Mapping[str, Any] | None,
+    outlook: _outlook.Outlook | None = None,
+    facts: _Facts | None = None,
+) -> Donor:
     kept = [_into.kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     prediction: _outlook.Prediction | None = None
@@ -180,6 +299,7 @@ def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None, outlook: _out
         outcome, reason = "donated", ""
     else:
         outcome, reason = "unusable", raw["reason"] or explain(raw, step)
+    output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
     return Donor(
         name=raw["name"],
         where=raw["where"],
@@ -195,6 +315,8 @@ def _donor(raw: Mapping[str, Any], step: Mapping[str, Any] | None, outlook: _out
         into_kept=next((value for value in kept if value is not None), None),
         automatic=raw["automatic"],
         prediction=prediction,
+        output=output,
+        crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
     )
 
 
@@ -272,6 +394,7 @@ class _Postponed(threading.local):
 
 
 _postponed = _Postponed()
+_interrupts.restore(_postponed, "depth")
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
+from torch_xla_donate import _interrupts
 from torch_xla_donate._errors import DonationWarning, describe_reuse, is_internal
 
 _told: set[tuple[str, str, int]] = set()
@@ -19,6 +20,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
+_interrupts.restore(_local, "quiet")
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ class Offer:
 
     def __init__(self, donated: Donated, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
         self._refused: dict[int, str] = {}
+        self._count = len(donated.leaves)
         try:
             self._call = donated.mark(args, kwargs, where, held=True)
         except DonationError:
@@ -83,13 +84,23 @@ class Offer:
             self._refused.setdefault(leaf, reason)
         return len(self._refused) > before
 
+    def refuse_all(self, reason: str) -> None:
+        """Nothing of the call may be consumed, for this reason."""
+        for leaf in range(self._count):
+            self._refused.setdefault(leaf, reason)
+
     @contextlib.contextmanager
-    def consumed(self, donors: Sequence[torch.Tensor], graph: str) -> Iterator[None]:
-        """The run of a graph in this context consumes the donors; the hooks remember them where they are spared."""
+    def consumed(
+        self, donors: Sequence[torch.Tensor], graph: str, places: Sequence[tuple[int | None, int | None]]
+    ) -> Iterator[None]:
+        """The run of a graph in this context consumes the donors; the hooks remember them where they are spared.
+
+        places: of each donor among the graph's parameters, and of the output computed from it; None where unknown.
+        """
         if not donors:
             yield
             return
-        _C.arm_run(self._call, donors, graph)
+        _C.arm_run(self._call, donors, graph, places)
         try:
             yield
         finally:

@@ -32,12 +32,23 @@ def size(count: int) -> str:
     return f"{value:.1f} GiB"
 
 
+def percent(fraction: float) -> str:
+    """'99.9%', and '100.0%' for all only."""
+    return f"{fraction if fraction >= 1 else min(fraction, 0.999):.1%}"
+
+
 def report(found: DonationReport) -> str:
     """The text of a report: one line of summary, then a row for each donor."""
     left_alone = "".join(
         f"\nauto_donate left {count} step{'s' if count > 1 else ''} alone: {reason}."
         for reason, count in found.auto_refusals.items()
     )
+    if found.backward_threads:
+        left_alone += (
+            f"\nBefore {found.backward_threads} steps autograd ran on its own threads. A gradient that such a thread "
+            "still holds when a step\nbegins is an output of that step, at random. Put the backward pass under "
+            "torch.autograd.set_multithreading_enabled(False)."
+        )
     if found.held:
         left_alone += "\nauto_donate left inputs of the last step alone, which outputs could have taken:"
         alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
@@ -46,9 +57,10 @@ def report(found: DonationReport) -> str:
     if not found.donors and not found.pending:
         return "No step has had a donor yet." + left_alone
     used = sum(donor.outcome == "donated" for donor in found.donors)
+    offered = sum(donor.bytes for donor in found.offered)
     summary = (
         f"{used} of {len(found.offered)} donors donated, {size(found.donated_bytes)} "
-        f"({found.reused_fraction:.1%} of the bytes offered)"
+        f"({percent(found.donated_bytes / max(offered, 1))} of the bytes offered)"
     )
     if len(found.donors) > len(found.offered):
         summary += f"; {len(found.donors) - len(found.offered)} automatic of no use"
@@ -67,10 +79,20 @@ def report(found: DonationReport) -> str:
             f"{donor.name} ({place})" if donor.name else place,
             f"{donor.array} {donor.sharding}".rstrip(),
             size(donor.bytes),
-            donor.outcome + kept,
+            donor.outcome + kept + (", crossed" if donor.crossed else ""),
             donor.reason,
         )
     text = render(table)
     if len(rows) > _ROWS:
         text += f"\n... and {len(rows) - _ROWS} more; see .to_dict()"
+    lost = sum(step.number is None for step in found.steps)
+    if lost:
+        text += f"\n{lost} of the last {len(found.steps)} steps had no donors."
+    if found.crossed:
+        text += (
+            f"\n{found.crossed} donors crossed: XLA gave their memory to another output of the same size than the one "
+            "computed from them, so these values move at every step."
+        )
+    if found.copied_bytes:
+        text += f"\nXLA copied {size(found.copied_bytes)} of donated buffers in these steps before it wrote over them."
     return text + left_alone

@@ -98,11 +98,17 @@ TEST(relro_covers_the_slots_that_the_linker_has_protected) {
 }
 
 TEST(functions_that_are_not_imported_have_no_slots) {
-  CHECK_EQ(KindsIn("both", "victim_add"), "");     // defined by the library itself
-  CHECK_EQ(KindsIn("both", "callee_ad"), "");      // the beginning of a name
-  CHECK_EQ(KindsIn("both", kVirtualAdd), "");      // imported by another victim only
-  CHECK_EQ(KindsIn("both", "callee_values"), "");  // a pointer into an array is not a function slot
+  CHECK_EQ(KindsIn("both", "victim_multiply"), "");  // defined by the library itself, which does not call it
+  CHECK_EQ(KindsIn("both", "callee_ad"), "");        // the beginning of a name
+  CHECK_EQ(KindsIn("both", kVirtualAdd), "");        // imported by another victim only
+  CHECK_EQ(KindsIn("both", "callee_values"), "");    // a pointer into an array is not a function slot
   CHECK_EQ(KindsIn("both", ""), "");
+}
+
+TEST(an_own_function_that_another_library_could_replace_has_a_slot) {
+  for (const char* mode : {"default", "relro_lazy", "relro_now", "no_plt"}) {
+    CHECK_EQ(KindsIn(mode, "victim_add"), std::string(mode) == "no_plt" ? "GLOB_DAT" : "JUMP_SLOT");
+  }
 }
 
 TEST(a_batch_finds_what_single_searches_find) {

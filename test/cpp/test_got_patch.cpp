@@ -56,6 +56,29 @@ TEST(all_slots_of_the_symbol_are_patched) {
   CHECK_EQ(victim.Call("victim_add_by_table", 2, 3), 1005);
 }
 
+static std::atomic<void*> own_add{nullptr};
+static int OwnAdd(int a, int b) { return 100 + reinterpret_cast<int (*)(int, int)>(own_add.load())(a, b); }
+
+TEST(a_function_of_the_library_itself_is_intercepted_and_undone) {
+  for (const char* mode : {"default", "relro_lazy", "relro_now"}) {
+    // GIVEN a library that calls an exported function of its own, before and after the first call has bound the slot
+    const Library victim(VictimName(mode));
+    const ElfImage image = ElfImage::Find(victim.path);
+    const std::vector<RelocationSlot> slots = image.SlotsOf("victim_add");
+    for (const bool called_before : {false, true}) {
+      if (called_before) CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 10);
+      const std::vector<void*> contents = Contents(slots);
+      {
+        const GotPatch patch(
+            image, {"victim_add", victim.Symbol("victim_add"), reinterpret_cast<void*>(&OwnAdd), &own_add}, slots);
+        CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 210);
+      }
+      CHECK(Contents(slots) == contents);
+      CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 10);
+    }
+  }
+}
+
 TEST(a_slot_not_bound_yet_gets_its_plt_address_back) {
   // GIVEN a lazily bound library that has not called the function yet
   const Library victim("victim_relro_lazy");

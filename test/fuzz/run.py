@@ -1,4 +1,7 @@
-"""Runs random programs with automatic donation, without it and on the CPU, and compares: python -m fuzz.run.
+"""Runs random programs with and without donation and on the CPU, and compares: python -m fuzz.run.
+
+`--kind states` runs programs that call a function of a state several times, in each way of donating (`fuzz.states`,
+`fuzz.farm`). The rest of this file is about `--kind operations`: programs with automatic donation and without it.
 
 A difference between with and without is a failure, which hypothesis shrinks. Where torch_xla without donation differs
 from the CPU the program says nothing about donation; such programs are counted.
@@ -17,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +35,9 @@ from hypothesis import seed as with_seed
 from hypothesis import strategies as st
 
 import torch_xla_donate
+from fuzz.farm import Campaign, Failure, shrink
 from fuzz.programs import WEIGHTED, Machine, Program
+from fuzz.states import MODES
 
 NUMBERS = st.integers(0, 23)
 PROGRAMS = st.lists(st.tuples(st.sampled_from(WEIGHTED), NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=28)
@@ -191,14 +197,75 @@ def compare(program: Program, sharded: bool) -> None:
         look_for_state(sharded)
 
 
+def compile_fast() -> None:
+    """XLA without its optimisations: compiling takes half the time. Donors, aliases and copies stay as they are."""
+    flag = "--xla_backend_optimization_level"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}=0"
+
+
+def run_states(campaign: Campaign, numbers: range, jobs: int, until: float | None, keep_going: bool) -> int:
+    """Runs programs of `fuzz.states`, and prints what it finds. Returns the exit code."""
+    started = time.monotonic()
+    kinds: set[tuple[str, str]] = set()
+
+    def on_failure(failure: Failure) -> bool:
+        kind = (failure.mode, failure.outcome.kind)
+        if kind not in kinds:
+            kinds.add(kind)
+            shrunk = shrink(failure, campaign.sharded)
+            click.echo(shrunk.text(campaign.seed, campaign.sharded), err=True)
+        return keep_going
+
+    told = 0
+    for done in campaign.run(numbers.start, numbers.stop, jobs, until, on_failure):
+        if done // 1000 > told:  # an hour is long
+            told = done // 1000
+            click.echo(json.dumps(campaign.counts), err=True)
+    for name, found in (("refused", campaign.refusals), ("of stock", campaign.of_stock)):
+        for text, count in found.most_common():
+            click.echo(f"{name}, {count}: {text}", err=True)
+    for failure in campaign.of_history:
+        click.echo(
+            f"program {failure.number}, {failure.mode}, is right in fresh processes: {failure.outcome}", err=True
+        )
+    seconds = time.monotonic() - started
+    print(json.dumps({**campaign.counts, "a_second": round(campaign.counts["programs"] / seconds, 2)}))
+    return 1 if campaign.failures else 0
+
+
 @click.command()
 @click.option("--programs", default=300, show_default=True, help="How many to try.")
 @click.option("--seed", default=0, show_default=True, help="Programs follow from it.")
 @click.option("--sharded", is_flag=True, help="Under SPMD, with operations that shard.")
+@click.option("--kind", type=click.Choice(("operations", "states")), default="operations", show_default=True)
+@click.option("--minutes", type=float, help="Stop after this time.")
+@click.option("--start", default=0, help="States: the number of the first program.")
+@click.option("--jobs", default=1, show_default=True, help="States: how many processes.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="States: these ways of donating only.")
+@click.option("--keep-going", is_flag=True, help="States: go on after a failure; shrink one of each kind.")
 @click.option("--replay", help="Run these programs, each twice, and print what the last one computes.")
 @click.option("--automatic", is_flag=True, help="With --replay: the second time with automatic donation.")
 @click.option("--last", type=click.Path(path_type=Path), help="Receives each program before it runs, for a crash.")
-def main(programs: int, seed: int, sharded: bool, replay: str | None, automatic: bool, last: Path | None) -> None:
+def main(
+    programs: int,
+    seed: int,
+    sharded: bool,
+    kind: str,
+    minutes: float | None,
+    start: int,
+    jobs: int,
+    modes: tuple[str, ...],
+    keep_going: bool,
+    replay: str | None,
+    automatic: bool,
+    last: Path | None,
+) -> None:
+    compile_fast()
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    if kind == "states":
+        sys.exit(run_states(Campaign(seed, sharded, modes), range(start, start + programs), jobs, until, keep_going))
     if sharded:
         import torch_xla.runtime as xr
 
@@ -222,7 +289,7 @@ def main(programs: int, seed: int, sharded: bool, replay: str | None, automatic:
     )
     @given(PROGRAMS)
     def check(program: Program) -> None:
-        if of_state:
+        if of_state or (until is not None and time.monotonic() > until):
             return
         if last is not None:
             last.write_text(repr(program))

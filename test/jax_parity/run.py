@@ -1,9 +1,8 @@
-"""Runs the cases of one side and prints what each has shown, as JSON: `python run.py jax`, `ours` or `ours-spmd`."""
+"""Runs the cases of one side: `jax`, `ours` or `ours-spmd`."""
 
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from typing import Any
 
@@ -29,16 +28,12 @@ def observe(side: Side, case: Case) -> dict[str, Any]:
     return found
 
 
-def main(name: str) -> None:
+def observe_all(name: str) -> dict[int, Any]:
+    """The observations of all cases of a side, by their number, as JSON has them: with lists for tuples."""
     spmd = name == "ours-spmd"
     side = Jax() if name == "jax" else Ours(spmd=spmd)
-    found: dict[int, Any] = {}
-    for number, case in enumerate(CASES):
-        if case.run is None or (name != "jax" and case.spmd != spmd):
-            continue
-        found[number] = observe(side, case)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return {
+        number: json.loads(json.dumps(observe(side, case)))
+        for number, case in enumerate(CASES)
+        if case.run is not None and (name == "jax" or case.spmd == spmd)
+    }

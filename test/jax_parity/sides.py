@@ -100,6 +100,8 @@ class Jax(Side):
     def __init__(self) -> None:
         import jax
 
+        # JAX reads JAX_PLATFORMS when it is imported: in a forked child that was before.
+        jax.config.update("jax_platforms", "cpu")
         self.jax = jax
         self.mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
 

@@ -1,28 +1,22 @@
-"""Runs both sides and compares them; `python test/jax_parity/table.py` writes the table of docs/jax.md anew."""
+"""Runs both sides and compares them; `python test/jax_parity/table.py` writes the table of docs/jax.md."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cases import CASES, PAGE, Case
+from run import observe_all
 from sides import DEVICES
 
 HERE = Path(__file__).resolve().parent
 DOCUMENT = HERE.parents[1] / "docs" / "jax.md"
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end of table -->)", re.DOTALL)
-FORCED = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES}"}
-ENVIRONMENTS = {
-    "jax": {"JAX_PLATFORMS": "cpu", **FORCED},
-    "ours": {"PJRT_DEVICE": "CPU"},
-    "ours-spmd": {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(DEVICES), **FORCED},
-}
+#: The sides, and how many devices each has: None is torch_xla's own number, one.
+SIDES = {"jax": DEVICES, "ours": None, "ours-spmd": DEVICES}
 
 
 class Row(NamedTuple):
@@ -31,21 +25,12 @@ class Row(NamedTuple):
     ours: Mapping[str, Any] | None
 
 
-def _observed(side: str) -> dict[int, Any]:
-    """What the cases of a side have shown, by their number; each side has a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"TF_CPP_MIN_LOG_LEVEL": "2", **ENVIRONMENTS[side]}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), side], env=environment, capture_output=True, text=True, timeout=300
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{side} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-    return {int(number): found for number, found in json.loads(done.stdout.splitlines()[-1]).items()}
-
-
 def rows() -> list[Row]:
-    """Both sides' observations of each case."""
-    jax, ours = _observed("jax"), {**_observed("ours"), **_observed("ours-spmd")}
+    """Both sides' observations of each case; each side has a separate process."""
+    from children import run_in_child
+
+    observed = {name: run_in_child(observe_all, name, devices=devices).value for name, devices in SIDES.items()}
+    jax, ours = observed["jax"], {**observed["ours"], **observed["ours-spmd"]}
     return [Row(case, jax.get(number), ours.get(number)) for number, case in enumerate(CASES)]
 
 
@@ -74,5 +59,6 @@ def table(found: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(HERE.parent))  # children.py is there
     text = DOCUMENT.read_text(encoding="utf-8")
     DOCUMENT.write_text(TABLE.sub(lambda _: table(rows()), text), encoding="utf-8")

@@ -1,0 +1,35 @@
+#include "backward_threads.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+
+namespace torch_xla_donate {
+
+namespace {
+
+std::atomic<std::size_t> backward_thread{0};
+std::atomic<std::int64_t> steps{0};
+
+std::size_t ThisThread() { return std::hash<std::thread::id>()(std::this_thread::get_id()); }
+
+}  // namespace
+
+void NoteBackwardThread() {
+  if (torch::autograd::get_current_graph_task_id() != -1) {
+    backward_thread.store(ThisThread(), std::memory_order_relaxed);
+  }
+}
+
+void CountBackwardThreads() {
+  const std::size_t thread = backward_thread.exchange(0, std::memory_order_relaxed);
+  if (thread != 0 && thread != ThisThread()) {
+    steps.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+std::int64_t StepsAfterBackwardThreads() { return steps.load(std::memory_order_relaxed); }
+
+}  // namespace torch_xla_donate

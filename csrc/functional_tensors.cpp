@@ -1,0 +1,288 @@
+// The hooks on functionalization and the notes of base tensors; functional_tensors.h says what they are for.
+#include "functional_tensors.h"
+
+#include <c10/core/InferenceMode.h>
+#include <pthread.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "donation_registry.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+using at::FunctionalTensorWrapper;
+
+Original commit_update, view_constructor, copy_tensor_metadata, mutate_view_meta;
+
+bool IsXla(const c10::TensorImpl& tensor) { return tensor.key_set().has(c10::DispatchKey::XLA); }
+
+// A view that would be worked out again from a base which the next step consumes takes its value now.
+void TakeValueFromMarkedBase(FunctionalTensorWrapper& view) {
+  if (!view.is_up_to_date() && IsXla(view) && DonationRegistry::Get().IsPending(abi::BaseBuffer(view).get())) {
+    view.sync_();
+  }
+}
+
+// The same for a view that has just been made of `source`. Torch takes it to be out of date as soon as the base has
+// been updated once, although its value is that of `source`, which may be another view that has outlived the base.
+void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& source) {
+  if (!DonationRegistry::Armed() || view.is_up_to_date() || !IsXla(view)) {
+    return;
+  }
+  const lazy::BackendDataPtr base = abi::BaseBuffer(view);
+  const bool is_marked = DonationRegistry::Get().IsPending(base.get());
+  if (source.is_up_to_date() && (is_marked || DonationRegistry::Get().IsTracked(base.get()))) {
+    abi::SetUpToDate(view);
+  } else if (is_marked) {
+    view.sync_();
+  }
+}
+
+// Whether the base of a view could not be found from the view later: views of inference mode have none for autograd,
+// and detach() gives its result none. The size shows the latter.
+bool HidesBase(const at::Tensor& value, const FunctionalTensorWrapper& base) {
+  if (c10::InferenceMode::is_enabled()) {
+    return true;
+  }
+  const c10::TensorImpl& impl = *value.unsafeGetTensorImpl();
+  return !impl.has_symbolic_sizes_strides() && !base.has_symbolic_sizes_strides() && impl.sizes() == base.sizes();
+}
+
+// Whose new value cannot be had keeps the old one, as in stock torch_xla; the next use of it raises this again.
+void GiveNewValue(FunctionalTensorWrapper& tensor) {
+  if (!tensor.isBaseTensor()) {
+    return;
+  }
+  try {
+    tensor.sync_();
+  } catch (const python_error&) {  // of a signal's handler
+    throw;
+  } catch (const std::exception&) {
+  }
+}
+
+// ---- The intercepts ----
+
+void CommitUpdate(FunctionalTensorWrapper* self) {
+  commit_update.As<abi::CommitUpdateFn>()(self);
+  // A write through a view is noted whether the program has donated or not: it may donate before the next step.
+  if (!self->isBaseTensor() || OutdatedTensors::FollowsAliases()) {
+    OutdatedTensors::Get().NoteWrite(*self);
+  }
+}
+
+[[gnu::noinline]] void FollowedViewConstructor(FunctionalTensorWrapper* self, const at::Tensor& value,
+                                               const FunctionalTensorWrapper* base, const void* meta) {
+  view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
+  try {
+    TakeValue(*self, *base);
+    if (HidesBase(value, *base)) {
+      OutdatedTensors::Get().NoteBase(*base);
+    }
+  } catch (...) {
+    // Whoever constructs it frees the memory alone.
+    self->~FunctionalTensorWrapper();
+    throw;
+  }
+}
+
+void ViewConstructor(FunctionalTensorWrapper* self, const at::Tensor& value, const FunctionalTensorWrapper* base,
+                     const void* meta) {
+  return OutdatedTensors::FollowsAliases() ? FollowedViewConstructor(self, value, base, meta)
+                                           : view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
+}
+
+void CopyTensorMetadata(const FunctionalTensorWrapper* source, FunctionalTensorWrapper* copy,
+                        const c10::VariableVersion& version, bool allow_change) {
+  copy_tensor_metadata.As<abi::CopyTensorMetadataFn>()(source, copy, version, allow_change);
+  if (OutdatedTensors::FollowsAliases()) {
+    if (DonationRegistry::HasPending()) {
+      TakeValueFromMarkedBase(*copy);
+    }
+    OutdatedTensors::Get().NoteBase(*source);
+  }
+}
+
+void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
+  mutate_view_meta.As<abi::MutateViewMetaFn>()(self, meta);
+  if (DonationRegistry::HasPending()) {
+    TakeValueFromMarkedBase(*self);
+  }
+}
+
+}  // namespace
+
+std::vector<Hook> FunctionalHooks() {
+  return {
+      {"FunctionalTensorWrapper::commit_update",
+       HookedLibrary::kTorch,
+       {abi::kCommitUpdate},
+       reinterpret_cast<void*>(&CommitUpdate),
+       &commit_update.address,
+       "notes the tensors that a write leaves out of date"},
+      {"FunctionalTensorWrapper::FunctionalTensorWrapper",
+       HookedLibrary::kTorch,
+       {abi::kViewConstructor[0], abi::kViewConstructor[1]},
+       reinterpret_cast<void*>(&ViewConstructor),
+       &view_constructor.address,
+       "a view of a marked tensor takes its value"},
+      {"FunctionalTensorWrapper::copy_tensor_metadata",
+       HookedLibrary::kTorch,
+       {abi::kCopyTensorMetadata},
+       reinterpret_cast<void*>(&CopyTensorMetadata),
+       &copy_tensor_metadata.address,
+       "the same for `.data` of a view"},
+      {"FunctionalTensorWrapper::mutate_view_meta",
+       HookedLibrary::kTorch,
+       {abi::kMutateViewMeta[0], abi::kMutateViewMeta[1]},
+       reinterpret_cast<void*>(&MutateViewMeta),
+       &mutate_view_meta.address,
+       "the same for a view made in place, as by `t_()`"},
+  };
+}
+
+OutdatedTensors& OutdatedTensors::Get() {
+  static OutdatedTensors* tensors = new OutdatedTensors();
+  return *tensors;
+}
+
+OutdatedTensors::OutdatedTensors() {
+  // A fork while another thread holds the mutex would leave it locked for ever in the child.
+  pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); }, [] { Get().mutex_.unlock(); });
+}
+
+OutdatedTensors::Tag::Tag(const FunctionalTensorWrapper& owner)
+    : tensor(const_cast<FunctionalTensorWrapper*>(&owner)),
+      storage(owner.storage().unsafeGetStorageImpl()),
+      device(owner.device()) {}
+
+c10::intrusive_ptr<c10::BackendMeta> OutdatedTensors::Tag::clone(const c10::intrusive_ptr<c10::BackendMeta>&) const {
+  return {};
+}
+
+c10::intrusive_ptr<c10::TensorImpl> OutdatedTensors::Lock(const Tag& tag) {
+  // Its memory is there as long as its tag is, which waits for the mutex; it may have begun to be destroyed.
+  auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>::reclaim(tag.tensor);
+  auto tensor = weak.lock();
+  weak.release();
+  return tensor;
+}
+
+void OutdatedTensors::NoteBase(const FunctionalTensorWrapper& base) {
+  if (!base.isBaseTensor() || !IsXla(base)) {
+    return;
+  }
+  auto& impl = const_cast<FunctionalTensorWrapper&>(base);
+  const c10::StorageImpl* storage = base.storage().unsafeGetStorageImpl();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (c10::BackendMeta* found = impl.get_backend_meta()) {
+    // `t.data = other` has given the tensor another storage. What is no tag of ours is left to whoever has put it
+    // there.
+    if (auto* tag = dynamic_cast<Tag*>(found); tag != nullptr && tag->storage != storage) {
+      RemoveBase(*tag);
+      tag->storage = storage;
+      bases_.emplace(storage, tag);
+    }
+    return;
+  }
+  auto tag = c10::make_intrusive<Tag>(base);
+  bases_.emplace(storage, tag.get());
+  impl.set_backend_meta(std::move(tag));
+}
+
+void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
+  if (!IsXla(written) || written.storage().use_count() == 1) {
+    return;
+  }
+  if (!written.isBaseTensor()) {
+    const at::TensorBase view(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(&written));
+    const c10::TensorImpl* base = view.is_view() ? view._base().unsafeGetTensorImpl() : nullptr;
+    if (base != nullptr && base->key_set().has(c10::DispatchKey::Functionalize)) {
+      NoteBase(static_cast<const FunctionalTensorWrapper&>(*base));
+    }
+  }
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> outdated;  // to be let go of without the lock
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto [begin, end] = bases_.equal_range(written.storage().unsafeGetStorageImpl());
+    for (auto it = begin; it != end; ++it) {
+      Tag& tag = *it->second;
+      if (tag.tensor == &written || tag.outdated) {
+        continue;
+      }
+      outdated_.push_back(&tag);
+      tag.outdated = true;
+      has_outdated_.store(true, std::memory_order_relaxed);
+      if (auto tensor = Lock(tag)) {
+        outdated.push_back(std::move(tensor));
+      }
+    }
+  }
+  // A view operation begins with the value that the tensor has. That may be one which a step has consumed, while the
+  // write, as that of a new value into `t.data`, has given the storage another.
+  for (const auto& tensor : outdated) {
+    auto& wrapper = static_cast<FunctionalTensorWrapper&>(*tensor);
+    if (DonationRegistry::Armed() && DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get())) {
+      GiveNewValue(wrapper);
+    }
+  }
+}
+
+void OutdatedTensors::BringUpToDate(const lazy::BackendDevice* device) {
+  if (!has_outdated_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  std::optional<at::Device> wanted;
+  if (device != nullptr) {
+    wanted = abi::TorchDevice(*device);
+  }
+  // To be let go of without the lock: the last owner of a tensor may take the GIL, and its tag takes the lock.
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> tensors;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tensors.reserve(outdated_.size());
+    const auto take = [&](Tag* tag) {
+      if (wanted.has_value() && tag->device != *wanted) {
+        return false;
+      }
+      tag->outdated = false;
+      if (auto tensor = Lock(*tag)) {
+        tensors.push_back(std::move(tensor));
+      }
+      return true;
+    };
+    outdated_.erase(std::remove_if(outdated_.begin(), outdated_.end(), take), outdated_.end());
+    has_outdated_.store(!outdated_.empty(), std::memory_order_relaxed);
+  }
+  for (const auto& tensor : tensors) {
+    GiveNewValue(static_cast<FunctionalTensorWrapper&>(*tensor));
+  }
+}
+
+void OutdatedTensors::RemoveBase(const Tag& tag) {
+  const auto [begin, end] = bases_.equal_range(tag.storage);
+  const auto found = std::find_if(begin, end, [&tag](const auto& entry) { return entry.second == &tag; });
+  if (found != end) {
+    bases_.erase(found);
+  }
+}
+
+void OutdatedTensors::Forget(const Tag& tag) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  RemoveBase(tag);
+  if (tag.outdated) {
+    outdated_.erase(std::find(outdated_.begin(), outdated_.end(), &tag));
+    has_outdated_.store(!outdated_.empty(), std::memory_order_relaxed);
+  }
+}
+
+OutdatedTensors::Counts OutdatedTensors::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {bases_.size(), outdated_.size()};
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,139 @@
+"""Programs for children that import this package late, or not at all: this module does not import it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch_xla import _XLAC
+
+
+def import_package() -> None:
+    importlib.import_module("torch_xla_donate")
+
+
+def train_three_steps(*, package: bool) -> None:
+    """AdamW on a small net, with or without the package imported; nothing is marked."""
+    assert "torch_xla_donate" not in sys.modules
+    if package:
+        importlib.import_module("torch_xla_donate")
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).to("xla")
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.ones(3, 4, device="xla")).sum().backward()
+        optimizer.step()
+        torch_xla.sync(wait=True)
+
+
+def state() -> tuple[str, list[str]]:
+    """The read-only data of torch_xla's module (its relocation slots are there), and how its pages are protected."""
+    digest, lines = hashlib.sha256(), []
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            if line.rstrip().endswith(_XLAC.__file__):
+                lines.append(line)
+                first, last = (int(part, 16) for part in line.split()[0].split("-"))
+                if line.split()[1] == "r--p":
+                    memory.seek(first)
+                    digest.update(memory.read(last - first))
+    assert lines
+    return digest.hexdigest(), lines
+
+
+def hooks_come_and_go() -> None:
+    """torch_xla's module before the package is imported, with the hooks in place, and with the hooks out again."""
+    assert "torch_xla_donate" not in sys.modules
+    before = state()
+    _host = importlib.import_module("torch_xla_donate")._host
+    patched = state()
+    assert patched[0] != before[0] and patched[1] == before[1]
+    _host.install_hooks()
+    assert state() == patched
+    for _ in range(3):
+        _host.uninstall_hooks()
+        assert state() == before
+    _host.install_hooks()
+    assert state() == patched
+
+
+def read_dynamic_size(package: bool) -> tuple[str, bool]:
+    """The error of an operation on a tensor of dynamic size, and whether this package was imported."""
+    assert "torch_xla_donate" not in sys.modules
+    if package:
+        importlib.import_module("torch_xla_donate")
+    t = torch.tensor([0.0, 1.0, 2.0]).to("xla")
+    found = torch.masked_select(t, t > 0.5)
+    torch_xla.sync(wait=True)
+    try:
+        found * 2
+    except RuntimeError as error:
+        return str(error), "torch_xla_donate" in sys.modules
+    raise AssertionError("no error")
+
+
+def donate(*tensors: torch.Tensor) -> None:
+    """Marks donors as torch_xla itself can."""
+    torch_xla.sync()
+    assert all(_XLAC._set_buffer_donation(t, True) for t in tensors)
+
+
+def donate_in_steps() -> None:
+    """Steps with donors. Each step has other sizes, by which the tests find its module."""
+    device = torch_xla.device()
+    names = ["float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "complex64"]
+    every = [torch.ones(3, 5, dtype=getattr(torch, name)).to(device) for name in names]
+    flags = torch.ones(3, 5, dtype=torch.bool).to(device)
+    small = torch.ones(3, 5).to(torch.float8_e4m3fn).to(device)
+    donate(*every, flags, small)
+    outputs = [t + t for t in every] + [flags.logical_not(), small.to(torch.float32)]
+    torch_xla.sync(wait=True)
+
+    unusable = torch.ones(7, 3).to(device)
+    donate(unusable)
+    outputs = [unusable.sum()]
+    torch_xla.sync(wait=True)
+
+    passed, spare = torch.ones(11, 2).to(device), torch.ones(11, 2).to(device)
+    donate(passed, spare)
+    outputs = [passed * 2 + spare]
+    torch_xla.sync(wait=True)
+    del outputs
+
+    weight = torch.ones(13, 4).to(device).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight * weight).sum().backward()
+        optimizer.step()
+        torch_xla.sync(wait=True)
+
+
+def donate_wrapped() -> None:
+    """A step with seven parameters, of which it donates every other one."""
+    tensors = [torch.ones(3, i + 1).to("xla") for i in range(7)]
+    donate(*tensors[::2])
+    _out = [t * 2 for t in tensors]
+    torch_xla.sync(wait=True)
+
+
+def donate_sharded() -> None:
+    """A step on four devices with a split donor, a whole one, and one of which it returns only the sum."""
+    xr.use_spmd()
+    count = xr.global_runtime_device_count()
+    assert count == 4
+    mesh = xs.Mesh(np.arange(count), (count,), ("x",))
+    split, whole, unused = (torch.ones(*shape).to("xla") for shape in ((8, 4), (8, 4), (6, 3)))
+    xs.mark_sharding(split, mesh, ("x", None))
+    xs.mark_sharding(whole, mesh, (None, None))
+    donate(split, whole, unused)
+    doubled, raised, _total = split * 2, whole + 1, unused.sum()
+    xs.mark_sharding(doubled, mesh, ("x", None))
+    xs.mark_sharding(raised, mesh, (None, None))
+    torch_xla.sync(wait=True)

@@ -1,0 +1,446 @@
+"""Runs programs of `fuzz.states` in forked processes, confirms what goes wrong in fresh ones, and shrinks it.
+
+The process that imports this starts no runtime of torch_xla. Its children do: a fork takes a third of a second, a fresh
+interpreter seven.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import json
+import os
+import re
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch._dynamo  # so that the children need not import it
+import torch_xla
+
+import torch_xla_donate
+from fuzz.states import PRELUDE, SHARD, TURNS, Expected, Program, generate, render, smaller, stock_of, value_of
+from torch_xla_donate import DonatedBufferError, DonationError
+
+CHUNK = 250  # programs that one process runs: what they leave behind slows later ones down
+PATIENCE = 300.0  # seconds without a sign of life
+
+
+class Outcome(NamedTuple):
+    """What a program has done."""
+
+    wrong: list[str]  # what must not be
+    refused: str = ""  # why this package did not run a call
+    consumed: int = 0  # checks that a consumed tensor has refused
+    checks: int = 0
+    donated: int = 0  # donors that the last steps' report calls donated
+
+    @property
+    def kind(self) -> str:
+        """The first problem without its numbers and names."""
+        return normal(self.wrong[0]) if self.wrong else ""
+
+
+def normal(text: str) -> str:
+    """A message without what differs from program to program."""
+    text = text.splitlines()[0] if text else ""
+    text = re.sub(r" is \(.*", " has a wrong value", text)
+    text = re.sub(r" at `.*= f\(.*?`", " at a call", text)
+    text = re.sub(r" at `(\w+).*?`", lambda found: f" at {'a line' if '=' in found[0] else found[1]}", text)
+    text = re.sub(r"""('[^']*'|"[^"]*"|\(argument [^)]*\))""", "", text)
+    text = re.sub(r"\b[shexkv]\d+(_\d+)?\b", "_", text)
+    text = re.sub(r"(\b_|f32|s32|s64|bf16|float32|int32|int64|bfloat16)*\[[\d, ]*\]", "[]", text)
+    return re.sub(r"0x[0-9a-f]+|\d+", "N", text)[:110]
+
+
+def _look(tensor: torch.Tensor) -> tuple[str, Any]:
+    """A tensor's value, or "consumed" with what `is_donated` says, or "error" with a text."""
+    donated: bool | None = None
+    text = ""
+    try:
+        donated = torch_xla_donate.is_donated(tensor)
+    except Exception as error:
+        text = f"is_donated raises {type(error).__name__}: {error}"
+    try:
+        found = value_of(tensor)
+    except DonatedBufferError:
+        return "consumed", text or donated
+    except Exception as error:
+        return "error", f"raises {type(error).__name__}: {error}"
+    return ("error", text) if text else ("error", "is_donated is True, and it can be read") if donated else found
+
+
+def _judge(expected: Expected, found: tuple[str, Any]) -> list[str]:
+    name, value, may_raise = expected
+    if found[0] == "consumed":
+        if not may_raise:
+            return [f"{name} is lost: it raises DonatedBufferError"]
+        if isinstance(found[1], str):
+            return [f"{name} {found[1]}"]
+        return [] if found[1] else [f"{name} raises DonatedBufferError while is_donated is False"]
+    if found[0] == "error":
+        return [f"{name} {found[1]}"]
+    return [] if found == value else [f"{name} is {found}, not {value}"]
+
+
+def _mildness(problem: str) -> tuple[bool, bool, str]:
+    """Wrong values before lost ones, and what `is_donated` says last."""
+    return "is_donated" in problem, "wrong value" not in normal(problem), problem
+
+
+def run(program: Program, mode: str, sharded: bool) -> Outcome:
+    """Runs a program in this process."""
+    rendered = render(program, mode, sharded)
+    found: list[tuple[int, tuple[str, Any]]] = []
+    scope: dict[str, Any] = {"check": lambda number, tensor: found.append((number, _look(tensor)))}
+    wrong: list[str] = []
+    refused = ""
+    exec(PRELUDE + SHARD * sharded, scope)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(compile(rendered.source, "<program>", "exec"), scope)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<program>"]
+        line = lines[0] if lines else 0
+        call = rendered.calls.get(line or 0)
+        ours = isinstance(error, DonationError | ValueError) and not isinstance(error, DonatedBufferError)
+        if ours and call is not None:
+            refused = f"{type(error).__name__}: {error}"
+            # The caller has what it had before the call.
+            for expected in render(program, mode, sharded, stop=call).expected:
+                if expected.name in scope:
+                    wrong += [f"{text}, after a refusal" for text in _judge(expected, _look(scope[expected.name]))]
+        else:
+            text = rendered.source.splitlines()[(line or 1) - 1]
+            wrong.append(f"{type(error).__name__} at `{text}`: {error}")
+        error.__traceback__ = None
+    finally:
+        torch_xla_donate.auto_donate(False)
+    consumed = sum(look[0] == "consumed" for _, look in found)
+    for number, look in found:
+        wrong = wrong + _judge(rendered.expected[number], look)
+    donated = 0
+    if "stock" not in mode:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            donated = sum(donor.outcome == "donated" for donor in torch_xla_donate.donation_report(steps=1).donors)
+    scope.clear()
+    if "openxla" in mode:
+        torch._dynamo.reset()
+    return Outcome(sorted(wrong, key=_mildness), refused, consumed, len(found), donated)
+
+
+# --- processes ---
+
+
+class Child:
+    """A forked process that runs `work`, and sends lines of JSON."""
+
+    def __init__(self, work: Callable[[Callable[[Any], None]], None], sharded: bool) -> None:
+        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                os.close(reading)
+                os.dup2(self.errors.fileno(), 2)
+                os.dup2(self.errors.fileno(), 1)
+                _start(sharded)
+
+                def send(value: Any) -> None:
+                    os.write(writing, (json.dumps(value) + "\n").encode())
+
+                work(send)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        os.close(writing)
+        self.reading = os.fdopen(reading, "rb", buffering=0)
+        self._rest = b""
+        self.code: int | None = None
+
+    def fileno(self) -> int:
+        return self.reading.fileno()
+
+    def receive(self) -> list[Any] | None:
+        """What has come meanwhile; None at the end."""
+        data = self.reading.read(1 << 16)
+        if not data:
+            self.end()
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def end(self) -> None:
+        if self.code is None:
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.reading.close()
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self.end()
+
+    def last_words(self) -> str:
+        """What a crash has left on stderr: its first line that tells a cause."""
+        self.errors.seek(0)
+        lines = self.errors.read().decode(errors="replace").splitlines()
+        telling = [line for line in lines if "Check failed" in line or "terminate" in line or "Error" in line]
+        return (telling or lines or [""])[-1][-300:]
+
+
+def _start(sharded: bool) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sharded:
+        import torch_xla.runtime as xr
+
+        xr.use_spmd()
+    torch_xla.device()
+
+
+def all_of(child: Child) -> list[Any]:
+    """Everything that a child sends."""
+    found = []
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(child, selectors.EVENT_READ)
+        while True:
+            if not waiting.select(PATIENCE):
+                child.kill()
+                return found
+            got = child.receive()
+            if got is None:
+                return found
+            found += got
+
+
+def in_fresh_process(programs: Sequence[tuple[Program, str]], sharded: bool) -> Outcome:
+    """The outcome of the last of the programs, in a process that runs only these."""
+
+    def work(send: Callable[[Any], None]) -> None:
+        for i, (program, mode) in enumerate(programs):
+            outcome = run(program, mode, sharded)
+            if i == len(programs) - 1:
+                send(outcome)
+
+    child = Child(work, sharded)
+    found = all_of(child)
+    return Outcome(*found[0]) if found else Outcome([f"the process ended with {child.code}: {child.last_words()}"])
+
+
+def first_wrong(programs: Sequence[tuple[Program, str]], sharded: bool) -> int | None:
+    """The number of the first program with a problem, all run in one process; where it ends, that of the next."""
+
+    def work(send: Callable[[Any], None]) -> None:
+        for i, (program, mode) in enumerate(programs):
+            send(i)
+            if run(program, mode, sharded).wrong:
+                send(-1)
+                return
+
+    child = Child(work, sharded)
+    found = all_of(child)
+    if found and (found[-1] == -1 or child.code != 0):
+        return next(i for i in reversed(found) if i >= 0)  # type: ignore[no-any-return]
+    return None
+
+
+# --- what went wrong ---
+
+
+class Failure(NamedTuple):
+    """A program that this package makes wrong, and torch_xla alone does not."""
+
+    number: int
+    program: Program
+    mode: str
+    outcome: Outcome
+    earlier: tuple[tuple[Program, str], ...] = ()  # programs that must run before it, in the same process
+
+    def text(self, seed: int, sharded: bool) -> str:
+        """What is wrong, and a program that shows it."""
+        lines = [f"program {self.number} of seed {seed}, {self.mode}{', four devices' * sharded}:", *self.outcome.wrong]
+        if self.earlier:
+            lines.append(f"only after these programs, in one process: {list(self.earlier)!r}")
+        lines += [f"shrunk to {self.program!r}", "", render(self.program, self.mode, sharded).alone(sharded)]
+        return "\n".join(lines)
+
+
+def shrink(failure: Failure, sharded: bool, attempts: int = 60) -> Failure:
+    """The simplest program found that fails alike, each in a fresh process."""
+    program, outcome = failure.program, failure.outcome
+    if failure.earlier:
+        return failure
+    while attempts > 0:
+        candidates: list[tuple[Program, str]] = []
+        seen = {render(program, failure.mode, sharded).source}
+        size = len(render(program, failure.mode, sharded).source)
+        for other in smaller(program):
+            source = render(other, failure.mode, sharded).source
+            if source not in seen and len(source) <= size:
+                seen.add(source)
+                candidates.append((other, failure.mode))
+        while candidates and attempts > 0:
+            attempts -= 1
+            at = first_wrong(candidates, sharded)
+            if at is None:
+                return failure._replace(program=program, outcome=outcome)
+            chosen, candidates = candidates[at], candidates[at + 1 :]
+            alone = in_fresh_process([chosen], sharded)
+            alike = alone.wrong and alone.kind[:24] == outcome.kind[:24]
+            if alike and not in_fresh_process([(chosen[0], stock_of(chosen[1]))], sharded).wrong:
+                program, outcome = chosen[0], alone
+                break
+        else:
+            break
+    return failure._replace(program=program, outcome=outcome)
+
+
+class Campaign:
+    """Many programs, on several processes."""
+
+    def __init__(self, seed: int, sharded: bool, modes: Sequence[str] | None = None) -> None:
+        self.seed, self.sharded = seed, sharded
+        self.modes = tuple(modes or TURNS)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.refusals: collections.Counter[str] = collections.Counter()
+        self.of_stock: collections.Counter[str] = collections.Counter()
+        self.of_history: list[Failure] = []
+        self.failures: list[Failure] = []
+
+    def program(self, number: int) -> tuple[Program, str]:
+        return generate(self.seed, number), self.modes[number % len(self.modes)]
+
+    def _work(self, start: int, stop: int) -> Callable[[Callable[[Any], None]], None]:
+        def work(send: Callable[[Any], None]) -> None:
+            gc.disable()  # cycles are collected between programs, not at random within one
+            for number in range(start, stop):
+                send(number)
+                program, mode = self.program(number)
+                send(run(program, mode, self.sharded))
+                if number % 10 == 0:
+                    gc.collect()
+
+        return work
+
+    def run(
+        self, start: int, stop: int, jobs: int, until: float | None = None, on_failure: Callable[[Failure], bool] = bool
+    ) -> Iterator[int]:
+        """Runs the programs from start to stop; yields how many are done. `on_failure` tells whether to go on."""
+        ranges = collections.deque((i, min(i + CHUNK, stop)) for i in range(start, stop, CHUNK))
+        waiting = selectors.DefaultSelector()
+        running: dict[Child, list[int]] = {}  # the start, the number of the program that runs, and the end
+
+        def launch() -> None:
+            while ranges and len(running) < jobs and (until is None or time.monotonic() < until):
+                first, last = ranges.popleft()
+                child = Child(self._work(first, last), self.sharded)
+                running[child] = [first, first, last]
+                waiting.register(child, selectors.EVENT_READ)
+
+        launch()
+        try:
+            while running:
+                ready = waiting.select(PATIENCE)
+                for key, _ in ready:
+                    child: Child = key.fileobj  # type: ignore[assignment]
+                    place = running[child]
+                    got = child.receive()
+                    if got is None:
+                        waiting.unregister(child)
+                        del running[child]
+                        if child.code != 0:
+                            words = f"the process ended with {child.code}: {child.last_words()}"
+                            self._suspect(place, Outcome([words]), on_failure)
+                            ranges.appendleft((place[1] + 1, place[2])) if place[1] + 1 < place[2] else None
+                        launch()
+                        continue
+                    for item in got:
+                        if isinstance(item, int):
+                            place[1] = item
+                            continue
+                        outcome = Outcome(*item)
+                        self._count(place[1], outcome)
+                        if outcome.wrong:
+                            # What has gone wrong may have left tensors without buffers: the others get a new process.
+                            waiting.unregister(child)
+                            del running[child]
+                            child.kill()
+                            if not self._suspect(place, outcome, on_failure):
+                                return
+                            ranges.appendleft((place[1] + 1, place[2])) if place[1] + 1 < place[2] else None
+                            launch()
+                            break
+                    yield self.counts["programs"]
+                if not ready:
+                    for child in list(running):
+                        child.kill()
+                    raise RuntimeError(f"no sign of life of the programs {[place[1] for place in running.values()]}")
+        finally:
+            for child in running:
+                child.kill()
+            waiting.close()
+
+    def _count(self, number: int, outcome: Outcome) -> None:
+        self.counts["programs"] += 1
+        self.counts[self.modes[number % len(self.modes)]] += 1
+        self.counts["refused"] += bool(outcome.refused)
+        self.counts["consumed"] += outcome.consumed
+        self.counts["checks"] += outcome.checks
+        self.counts["donated"] += outcome.donated
+        if outcome.refused:
+            self.refusals[normal(outcome.refused)] += 1
+
+    def _suspect(self, place: list[int], outcome: Outcome, on_failure: Callable[[Failure], bool]) -> bool:
+        """Whether to go on after a program with a problem."""
+        first, number, _ = place
+        program, mode = self.program(number)
+        alone = in_fresh_process([(program, mode)], self.sharded)
+        if alone.wrong:
+            stock = in_fresh_process([(program, stock_of(mode))], self.sharded)
+            if stock.wrong:
+                self.counts["of_stock"] += 1
+                self.of_stock[stock.kind] += 1
+                return True
+            self.counts["failures"] += 1
+            failure = Failure(number, program, mode, alone)
+            self.failures.append(failure)
+            return on_failure(failure)
+        earlier = [self.program(i) for i in range(first, number)]
+        again = in_fresh_process([*earlier, (program, mode)], self.sharded)
+        if not again.wrong:
+            self.counts["of_history"] += 1
+            self.of_history.append(Failure(number, program, mode, outcome))
+            return True
+        stocks = [(other, stock_of(theirs)) for other, theirs in [*earlier, (program, mode)]]
+        if in_fresh_process(stocks, self.sharded).wrong:
+            self.counts["of_stock"] += 1
+            self.of_stock[f"after other programs: {again.kind}"] += 1
+            return True
+        step = len(earlier) // 2
+        while step:
+            start = 0
+            while start < len(earlier) and len(earlier) > 1:
+                fewer = earlier[:start] + earlier[start + step :]
+                found = in_fresh_process([*fewer, (program, mode)], self.sharded)
+                if found.wrong:
+                    earlier, again = fewer, found
+                else:
+                    start += step
+            step //= 2
+        self.counts["failures"] += 1
+        failure = Failure(number, program, mode, again, tuple(earlier))
+        self.failures.append(failure)
+        return on_failure(failure)

@@ -1,0 +1,130 @@
+"""Installing with pip, and what make says on a machine that lacks something."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+DONATE = """
+import pathlib, sys, torch, torch_xla, torch_xla_donate as txd
+assert str(pathlib.Path(txd.__file__).resolve()).startswith(sys.argv[1]), txd.__file__
+t = torch.arange(4.0).to("xla"); torch_xla.sync()
+txd.donate_buffer(t)
+out = t + 1
+torch_xla.sync()
+assert txd.is_donated(t) and out.tolist() == [1, 2, 3, 4]
+"""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """The files that git tracks, somewhere else."""
+    target = tmp_path_factory.mktemp("sources")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).exists():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    return target
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """An environment of its own that sees torch, torch_xla and the build tools of this one, but not this package."""
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = next((folder / "lib").glob("python*")) / "site-packages"
+    here = sysconfig.get_paths()["purelib"]
+    # Only the folder: the .pth files in it, among them the one that leads to these sources, are not followed.
+    (site / "host.pth").write_text(here + "\n")
+    return folder, site
+
+
+def run(arguments, **options):
+    environment = {**os.environ, **options.pop("env", {})}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=environment, **options)
+
+
+@pytest.mark.parametrize("editable", [False, True], ids=["installed", "editable"])
+def test_pip_installs_beside_torch_and_torch_xla(sources, environment, tmp_path, editable):
+    folder, site = environment
+    python = folder / "bin" / "python"
+    done = run(
+        [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
+        + (["--editable"] if editable else [])
+        + [str(sources)],
+        # One build for both ways.
+        env={"TORCH_XLA_DONATE_BUILD_DIR": str(sources.parent / "shared_build")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    used = run([python, "-c", DONATE, str(sources if editable else site)], cwd=tmp_path)
+    assert used.returncode == 0, used.stdout + used.stderr
+
+
+def test_building_without_torch_says_what_to_do(sources, tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    site = next((tmp_path / "bare" / "lib").glob("python*")) / "site-packages"
+    for name in ("setuptools", "_distutils_hack", "pkg_resources", "wheel"):
+        found = Path(sysconfig.get_paths()["purelib"]) / name
+        if found.exists():
+            (site / name).symlink_to(found)
+    done = run([tmp_path / "bare" / "bin" / "python", "setup.py", "build_ext"], cwd=sources)
+    assert done.returncode != 0
+    assert "has no torch, against which torch_xla_donate is to be built. Install torch and torch_xla" in done.stderr
+
+
+def preflight(*arguments, env=None, cwd=ROOT):
+    return run(["bash", str(ROOT / "third_party" / "preflight.sh"), *arguments], env=env or {}, cwd=cwd)
+
+
+def test_a_machine_that_has_everything_passes():
+    done = preflight(sys.executable, "1", ".venv")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "line"),
+    [
+        (("", "1", "x"), {}, "no Python found; install Python 3.11, or name one: make PYTHON="),
+        ((sys.executable, "1", "x"), {"CXX": "no-such-compiler"}, "no C++ compiler (no-such-compiler); install g++"),
+        ((sys.executable, "999999", "x"), {}, "999999 GB needed for torch and its CUDA libraries"),
+    ],
+)
+def test_what_is_missing_is_told_in_one_line(arguments, env, line):
+    done = preflight(*arguments, env=env)
+    assert done.returncode == 1
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_python_without_wheels_is_told_in_one_line(tmp_path):
+    old = tmp_path / "python"
+    old.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.8.2; else exit 1; fi\n')
+    old.chmod(0o755)
+    done = preflight(str(old), "1", "x")
+    assert done.returncode == 1
+    assert "Python 3.8.2 has no torch_xla 2.9 wheel (3.10 to 3.13 have one)" in done.stderr
+
+
+def test_make_rebuilds_only_when_csrc_has_changed(sources, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    plan = run(["make", "-n", "test"], cwd=copy)
+    assert "pip install" in plan.stdout
+    # The environment of this checkout stands in, as made after the sources.
+    for path in copy.rglob("*"):
+        os.utime(path, (0, 0))
+    (copy / ".venv").symlink_to(Path(sys.executable).parent.parent)
+    (copy / "build").mkdir()
+    plan = run(["make", "-n", "build"], cwd=copy)
+    assert "pip install" not in plan.stdout
+    assert "cmake --build build" in plan.stdout

@@ -1,0 +1,141 @@
+"""Checkpoints in processes of their own: the HLO of the first step after loading, sharded and asynchronous ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.experimental.distributed_checkpoint as xc
+import torch_xla.runtime as xr
+from children import in_process
+from torch.distributed.checkpoint.api import CheckpointException
+
+from torch_xla_donate import DonatedBufferError, donate_buffer, hlo, is_donated
+
+State = dict[str, torch.Tensor]
+
+
+@in_process
+def test_the_first_step_after_loading_has_donors_and_aliases(tmp_path, dump_folder):
+    torch.save({"w": torch.ones(4, 4), "b": torch.zeros(4)}, tmp_path / "checkpoint")
+    state = {name: value.to("xla") for name, value in torch.load(tmp_path / "checkpoint").items()}
+    donate_buffer(state)
+    updated = {name: value - 0.5 for name, value in state.items()}
+    torch_xla.sync(wait=True)
+    (step,) = hlo.read_dump(dump_folder)
+    assert len(step.before.donors) == 2
+    assert len(step.after.aliases) == 2
+    assert step.after.donors == ()
+    assert updated["b"].tolist() == [-0.5] * 4
+
+
+# --- Of sharded tensors, in a process group ---
+
+
+def start_group(folder: Path) -> None:
+    xr.use_spmd()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+
+
+def sharded(first: float) -> State:
+    t = torch.arange(8.0).to("xla") + first
+    xs.mark_sharding(t, xs.Mesh(numpy.arange(4), (4,), ("x",)), ("x",))
+    torch_xla.sync(wait=True)
+    return {"w": t}
+
+
+def save(state: State, path: Path) -> None:
+    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
+    dcp.save(state, storage_writer=writer, planner=xc.SPMDSavePlanner())
+
+
+def load(path: Path) -> State:
+    state = sharded(100.0)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=xc.SPMDLoadPlanner())
+    return state
+
+
+def check_is_too_late(save: Callable[[], object]) -> None:
+    with pytest.raises((CheckpointException, DonatedBufferError)) as caught:
+        save()
+    found = caught.value
+    if isinstance(found, CheckpointException):
+        ((found, _),) = found.failures.values()
+    assert isinstance(found, DonatedBufferError)
+    assert "test_checkpoints.py" in str(found)
+
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, about checkpoints in one process
+
+
+@in_process(devices=4)
+def test_sharded_checkpoints_are_right_or_raise(tmp_path):
+    start_group(tmp_path)
+    # While they are marked, after the step, and its results.
+    old = sharded(1.0)
+    donate_buffer(old)
+    save(old, tmp_path / "marked")
+    new = {"w": old["w"] * 2}
+    torch_xla.sync()
+    assert is_donated(old["w"])
+    check_is_too_late(lambda: save(old, tmp_path / "late"))
+    assert not (tmp_path / "late" / ".metadata").exists()
+    save(new, tmp_path / "results")
+    assert load(tmp_path / "marked")["w"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    state = load(tmp_path / "results")
+    assert state["w"].tolist() == [2, 4, 6, 8, 10, 12, 14, 16]
+    # The first step after loading.
+    donate_buffer(state)
+    after = state["w"] + 1
+    torch_xla.sync()
+    assert is_donated(state["w"])
+    assert after.tolist() == [3, 5, 7, 9, 11, 13, 15, 17]
+
+
+@in_process(devices=4)
+def test_the_managers_checkpoints_are_right_or_raise(tmp_path):
+    start_group(tmp_path)
+    # torch_xla's manager has its own copy on the host when save_async returns.
+    manager = xc.CheckpointManager(str(tmp_path / "managed"), save_interval=1, chkpt_on_preemption=False)
+    old = sharded(1.0)
+    assert manager.save_async(0, old)
+    donate_buffer(old)
+    new = {"w": old["w"] * 2}
+    torch_xla.sync()
+    assert is_donated(old["w"])
+    manager.join()
+    assert manager.save(1, new)
+    check_is_too_late(lambda: manager.save(2, old))
+    check_is_too_late(lambda: manager.save_async(2, old))
+    assert manager.all_steps() == [0, 1]
+    state = sharded(100.0)
+    for number, expected in ((0, 1.0), (1, 2.0)):
+        manager.restore(number, state)
+        assert state["w"][0].item() == expected
+
+
+@in_process(devices=4)
+def test_an_asynchronous_checkpoint_takes_a_copy_on_the_host(tmp_path):
+    start_group(tmp_path)
+    plain = sharded(1.0)
+    # torch's own asynchronous checkpoints do not take XLA tensors, donated or not.
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        dcp.async_save(plain, checkpoint_id=tmp_path / "unsupported").result()
+    writer = dcp.FileSystemWriter(tmp_path / "async", per_thread_copy_ahead=0)
+    future = dcp.async_save({"w": plain["w"].cpu()}, storage_writer=writer)
+    donate_buffer(plain)
+    new = plain["w"] * 2
+    torch_xla.sync()
+    assert is_donated(plain["w"])
+    future.result()
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, checkpoint_id=tmp_path / "async")
+    assert state["w"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert new.tolist() == [2, 4, 6, 8, 10, 12, 14, 16]

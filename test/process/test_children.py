@@ -1,0 +1,260 @@
+"""The children of the fork server: what reaches them, what comes back, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from children import Ended, in_process, run_file, run_in_child
+from helpers import make
+
+from torch_xla_donate import DonationError, DonationWarning, donate_buffer, hlo, is_donated
+
+
+class Failure(ValueError):
+    pass
+
+
+def fail(error: str, found: list[int]) -> None:
+    print("printed before")
+    if error == "assertion":
+        assert found == [1, 2, 3]
+    raise Failure(error)
+
+
+def end(how: str) -> None:
+    print("printed before")
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif how == "_exit":
+        os._exit(0)
+    sys.exit(how if how == "words" else int(how))
+
+
+def failed(function, *args, **options) -> str:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_in_child(function, *args, **options)
+    return str(caught.value)
+
+
+# --- What comes back ---
+
+
+def test_value_output_and_code_come_back():
+    done = run_in_child(divmod_loudly, 17, kwargs={"by": 5})
+    assert done == Ended(0, "out\n", "err\n", (3, 2))
+    assert done.last_line == "out"
+
+
+def divmod_loudly(number: int, by: int) -> tuple[int, int]:
+    print("out")
+    print("err", file=sys.stderr)
+    return divmod(number, by)
+
+
+def test_a_failed_assertion_is_shown_as_pytest_shows_it():
+    message = failed(fail, "assertion", [1, 2, 4])
+    assert "assert found == [1, 2, 3]" in message
+    assert "assert [1, 2, 4] == [1, 2, 3]" in message
+    assert "At index 2 diff: 4 != 3" in message
+    assert "printed before" in message
+    assert "test_children.py:" in message
+    assert "fork_server.py" not in message
+
+
+def test_an_error_has_its_traceback():
+    message = failed(fail, "of ours", [])
+    assert ">       raise Failure(error)" in message
+    assert "Failure: of ours" in message
+
+
+def test_an_expected_error_ends_with_1_and_its_traceback():
+    done = run_in_child(fail, "of ours", [], exit_code=1)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback (most recent call last):\n")
+    assert "Failure: of ours" in done.stderr.splitlines()[-1]
+    assert "fork_server.py" not in done.stderr
+
+
+@pytest.mark.parametrize(("how", "code"), [("0", 0), ("3", 3), ("words", 1), ("_exit", 0), ("signal", -signal.SIGSEGV)])
+def test_an_end_is_an_exit_code_and_never_a_success(how, code):
+    done = run_in_child(end, how, exit_code=code)
+    assert done.returncode == code
+    assert done.stdout == "printed before\n"
+    ended = "signal SIGSEGV" if code < 0 else f"exit code {code}"
+    assert f"end did not return: {ended}\n" in failed(end, how)
+    assert f"found {ended}, expected exit code 7\n" in failed(end, how, exit_code=7)
+
+
+def skip_it() -> None:
+    pytest.skip("not here")
+
+
+def test_a_skip_is_a_skip_of_the_test():
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        run_in_child(skip_it)
+
+
+def sleep_for_ever(marker: Path) -> None:
+    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    marker.with_suffix(".new").write_text(str(sleeper.pid))
+    marker.with_suffix(".new").rename(marker)
+    time.sleep(1000)
+
+
+def test_a_timeout_shows_the_stack_and_ends_all_processes(tmp_path):
+    for timeout in (1, 4, 16, 64, 256):
+        message = failed(sleep_for_ever, tmp_path / "pid", timeout=timeout)
+        assert f"sleep_for_ever still ran after {timeout} s" in message
+        if "in sleep_for_ever" in message and (tmp_path / "pid").exists():
+            break  # a busy machine may need longer to come there
+    assert "in sleep_for_ever" in message
+    assert has_ended(int((tmp_path / "pid").read_text()))
+
+
+def leave_a_process() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+
+
+def test_processes_that_a_child_leaves_are_ended():
+    assert has_ended(run_in_child(leave_a_process).value)
+
+
+def has_ended(pid: int) -> bool:
+    """Waits for a process that has been killed."""
+    try:
+        end = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ready, _, _ = select.select([end], [], [], 60)
+    os.close(end)
+    return bool(ready)
+
+
+def test_a_function_or_value_that_cannot_travel_is_refused():
+    def local():
+        pass
+
+    for function in (local, lambda: None):
+        with pytest.raises(TypeError, match="is not at the top of its module: a child cannot import it"):
+            run_in_child(function)
+    with pytest.raises(TypeError, match="an argument of fail cannot be pickled .*; pass a name, a path or a function"):
+        run_in_child(fail, lambda: None)
+    with pytest.raises(ValueError, match="PYTHONPATH is read before a forked child begins; use run_script"):
+        run_in_child(fail, env={"PYTHONPATH": "x"})
+
+
+def start_a_child() -> None:
+    run_in_child(skip_it)
+
+
+def test_a_child_starts_no_children():
+    assert "RuntimeError: a child cannot start children" in failed(start_a_child)
+
+
+# --- What reaches a child ---
+
+
+@in_process
+def test_a_child_has_a_runtime_of_its_own():
+    assert os.environ["PJRT_DEVICE"] == "CPU"
+    assert "fast_math=false" in os.environ["XLA_FLAGS"], "torch_xla's own flags"
+    assert os.getpid() == os.getpgid(0)
+    t = make(3)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@in_process(env=lambda number: {"CPU_NUM_DEVICES": str(number), "GREETING": str(number), "TF_CPP_MIN_LOG_LEVEL": None})
+def test_the_environment_may_depend_on_parameters(number):
+    assert os.environ["GREETING"] == str(number)
+    assert "TF_CPP_MIN_LOG_LEVEL" not in os.environ
+    assert xr.global_runtime_device_count() == number
+
+
+@in_process(devices=4)
+def test_virtual_devices():
+    xr.use_spmd()
+    assert xr.global_runtime_device_count() == 4
+
+
+@in_process(env={"TORCH_XLA_DONATE_STRICT": "1"})
+def test_settings_of_this_package_are_read_in_the_child():
+    t = make(3)
+    donate_buffer(t)
+    out = t.sum()
+    with pytest.raises(DonationError, match="no output of the step has its size"):
+        torch_xla.sync(wait=True)
+    assert out is not None
+
+
+@in_process
+def test_fixtures_and_dumps_reach_the_child(make, tmp_path, dump_folder):
+    assert dump_folder.parent == tmp_path
+    t = make(3)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync(wait=True)
+    (module,) = [module for module in hlo.read_dump(dump_folder) if module.donors]
+    assert len(module.aliases) == 1
+    assert out.tolist() == [1, 2, 3]
+
+
+@in_process
+def test_warnings_are_errors_in_a_child_too():
+    with pytest.raises(UserWarning, match="seen"):
+        warnings.warn("seen", stacklevel=1)
+
+
+@pytest.mark.filterwarnings("ignore:seen")
+@in_process
+def test_a_marks_filter_reaches_the_child():
+    warnings.warn("seen", stacklevel=1)
+    with pytest.raises(DonationWarning):
+        warnings.warn("unseen", DonationWarning, stacklevel=1)
+
+
+@in_process
+def test_assertions_are_rewritten_in_a_child():
+    assert sys.argv == [__file__]
+    with pytest.raises(AssertionError, match="assert 3 == 4"):
+        assert torch.tensor(3).item() == 4
+
+
+def test_a_decorated_test_fails_with_its_childs_failure():
+    with pytest.raises(pytest.fail.Exception, match="Failure: of ours"):
+        in_process(fail)(error="of ours", found=[])
+
+
+# --- Files ---
+
+
+def test_a_file_runs_as_a_program(tmp_path):
+    program = tmp_path / "program.py"
+    (tmp_path / "neighbour.py").write_text("word = 'imported'")
+    program.write_text(
+        "import sys, warnings\nfrom neighbour import word\n"
+        "warnings.warn('shown')\nprint(__name__, sys.argv, word)\nraise ValueError('at the end')\n"
+    )
+    done = run_file(program, "a", "b", exit_code=1)
+    assert done.stdout == f"__main__ {[str(program), 'a', 'b']} imported\n"
+    warning, source, first, frame, *_, last = done.stderr.splitlines()
+    assert warning == f"{program}:3: UserWarning: shown"
+    assert source.strip() == "warnings.warn('shown')"
+    assert first == "Traceback (most recent call last):"
+    assert frame.strip() == f'File "{program}", line 5, in <module>'
+    assert last == "ValueError: at the end"

@@ -1,0 +1,112 @@
+"""Tensors whose size only the device knows (XLA_EXPERIMENTAL): refused as donors, and a reason where they are outputs.
+
+One case cannot be tested here: a step that reads a tensor of dynamic size. torch_xla's CPU backend fails, with or
+without this package.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import bare
+import pytest
+import torch
+import torch_xla
+from children import in_process, run_in_child
+
+import torch_xla_donate
+from torch_xla_donate import (
+    _C,
+    DonationError,
+    DonationWarning,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    hlo,
+    is_donated,
+)
+
+DYNAMIC = {"XLA_EXPERIMENTAL": "nonzero:masked_select"}
+
+
+def make() -> torch.Tensor:
+    t = torch.tensor([0.0, 1.0, 0.0, 2.0, 3.0]).to("xla")
+    torch_xla.sync(wait=True)
+    return t
+
+
+@in_process(env=DYNAMIC)
+def test_a_tensor_of_dynamic_size_is_refused_and_stays():
+    t = make()
+    found = torch.masked_select(t, t > 0.5)
+    torch_xla.sync(wait=True)
+    assert str(found.shape[0]) == "<=5"
+    with pytest.raises(DonationError) as raised:
+        donate_buffer([t, found])
+    message = "tensors[1] is float32[<=5] on xla:0, a tensor whose size only the device knows"
+    assert str(raised.value).startswith(message)
+    assert _C.sizes()["pending"] == 0  # all or nothing
+    for options in ({}, {"pure": True}, {"backend": "openxla"}):
+        step = torch_xla_donate.compile(lambda x: x, donate_argnums=0, **options)
+        with pytest.raises((DonationError, ValueError)):
+            step(found)
+        kept = torch_xla_donate.compile(lambda x, y: x + 1, donate_argnums=0, **options)
+        if options.get("pure"):
+            with pytest.raises(ValueError, match=r"Use the lazy backend, without pure=True\."):
+                kept(t, found)
+        else:
+            x = make()
+            assert kept(x, found).tolist() == [1, 2, 1, 3, 4] and is_donated(x)
+    assert not is_donated(found) and found.cpu().tolist() == [1, 2, 3]
+    assert _C.sizes()["pending"] == 0
+
+
+@in_process(env=DYNAMIC)
+def test_a_step_with_an_output_of_dynamic_size_donates_nothing(dump_folder):
+    """The report gives the reason."""
+    reason = "an output has a size that only the device knows, f32[<=5], and XLA aliases nothing in such a graph"
+    for f in (lambda t: torch.masked_select(t, t > 1.5), lambda t: (t * 2, torch.masked_select(t, t > 1.5))):
+        t = make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            donate_buffer(t)
+            results = f(t)
+            torch_xla.sync(wait=True)
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.outcome, donor.reason) == ("unusable", reason)
+        results = results if isinstance(results, tuple) else (results,)
+        assert results[-1].cpu().tolist() == [2, 3] and t.tolist() == [0, 1, 0, 2, 3]
+
+    # With donation disabled, nothing predicts that the step would use the donor.
+    t = make()
+    with warnings.catch_warnings(record=True) as caught, donation_disabled(report_reuse=True):
+        warnings.simplefilter("always", DonationWarning)
+        donate_buffer(t)
+        found = torch.masked_select(t, t > 1.5)
+        torch_xla.sync(wait=True)
+        assert (t + 1).tolist() == [1, 2, 1, 3, 4]
+    assert not [w for w in caught if w.category is DonationWarning]
+    assert found.cpu().tolist() == [2, 3]
+
+    # The next step donates.
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(t) and out.tolist() == [1, 2, 1, 3, 4]
+
+    steps = [module for module in hlo.read_dump(dump_folder) if module.before is not None and module.before.donors]
+    dynamic = [step for step in steps if any(shape.dynamic for shape in step.before.result.elements)]
+    assert len(dynamic) == 2
+    for step in dynamic:
+        assert step.after.aliases == ()
+        assert len(step.after.donors) == 1
+    (static,) = [step for step in steps if step not in dynamic]
+    assert len(static.after.aliases) == 1
+
+
+@pytest.mark.parametrize("package", [False, True], ids=["stock", "with the package"])
+def test_operations_on_dynamic_sizes_fail_on_cpu(package):
+    """With or without this package."""
+    message, imported = run_in_child(bare.read_dynamic_size, package, env=DYNAMIC).value
+    assert message == "Custom call target PadToStatic is not implemented."
+    assert imported == package

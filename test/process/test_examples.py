@@ -1,0 +1,382 @@
+"""The examples: each runs as a program in a forked child, and the tests check its claims."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch_xla
+from children import Ended, run_file, run_in_child
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+COVERED = {
+    "checkpoint.py",
+    "ema_and_gan.py",
+    "gpt.py",  # no program: train_transformer.py and kv_cache.py use it
+    "jax_quickstart.py",
+    "kv_cache.py",
+    "quickstart.py",
+    "spmd.py",
+    "train_digits.py",
+    "train_transformer.py",
+    "user_computation.py",
+}
+
+STEPS = 6
+# The largest matrix has 41 MB, which malloc gives back to the system as soon as it is freed; the state has 125 MB.
+HIDDEN = 3200
+
+
+def copy_changed(folder: Path, name: str, old: str, new: str) -> None:
+    """The examples, one of them with one place changed."""
+    for path in EXAMPLES.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if path.name == name:
+            assert source.count(old) == 1
+            source = source.replace(old, new)
+        (folder / path.name).write_text(source, encoding="utf-8")
+
+
+def run_example(name: str, *args: str, exit_code: int = 0) -> Ended:
+    return run_file(EXAMPLES / name, *args, exit_code=exit_code)
+
+
+def test_every_example_is_covered_here() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("_")} == COVERED
+
+
+def test_the_quickstart_shows_pointer_error_and_report() -> None:
+    output = run_example("quickstart.py").stdout
+    line = next(
+        number
+        for number, text in enumerate((EXAMPLES / "quickstart.py").read_text(encoding="utf-8").splitlines(), start=1)
+        if text.startswith("donate_buffer(")
+    )
+    pointer, error, report = output.split("\n", maxsplit=2)
+    assert pointer == "in the same memory: True"
+    assert error.startswith("error: f32[1024,1024] tensor has no buffer any more")
+    assert f"donated at quickstart.py:{line} and consumed by step 1" in error
+    assert report.startswith("1 of 1 donors donated, 4.0 MiB (100.0% of the bytes offered)")
+
+
+@pytest.mark.parametrize("name", ["quickstart.py", "jax_quickstart.py", "checkpoint.py"])
+def test_the_quickstarts_print_no_addresses_and_no_full_paths(name: str) -> None:
+    output = run_example(name).stdout
+    assert str(EXAMPLES.parent) not in output
+    assert not re.search(r"0x[0-9a-f]+|(?<![\w.])/\w+/", output)
+
+
+def test_the_sharded_example_predicts_and_explains() -> None:
+    """The prediction of each step is right; the report names the sharding of the donor that stays."""
+    output = run_example("spmd.py").stdout
+    first, second = output.removeprefix("before step 1:\n").split("before step 2:\n")
+    second, _, report = second.partition("3 of 4 donors donated, 1.5 MiB (75.0% of the bytes offered)")
+    sharded = "{devices=[4,1]0,1,2,3}: 128 of 512 KiB on each device, predicted: donated"
+    assert first.splitlines() == [
+        "  ['momenta'] {replicated}: 512 of 512 KiB on each device, predicted: unusable",
+        f"  ['weights'] {sharded}",
+    ]
+    assert second.splitlines() == [f"  ['momenta'] {sharded}", f"  ['weights'] {sharded}"]
+    assert report.count("│ donated") == 3
+    assert report.count("│ unusable ") == 1
+    told = " ".join(cells.split("│")[-2].strip() for cells in report.splitlines() if cells.count("│") > 5)
+    assert "but not per device: the donor, sharded {replicated}, takes 524288 bytes on each, the output" in told
+
+
+def test_the_examples_of_jaxs_page_do_what_its_page_says() -> None:
+    output = run_example("jax_quickstart.py").stdout
+    parts = dict(part.split("\n", maxsplit=1) for part in output.removeprefix("-- ").split("\n-- "))
+    assert parts["the result takes y's memory"].split("\n") == [
+        "  x donated: False, y donated: True",
+        "  z in y's memory: True",
+    ]
+    assert parts["arguments given by keyword are donated, too"] == "  params donated: True, state donated: True"
+    assert parts["of a pytree, every array"].split("\n") == [
+        "  donated: [True, True]",
+        "  named: xs[0] (argument 0 of add_ones), xs[1] (argument 0 of add_ones)",
+    ]
+    error = parts["a donated array cannot be used again"]
+    assert error.startswith("  DonatedBufferError: f32[2,3] tensor 'y (argument 1 of add)' has no buffer any more")
+    more, other = parts["more donors than outputs"], parts["a donor of another shape than the output"]
+    unusable = (
+        r"  DonationWarning: Some donated buffers were not usable: {} \(donated at jax_quickstart.py:\d+, step \d\)"
+    )
+    assert re.match(unusable.format(r"f32\[2,3\]"), more)
+    assert "more donors than outputs of its size: 2 donors and 1 output of 24 bytes." in more
+    assert more.endswith("  donated: 1 of 2")
+    assert re.match(unusable.format(r"f32\[1,3\]"), other)
+    assert other.endswith("  y donated: False, and still [[1.0, 1.0, 1.0]]")
+    assert parts["a training loop"].rstrip("\n").split("\n") == ["  the same memory: True", "  weight[0, 0]: 6.0"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 and torchax need Python 3.11")
+def test_a_jax_update_keeps_the_state_in_its_memory() -> None:
+    output = run_example("user_computation.py").stdout
+    first, kept, report = output.split("\n", maxsplit=2)
+    before, after = (float(loss) for loss in re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)", first).groups())
+    assert after < before / 10
+    assert kept == "parameters and velocities in their first memory: 20 of 20 steps"
+    assert report.startswith("4 of 4 donors donated, 144 B (100.0% of the bytes offered)")
+    assert report.count("donated, into kept") == 4
+    assert "error: f32[8,2] tensor \"args[0]['weight'] of momentum\" has no buffer any more" in report
+    assert report.endswith("halved in the same memory: True\n")
+
+
+def test_the_checkpoint_example_learns_saves_and_goes_on() -> None:
+    """It shows the error of a save that comes too late."""
+    *epochs, late, loaded = run_example("checkpoint.py").stdout.splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in epochs]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert late.startswith("too late: f32[8,64] tensor \"state['weights']['hidden'] (argument 0 of train)\"")
+    assert loaded == "first step after loading: 4 donors, 100% of their bytes reused"
+
+
+def train_in_forks(script: str, *args: str) -> None:
+    """Runs an example that trains with and without donation: each run in a fork of this process.
+
+    The example starts an interpreter for each run, which takes 7 s. One test below leaves that as it is.
+    """
+    sys.path.insert(0, str(EXAMPLES))
+    import _show
+
+    _show._run_one = run_one_in_a_fork
+    sys.argv = [script, *args]
+    warnings.resetwarnings()  # pytest's filters: a program shows a warning
+    runpy.run_path(script, run_name="__main__")
+
+
+def run_one_in_a_fork(command: Sequence[str], dump: Path, progress: object, task: object) -> int:
+    """In place of the function of this name in examples/_show.py."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+        torch_xla._setup_xla_flags()  # as torch_xla does when it is imported
+        sys.argv = [*command[1:]]
+        runpy.run_path(command[1], run_name="__main__")
+        code = 0
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+class Training:
+    """One run of an example that trains with and without donation: its output, its folder, and its numbers by mode."""
+
+    def __init__(self, name: str, folder: Path, *sizes: str) -> None:
+        self.folder = folder
+        script = str(EXAMPLES / f"{name}.py")
+        self.output = run_in_child(train_in_forks, script, *sizes, "--out", str(folder), exit_code=0).stdout
+        numbers = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        self.runs: dict[str, dict[str, Any]] = {run["mode"]: run for run in numbers}
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    folder = tmp_path_factory.mktemp("digits")
+    return Training("train_digits", folder, "--steps", str(STEPS), "--hidden", str(HIDDEN))
+
+
+DONATING = ["donate", "auto"]
+
+
+@pytest.mark.parametrize("mode", DONATING)
+def test_training_computes_the_same_bits_with_donation(training: Training, mode: str) -> None:
+    plain, donating = training.runs["plain"], training.runs[mode]
+    assert len(plain["losses"]) == STEPS
+    assert plain["losses"] == donating["losses"]
+    assert plain["digest"] == donating["digest"]
+    assert plain["accuracy"] == donating["accuracy"]
+    assert training.output.count(f"of 'plain' and '{mode}': identical bit for bit") == 2
+
+
+def test_training_learns(training: Training) -> None:
+    assert training.runs["donate"]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("mode", DONATING)
+def test_the_whole_state_is_aliased_if_and_only_if_donated(training: Training, mode: str) -> None:
+    plain, donating = training.runs["plain"], training.runs[mode]
+    assert (plain["donors"], plain["aliases"], plain["aliased_bytes"]) == (0, 0, 0)
+    assert donating["donors"] == donating["aliases"] == donating["state_tensors"] == 18
+    assert donating["aliased_bytes"] == donating["donated_bytes"] == donating["state_bytes"]
+
+
+@pytest.mark.parametrize("mode", DONATING)
+def test_every_donated_buffer_keeps_its_pointer_at_every_step(training: Training, mode: str) -> None:
+    assert training.runs[mode]["kept_pointers"] == [18] * STEPS
+
+
+@pytest.mark.parametrize("mode", DONATING)
+@pytest.mark.parametrize("measure", ["planned_bytes", "peak_bytes"])
+def test_donation_saves_at_least_half_of_the_donated_bytes(training: Training, measure: str, mode: str) -> None:
+    plain, donating = training.runs["plain"], training.runs[mode]
+    assert plain[measure] - donating[measure] >= donating["donated_bytes"] / 2
+
+
+def test_the_loop_of_the_automatic_run_has_no_line_of_donation() -> None:
+    source = (EXAMPLES / "train_digits.py").read_text(encoding="utf-8")
+    before, _, loop = source.partition("def train(")[2].partition("for step in range(")
+    assert 'if mode == "auto":\n        auto_donate()' in before
+    assert "donat" not in loop.partition("report = ")[0]
+    # What it does with the old state is what the plain run does.
+    plain, auto = re.findall(r'"(?:plain|auto)": (lambda state, updated: [^,]+),', source)
+    assert plain == auto == "lambda state, updated: None"
+
+
+def test_training_says_what_was_donated_and_where_the_picture_is(training: Training) -> None:
+    assert training.output.count("18 of 18 donors donated") == 2
+    assert training.output.count("│ (auto) │") == 18
+    assert f"memory over the steps: {training.folder / 'train_digits.png'}" in training.output
+    assert "plain step  1/6  loss" in training.output
+
+
+def test_the_picture_of_the_training_is_a_png(training: Training) -> None:
+    data = (training.folder / "train_digits.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (1300, 702)
+
+
+def test_training_exits_with_1_when_the_values_differ(tmp_path: Path) -> None:
+    """Here each run has an interpreter, as the example starts it."""
+    # GIVEN the example, changed so that the donating run draws other batches
+    copy_changed(tmp_path, "train_digits.py", "manual_seed(1)", "manual_seed(len(mode))")
+    # WHEN it runs
+    arguments = ("--steps", "3", "--hidden", "16", "--out", str(tmp_path / "out"))
+    output = run_file(tmp_path / "train_digits.py", *arguments, exit_code=1).stdout
+    # THEN it says so
+    assert "NOT identical" in output
+
+
+def test_training_refuses_too_few_steps() -> None:
+    refused = run_example("train_digits.py", "--steps", "2", exit_code=2)
+    assert "--steps is 2" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def transformer(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    sizes = ("--steps", "5", "--batch", "1", "--accumulate", "2", "--layers", "2", "--width", "64", "--context", "16")
+    return Training("train_transformer", tmp_path_factory.mktemp("transformer"), *sizes)
+
+
+@pytest.fixture(scope="module")
+def gan(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return Training("ema_and_gan", tmp_path_factory.mktemp("gan"), "--steps", "4", "--hidden", "128")
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("transformer", 27), ("gan", 42)])
+def test_a_donated_functional_state_is_aliased_as_a_whole(
+    name: str, tensors: int, request: pytest.FixtureRequest
+) -> None:
+    """Every tensor of it; and the values have the same bits with and without donation."""
+    training = request.getfixturevalue(name)
+    plain, donate = training.runs["plain"], training.runs["donate"]
+    # In the HLO: torch_xla by itself aliases nothing of it, the donation all.
+    assert (plain["donors"], plain["aliases"]) == (0, 0)
+    assert donate["donors"] == donate["aliases"] == donate["state_tensors"] == tensors
+    assert donate["aliased_bytes"] == donate["donated_bytes"] == donate["state_bytes"]
+    # In memory: each tensor stays where it is. (In the first step torch_xla's cached constant 1 is an output, too, and
+    # takes the memory of a bias of its size.)
+    assert donate["kept_pointers"][1:] == [tensors] * (len(donate["losses"]) - 1)
+    assert f"{tensors} of the new tensors are in their own old memory" in training.output
+    # In the values: no difference.
+    assert plain["losses"] == donate["losses"]
+    assert plain["digest"] == donate["digest"]
+    assert training.output.count("identical bit for bit") == 2
+    # In what is told: the report, and the bytes per device.
+    assert f"{tensors} of {tensors} donors donated" in training.output
+    assert "memory of the step per device, as XLA planned it" in training.output
+    assert donate["planned_bytes"] < plain["planned_bytes"]
+
+
+def test_the_transformer_learns(transformer: Training) -> None:
+    losses = [float.fromhex(loss) for loss in transformer.runs["donate"]["losses"]]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[0] - losses[-1] > 0.5
+
+
+def test_the_picture_of_the_transformer_has_the_losses_too(transformer: Training) -> None:
+    data = (transformer.folder / "train_transformer.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
+    assert (width, height) == (1300, 1053)
+
+
+def test_one_donating_run_ends_with_the_report() -> None:
+    output = run_example("ema_and_gan.py", "--donate", "--steps", "3", "--hidden", "8").stdout
+    assert "donate step  3/3" in output
+    assert "42 of 42 donors donated" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("train_transformer.py", ("--width", "30"), "--width is 30; it must be a multiple of 4"),
+        ("kv_cache.py", ("--tokens", "9", "--context", "8"), "--tokens is 9; a cache of --context 8 has no room"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(name: str, arguments: tuple[str, ...], message: str) -> None:
+    refused = run_example(name, *arguments, exit_code=2)
+    assert message in " ".join(refused.stderr.split())
+
+
+def test_a_python_without_sources_is_named(tmp_path: Path) -> None:
+    # GIVEN an example that would train on the source of a module that has none
+    copy_changed(tmp_path, "gpt.py", 'MODULES = ("argparse", ', 'MODULES = ("sys", ')
+    # WHEN it runs
+    refused = run_file(tmp_path / "train_transformer.py", "--out", str(tmp_path / "out"), exit_code=1)
+    # THEN it says so
+    assert "has no source of its module 'sys'" in refused.stderr
+
+
+Caches = tuple[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Caches:
+    """Output and numbers of kv_cache.py: 3 positions of caches of 256."""
+    folder = tmp_path_factory.mktemp("caches")
+    sizes = ("--tokens", "3", "--sequences", "3", "--batch", "2", "--layers", "2", "--width", "64", "--context", "256")
+    output = run_example("kv_cache.py", *sizes, "--out", str(folder)).stdout
+    results = json.loads((folder / "kv_cache.json").read_text(encoding="utf-8"))
+    return output, {result["mode"]: result for result in results}
+
+
+def test_a_slice_written_cache_is_copied_whole_unless_donated(caches: Caches) -> None:
+    _, modes = caches
+    plain, donate, index_copy = (modes[mode] for mode in ("plain", "donate", "index_copy_"))
+    whole = 2 * 2 * 2 * 256 * 64 * 4  # layers, keys and values, batch, context, width, bytes
+    assert plain["cache_bytes"] == donate["cache_bytes"] == index_copy["cache_bytes"] == whole
+    assert [mode["copied_bytes"] for mode in (plain, donate, index_copy)] == [whole, 0, 0]
+    assert [mode["aliased_caches"] for mode in (plain, donate, index_copy)] == [0, 4, 4]
+    assert plain["planned_bytes"] - donate["planned_bytes"] >= whole
+
+
+def test_all_ways_to_write_a_cache_decode_the_same_tokens(caches: Caches) -> None:
+    output, modes = caches
+    written = modes["plain"]["written"]
+    assert [len(sequence) for sequence in written] == [3, 3, 3]
+    assert len({token for sequence in written for step in sequence for token in step}) > 2
+    assert modes["donate"]["written"] == modes["index_copy_"]["written"] == written
+    assert "tokens of all modes: the same" in output
+
+
+def test_a_position_that_is_a_number_is_compiled_for_itself(caches: Caches) -> None:
+    _, modes = caches
+    assert [modes[mode]["compilations"] for mode in ("plain", "donate", "index_copy_")] == [3, 3, 1]

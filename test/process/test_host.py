@@ -1,0 +1,430 @@
+"""Loading, hooking and unhooking: what fits is checked, and torch_xla is left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import mmap
+import os
+import shutil
+import struct
+import threading
+from pathlib import Path
+
+import _XLAC
+import bare
+import pytest
+import torch
+import torch_xla
+from bare import state
+from children import in_process, run_in_child
+from helpers import make, run_script
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_xla_donate import (
+    _C,
+    DonationError,
+    _host,
+    auto_donate,
+    cancel_donation,
+    compile,
+    donate_buffer,
+    donation_report,
+    is_donated,
+    scan,
+)
+
+BUILD = _host.Build("2.9.1+cu128", "2.9.0", True, "GNU 12")
+
+
+def test_the_versions_of_the_build_are_accepted():
+    _host.check_versions("2.9.1+cu128", "2.9.0", BUILD)
+    _host.check_versions("2.9.0", "2.9.1", BUILD)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "torch_xla_version", "text"),
+    [
+        ("2.10.0", "2.10.0", r"supports torch_xla 2.7, 2.8, 2.9; found torch_xla 2.10.0"),
+        ("2.6.0", "2.6.0", r"supports torch_xla 2.7, 2.8, 2.9; found torch_xla 2.6.0"),
+        ("2.8.0", "2.9.0", r"torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
+        (
+            "2.8.0+cpu",
+            "2.8.1",
+            r"was built against torch 2.9.1\+cu128 and torch_xla 2.9.0; found torch 2.8.0\+cpu and torch_xla 2.8.1. "
+            r"Rebuild torch_xla_donate in this environment: pip install --no-build-isolation",
+        ),
+    ],
+)
+def test_other_versions_are_refused_with_what_to_do(torch_version, torch_xla_version, text):
+    with pytest.raises(ImportError, match=text):
+        _host.check_versions(torch_version, torch_xla_version, BUILD)
+
+
+def test_another_abi_is_refused():
+    other = dataclasses.replace(BUILD, cxx11_abi=False)
+    with pytest.raises(ImportError, match=r"C\+\+11 ABI off.*Rebuild"):
+        _host.check_versions("2.9.1", "2.9.0", other)
+
+
+def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
+    run_script(
+        """
+        import importlib.metadata as metadata
+        real = metadata.version
+        def version(name):
+            if name == "torch_xla":
+                raise metadata.PackageNotFoundError(name)
+            return real(name)
+        metadata.version = version
+        try:
+            import torch_xla_donate
+        except ImportError as error:
+            assert "needs torch_xla (2.7, 2.8, 2.9), which is not installed for" in str(error), error
+        else:
+            raise AssertionError
+        import sys
+        assert "torch_xla" not in sys.modules
+        """
+    )
+
+
+def test_a_package_that_was_not_built_says_so(tmp_path):
+    shutil.copytree(
+        Path(_host.__file__).parent, tmp_path / "torch_xla_donate", ignore=shutil.ignore_patterns("_C*", "__pycache__")
+    )
+    done = run_script(
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
+    )
+    assert "ImportError: torch_xla_donate has not been built. Rebuild torch_xla_donate" in done.stderr
+
+
+def test_the_module_records_what_it_was_built_against(tmp_path):
+    built = _host.build()
+    assert built.torch == torch.__version__
+    assert built.torch_xla.startswith("2.")
+    assert built.cxx11_abi == torch.compiled_with_cxx11_abi()
+
+    stranger = tmp_path / "_C.so"
+    stranger.write_bytes(b"\x7fELF")
+    with pytest.raises(ImportError, match="does not say what it was built against. Rebuild"):
+        _host.build_record(stranger)
+
+
+def test_every_hook_of_the_table_is_in_place():
+    hooks = _C.hooks()
+    assert len(hooks) == 13
+    assert all(hook["slots"] >= 1 and hook["slots"] == hook["in_place"] for hook in hooks)
+    assert len({hook["symbol"] for hook in hooks}) == 13
+    assert {hook["library"] for hook in hooks} == {"_XLAC", "libtorch_cpu"}
+
+
+def unhooked() -> object:
+    """What `state` returns while the hooks are out; they are back when this returns."""
+    _host.uninstall_hooks()
+    found = state()
+    _host.install_hooks()
+    return found
+
+
+def test_uninstalling_leaves_torch_xla_byte_for_byte_as_it_was():
+    run_in_child(bare.hooks_come_and_go)
+
+
+def slots_of_libtorch(wanted):
+    """How often the data of libtorch points to each of these functions of its own."""
+    found = [0] * len(wanted)
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            if line.rstrip().endswith("/libtorch_cpu.so") and "x" not in line.split()[1]:
+                first, last = (int(part, 16) for part in line.split()[0].split("-"))
+                memory.seek(first)
+                data = memory.read(last - first)
+                found = [count + data.count(address) for count, address in zip(found, wanted)]
+    return found
+
+
+@in_process
+def test_uninstalling_gives_libtorch_its_slots_back():
+    library = ctypes.CDLL("libtorch_cpu.so")
+    symbols = [hook["symbol"] for hook in _C.hooks() if hook["library"] == "libtorch_cpu"]
+    wanted = [struct.pack("<Q", ctypes.cast(library[symbol], ctypes.c_void_p).value) for symbol in symbols]
+    hooked = slots_of_libtorch(wanted)
+    _host.uninstall_hooks()
+    assert slots_of_libtorch(wanted) == [count + 1 for count in hooked]
+    _host.install_hooks()
+    assert slots_of_libtorch(wanted) == hooked
+    c, k = torch.zeros(4, 4).to("xla"), torch.ones(4).to("xla")
+    _host.uninstall_hooks()
+    c[0] = k
+    assert _C.sizes()["outdated"] == 0
+    _host.install_hooks()
+    c[1] = k
+    assert _C.sizes()["outdated"] == 1
+    assert c[:, 0].tolist() == [1, 1, 0, 0]
+
+
+@in_process
+def test_unhooked_nothing_is_donated_and_hooked_again_it_is():
+    t = make(4)
+    donate_buffer(t)
+    _host.uninstall_hooks()
+    out = t + 1
+    torch_xla.sync(wait=True)
+    assert t.tolist() == [0, 1, 2, 3] and not is_donated(t)
+    with pytest.raises(DonationError, match="hooks of torch_xla_donate have been taken out"):
+        donate_buffer(t)
+    _host.install_hooks()
+    out = t + 2
+    torch_xla.sync()
+    assert is_donated(t) and out.tolist() == [2, 3, 4, 5]
+
+
+@in_process
+def test_threads_may_install_and_uninstall_while_steps_run():
+    before = unhooked()
+    stop = threading.Event()
+    errors, turns = [], [0, 0, 0]
+
+    def flip(number):
+        try:
+            while not stop.is_set():
+                _host.uninstall_hooks()
+                _host.install_hooks()
+                turns[number] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=flip, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    t, steps = torch.zeros(64).to("xla"), 0
+    # Until all have had their turns, however they are scheduled.
+    while steps < 100 or (min(turns) < 10 and not errors):
+        t = t + 1
+        torch_xla.sync()
+        steps += 1
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert t[0].item() == steps
+    _host.uninstall_hooks()
+    assert state() == before
+
+
+def answering(question: str, answer: object) -> type:
+    """A class in place of `_host.xlac`: torch_xla's module, which answers one question differently."""
+
+    class Xlac:
+        def __getattr__(self, name):
+            return (lambda *_: answer) if name == question else getattr(_XLAC, name)
+
+    return Xlac
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "found"),
+    [
+        ("_xla_get_tensor_id", -1, "torch_xla says -1"),
+        ("_get_use_eager_mode", True, "does not keep the switch of eager mode"),
+        ("_get_allow_execution", False, "does not keep the switch of eager mode"),
+    ],
+)
+@in_process
+def test_a_layout_that_differs_takes_the_hooks_out_again(question, answer, found):
+    before = unhooked()
+    t = make(4)
+    _host.xlac = answering(question, answer)
+    with pytest.raises(ImportError, match=f"laid out differently.*{found}"):
+        donate_buffer(t)
+    assert state() == before
+    out = t + 1
+    torch_xla.sync()
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+seen = []
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def in_bfloat16(contexts):
+    torch.set_default_dtype(torch.bfloat16)
+
+
+def on_the_device(contexts):
+    torch.set_default_device("xla")
+
+
+def on_the_meta_device(contexts):
+    contexts.enter_context(torch.device("meta"))
+
+
+def in_fake_tensors(contexts):
+    contexts.enter_context(FakeTensorMode())
+
+
+def in_a_dispatch_mode(contexts):
+    contexts.enter_context(Mode())
+
+
+def in_inference_mode(contexts):
+    contexts.enter_context(torch.inference_mode())
+
+
+def with_xla_use_bf16(contexts):
+    os.environ["XLA_USE_BF16"] = "1"
+
+
+AMBIENTS = [
+    in_bfloat16,
+    on_the_device,
+    on_the_meta_device,
+    in_fake_tensors,
+    in_a_dispatch_mode,
+    in_inference_mode,
+    with_xla_use_bf16,
+]
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("ambient", AMBIENTS)
+@in_process
+def test_the_layouts_are_right_in_any_ambient_mode(ambient, automatic):
+    host = torch.arange(4.0)
+    with contextlib.ExitStack() as contexts:
+        if automatic:
+            t = host.to("xla") + 0
+            torch_xla.sync()
+            out = t + 1
+            del t
+            ambient(contexts)
+            auto_donate()
+            torch_xla.sync()
+        else:
+            t = host.to("xla")
+            out = t + 1
+            ambient(contexts)
+            donate_buffer(t)
+            torch_xla.sync()
+        assert not seen
+    assert [donor.outcome for donor in donation_report().donors] == ["donated"]
+    assert not donation_report().auto_refusals
+    assert out.cpu().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("first", ["donate_buffer", "compile"])
+@in_process
+def test_the_layouts_are_right_in_the_trace_of_a_loop(first):
+    outside, init, xs = (torch.ones(*shape).to("xla") for shape in ((3,), (3,), (4, 3)))
+    torch_xla.sync()
+
+    def body(carry, x):
+        if first == "donate_buffer":
+            donate_buffer(outside)
+        else:
+            compile(lambda t: t)(carry)
+        return carry + x, carry
+
+    final, _ = scan(body, init, xs)
+    torch_xla.sync()
+    assert final.tolist() == [5, 5, 5]
+    t = torch.ones(5).to("xla")
+    torch_xla.sync()
+    out = t + 1
+    donate_buffer(t)
+    torch_xla.sync()
+    assert is_donated(t) and out.tolist() == [2] * 5
+
+
+@in_process
+def test_a_layout_that_differs_is_a_reason_of_automatic_donation():
+    _host.xlac = answering("_xla_get_tensor_id", -1)
+    p = make(4)
+    with auto_donate():
+        for _ in range(3):
+            p = p + 1
+            torch_xla.sync()
+    assert p.tolist() == [3, 4, 5, 6] and not _C.installed()
+    ((reason, steps),) = donation_report().auto_refusals.items()
+    assert "laid out differently" in reason and steps == 1
+
+
+@in_process
+def test_the_layouts_are_right_after_graph_names_of_all_lengths():
+    # A string that has been long keeps its place when it gets short.
+    t = make(4)
+    for name in ("", "f", "f" * 15, "f" * 16, "f" * 300, "f"):
+        with torch_xla.compile(name=name):
+            _host._verified = False
+            donate_buffer(t)
+            cancel_donation(t)
+            t = t + 1
+    assert _C.installed() and t.tolist() == [6, 7, 8, 9]
+
+
+@in_process
+def test_a_slot_that_another_library_patched_is_an_import_error():
+    """The error names the symbol, and nothing is changed."""
+    _host.uninstall_hooks()
+    before = state()
+
+    # A stranger's patch of one of the slots: it is moved to another function of libtorch.
+    libc = ctypes.CDLL(None, use_errno=True)
+    torch_library = ctypes.CDLL("libtorch_cpu.so")
+    symbol = next(hook["symbol"] for hook in _C.hooks() if hook["name"].endswith("RunPostOrder"))
+    expected = ctypes.cast(getattr(torch_library, symbol), ctypes.c_void_p).value
+    other = ctypes.cast(torch_library._ZN5torch4lazy10getBackendEv, ctypes.c_void_p).value
+    slot = None
+    with open("/proc/self/mem", "rb", 0) as memory:
+        for line in before[1]:
+            first, last = (int(part, 16) for part in line.split()[0].split("-"))
+            if line.split()[1] == "r--p":
+                memory.seek(first)
+                data = memory.read(last - first)
+                at = data.find(struct.pack("<Q", expected))
+                if at >= 0:
+                    slot = first + at
+    assert slot is not None
+    page = slot & ~(mmap.PAGESIZE - 1)
+    assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 3) == 0
+    ctypes.c_uint64.from_address(slot).value = other
+    strangers = state()[0]
+    with pytest.raises(ImportError) as raised:
+        _host.install_hooks()
+    assert "torch_xla is unchanged" in str(raised.value)
+    assert symbol in str(raised.value)
+    assert state()[0] == strangers
+    assert not _C.installed()
+
+
+@pytest.mark.parametrize("where", ["atexit.register(last)", "threading.Thread(target=late).start()"])
+@pytest.mark.parametrize("automatic", [False, True])
+def test_the_layouts_are_right_where_the_interpreter_is_ending(where, automatic):
+    done = run_script(f"""
+        import atexit, threading
+        import torch, torch_xla
+        import torch_xla_donate as txd
+        p = torch.arange(4.0).to("xla"); torch_xla.sync(wait=True)
+        def last():
+            global p
+            if {automatic}:
+                txd.auto_donate()
+            else:
+                txd.donate_buffer(p)
+            p = p + 1
+            torch_xla.sync(wait=True)
+            print(txd.donation_report().donors[0].outcome, p.tolist())
+        def late():
+            threading.main_thread().join()
+            last()
+        {where}
+    """)
+    assert done.stdout == "donated [1.0, 2.0, 3.0, 4.0]\n", (done.stdout, done.stderr)

@@ -1,0 +1,137 @@
+"""More parameters than torch_xla gives to a graph one by one: they come as one tuple, and its elements are donors."""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process
+from helpers import pointer
+
+from torch_xla_donate import (
+    DonatedBufferError,
+    DonationWarning,
+    compile,
+    donate_buffer,
+    donation_report,
+    hlo,
+    is_donated,
+)
+
+# torch_xla's spelling. By default tuples begin at 3200 parameters.
+WRAPPED = {"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"}
+
+
+def of(*values: float) -> torch.Tensor:
+    t = torch.tensor(values).to("xla")
+    torch_xla.sync(wait=True)
+    return t
+
+
+@in_process
+def test_a_step_of_more_than_3200_parameters_donates_them_all(dump_folder):
+    count = 3201
+    # One by one from the host: XLA takes minutes to compile one array's 3,201 slices.
+    tensors = [row.to("xla") for row in torch.arange(2.0 * count).reshape(count, 2)]
+    torch_xla.sync(wait=True)
+    before = [pointer(tensors[0]), pointer(tensors[-1])]
+    donate_buffer(tensors)
+    updated = [tensor + 1 for tensor in tensors]
+    torch_xla.sync(wait=True)
+    report = donation_report()
+    assert report
+    assert len(report.donors) == count
+    assert report.reused_fraction == 1.0
+    assert [pointer(updated[0]), pointer(updated[-1])] == before
+    assert torch.equal(torch.stack([t.cpu() for t in updated]), torch.arange(2.0 * count).reshape(count, 2) + 1)
+
+    (step,) = [module for module in hlo.read_dump(dump_folder) if module.before.donors]
+    (parameter,) = step.before.parameters
+    assert len(parameter.elements) >= 3201
+    assert len(step.before.donors) == len(step.after.aliases) == 3201
+    assert {donor.parameter_number for donor in step.before.donors} == {0}
+    assert len({donor.parameter_index for donor in step.before.donors}) == 3201
+
+
+@in_process(env=WRAPPED)
+def test_outcomes_warnings_and_pairs_are_as_without_a_tuple(dump_folder):
+    for _ in range(2):
+        a, b, c = of(1.0, 1.0), of(2.0, 2.0), of(3.0, 3.0)
+        places = pointer(a), pointer(b)
+        x, y = a + b + c, a - b - c
+        donate_buffer([a, b], into=[y, x])
+        torch_xla.sync(wait=True)
+        assert (pointer(y), pointer(x)) == places
+        assert (x.tolist(), y.tolist(), c.tolist()) == ([6, 6], [-4, -4], [3, 3])
+        assert all(donor.into_kept for donor in donation_report(steps=1).donors)
+
+    a, b, c = of(1.0, 1.0), of(2.0, 2.0), of(3.0, 3.0, 3.0)
+    donate_buffer({"a": a, "b": b, "c": c})
+    x, z = a + b, c.sum()
+    with pytest.warns(DonationWarning) as caught:
+        torch_xla.sync(wait=True)
+    (warning,) = [str(warning.message) for warning in caught]
+    assert "f32[3] ['c']: no output of the step has its size of 12 bytes" in warning
+    assert "more donors than outputs of its size: 2 donors and 1 output of 8 bytes" in warning
+    assert (x.tolist(), z.item(), c.tolist()) == ([3, 3], 9, [3, 3, 3])
+    assert [is_donated(t) for t in (a, b, c)].count(True) == 1
+    with pytest.raises(DonatedBufferError):
+        (a if is_donated(a) else b) + 1
+
+    steps = [module for module in hlo.read_dump(dump_folder) if module.before.donors]
+    paired, partly = sorted(steps, key=lambda step: len(step.before.donors))
+    donors = {donor.parameter_index for donor in paired.before.donors}
+    assert len(donors) == 2
+    assert {alias.parameter_index for alias in paired.after.aliases} == donors
+    assert {alias.output_index for alias in paired.after.aliases} == {(0,), (1,)}
+    assert len(partly.before.donors) == 3
+    assert len(partly.after.aliases) == 1
+    assert len(partly.after.donors) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@in_process(env=WRAPPED)
+def test_compiled_functions_donate_elements_of_the_tuple(dump_folder, options):
+    step = compile(lambda a, b, c: (a + c, b * c), donate_argnums=(0, 1), **options)
+    c = of(3.0, 3.0)
+    a, b = of(1.0, 1.0), of(2.0, 2.0)
+    places = pointer(a), pointer(b)
+    for _ in range(3):
+        before = a, b
+        a, b = step(a, b, c)
+        assert all(is_donated(t) for t in before)
+    assert (pointer(a), pointer(b)) == places
+    assert (a.tolist(), b.tolist(), c.tolist()) == ([10, 10], [54, 54], [3, 3])
+
+    lowered = step.lower(a, b, c)
+    assert len(hlo.parse(lowered.as_text()).donors) == 2
+    executable = lowered.compile()
+    aliases = hlo.parse(executable.as_text()).aliases
+    assert [(alias.parameter_number, len(alias.parameter_index)) for alias in aliases] == [(0, 1), (0, 1)]
+    assert executable.memory_analysis().alias_bytes == 16
+    assert a.tolist() == [10, 10]
+
+    donating = [module for module in hlo.read_dump(dump_folder) if module.before is not None and module.before.donors]
+    assert donating
+    for module in donating:
+        assert [donor.parameter_number for donor in module.before.donors] == [0, 0]
+        assert len(module.after.aliases) == 2
+
+
+@in_process(env=WRAPPED, devices=2)
+def test_sharded_elements_of_the_tuple_are_donated():
+    xr.use_spmd()
+    mesh = xs.Mesh(numpy.arange(2), (2,), ("x",))
+    state = {name: torch.arange(4.0).to("xla") for name in "abc"}
+    for tensor in state.values():
+        xs.mark_sharding(tensor, mesh, ("x",))
+    torch_xla.sync(wait=True)
+    for _ in range(2):
+        donate_buffer(state)
+        old, state = state, {name: value * 2 for name, value in state.items()}
+        torch_xla.sync(wait=True)
+        assert all(is_donated(value) for value in old.values()), donation_report()
+    assert [value.tolist() for value in state.values()] == [[0, 4, 8, 12]] * 3

@@ -1,0 +1,311 @@
+"""Several processes and threads: torch_xla.launch, torchrun, and the threads of MpDeviceLoader."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+import pytest
+import ranks
+import torch
+import torch_xla
+import torch_xla.distributed.parallel_loader as parallel_loader
+from children import in_process, run_in_child
+from helpers import make, pointer
+
+import torch_xla_donate
+from torch_xla_donate import (
+    _C,
+    DonationError,
+    donate_buffer,
+    donation_report,
+    hlo,
+    is_donated,
+    scan,
+    scan_layers,
+)
+
+# On CPU torch_xla.launch starts one process, which has a thread for each of CPU_NUM_DEVICES devices.
+TWO_DEVICES = {"CPU_NUM_DEVICES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("options", "devices"),
+    [({}, 2), ({"start_method": "fork"}, 2), ({"debug_single_process": True}, 1)],
+    ids=["spawn", "fork", "debug"],
+)
+def test_every_device_of_a_launch_donates_its_own_buffers(tmp_path, options, devices):
+    child = run_in_child(launch_own_buffers, options, env={"CPU_NUM_DEVICES": str(devices)}, dump=tmp_path)
+    found = sorted(json.loads(line) for line in child.stdout.splitlines())
+    assert [rank for rank, _, _ in found] == list(range(devices))
+    assert len({process for _, process, _ in found}) == 1  # on CPU; a thread for each device
+    assert len({thread for _, _, thread in found}) == devices
+    steps = [module for module in hlo.read_dump(tmp_path) if module.before is not None and module.before.donors]
+    assert len(steps) == devices
+    for step in steps:
+        assert len(step.after.aliases) == len(step.before.donors) == 1
+
+
+def launch_own_buffers(options: dict[str, object]) -> None:
+    torch_xla.launch(ranks.donate_own_buffers, **options)
+
+
+def test_each_process_of_torchrun_donates_its_own_buffers():
+    output = run_in_child(torchrun, ranks.__file__).stdout
+    results = sorted(json.loads(line) for line in output.splitlines())
+    assert [(rank, values) for rank, _, values in results] == [(0, [0.0, 8.0]), (1, [8.0, 8.0])]
+    assert results[0][1] != results[1][1]
+
+
+def torchrun(path: str) -> None:
+    sys.argv = ["torchrun", "--standalone", "--nproc-per-node", "2", path]
+    runpy.run_module("torch.distributed.run", run_name="__main__")
+
+
+# --- Threads of a launch, in a process that is forked from the test's child ---
+
+_rank_main: Callable[[int], None] | None = None
+
+
+def _run_rank(rank: int) -> None:
+    """Runs the function that the forked process inherited: torch_xla.launch pickles what it is given."""
+    try:
+        assert _rank_main is not None
+        _rank_main(rank)
+    except BaseException:
+        # Other ranks may wait for this one, without a limit of time: their process ends.
+        traceback.print_exc()
+        os._exit(1)
+
+
+def launch(rank_main: Callable[[int], None]) -> None:
+    global _rank_main
+    _rank_main = rank_main
+    torch_xla.launch(_run_rank, start_method="fork")
+
+
+@in_process(env={"CPU_NUM_DEVICES": "4"})
+def test_every_thread_of_a_launch_may_scan():
+    # torch.fx traces for one thread at a time; torch_xla's own scan fails in some of them.
+    meet = threading.Barrier(4)
+
+    def rank_main(rank):
+        for count in range(3, 8):
+            init, xs = ranks.make(*[float(rank)] * count), torch.ones(4, count).to(torch_xla.device())
+            layers = [torch.nn.Linear(count, count).to(torch_xla.device()) for _ in range(3)]
+            torch_xla.sync(wait=True)
+            meet.wait()
+            last, _ = scan(lambda carry, x: (carry + x, carry * 2), init, xs, donate="init")
+            out = scan_layers(layers, xs)
+            torch_xla.sync()
+            assert last.tolist() == [rank + 4.0] * count and is_donated(init)
+            for layer in layers:
+                xs = layer(xs)
+            assert torch.allclose(out.cpu(), xs.cpu())
+
+    launch(rank_main)
+
+
+@in_process(env=TWO_DEVICES)
+def test_compiled_functions_donate_on_every_device_of_a_launch():
+    together, turns = threading.Barrier(2), threading.Lock()
+
+    def rank_main(rank):
+        for options in ({}, {"pure": True}, {"backend": "openxla"}):
+            # torch.compile itself refuses to compile on two threads at once: "symbolically trace".
+            compiling = turns if "backend" in options else contextlib.nullcontext()
+            step = torch_xla_donate.compile(lambda x: x + 1, donate_argnums=0, **options)
+            for size in (4, 5, 6):  # each has a separate graph
+                x = ranks.make(*[float(rank)] * size)
+                first = pointer(x)
+                together.wait()  # so that both compile at once
+                with compiling:
+                    old, x = x, step(x)
+                for _ in range(3):
+                    old, x = x, step(x)
+                    assert is_donated(old), options
+                assert pointer(x) == first
+                assert x.tolist() == [rank + 4.0] * size
+
+    launch(rank_main)
+
+
+@in_process(env=TWO_DEVICES)
+def test_a_trace_on_one_device_leaves_other_devices_alone():
+    # torch_xla's switch against executions, its count of reads, and torch's random generator are of the whole process.
+    started, stepped = threading.Event(), threading.Event()
+
+    def rank_main(rank):
+        x = ranks.make(1.0, 2.0)
+        if rank == 0:
+
+            def f(x):
+                y = x * 2
+                started.set()
+                stepped.wait()
+                return y + 1
+
+            step = torch_xla_donate.compile(f, donate_argnums=0, pure=True)
+            assert step(x).tolist() == [3, 5] and is_donated(x)
+        else:
+            started.wait()
+            donate_buffer(x)
+            y = x * 3
+            torch_xla.sync()
+            assert is_donated(x) and y.tolist() == [3, 6]
+            torch.rand(3)
+            stepped.set()
+
+    launch(rank_main)
+
+
+@in_process(env=TWO_DEVICES)
+def test_reads_of_a_traced_function_are_refused_on_every_device():
+    def rank_main(rank):
+        x = ranks.make(1.0, 2.0)
+        for f in (lambda x: x * x.sum().item(), lambda x: x[x.nonzero()], lambda x: x + torch.rand(2).to("xla")):
+            step = torch_xla_donate.compile(f, donate_argnums=0, pure=True)
+            with pytest.raises(DonationError, match="is declared pure"):
+                step(x)
+        assert x.tolist() == [1, 2] and not is_donated(x)
+
+    launch(rank_main)
+
+
+@in_process(env=TWO_DEVICES)
+def test_a_strict_donation_raises_in_the_thread_that_made_it():
+    def rank_main(rank):
+        t = ranks.make(*[1.0] * (3 + rank))
+        for _ in range(10):
+            donate_buffer(t, strict=True)
+            total = t.sum()
+            with pytest.raises(DonationError) as raised:
+                torch_xla.sync(wait=True)
+            assert f"f32[{3 + rank}]" in str(raised.value)
+            assert f"f32[{4 - rank}]" not in str(raised.value)
+            del total, raised
+
+    launch(rank_main)
+
+
+@in_process(env=TWO_DEVICES)
+def test_steps_on_one_device_leave_the_marks_of_another_pending():
+    marked, stepped = threading.Event(), threading.Event()
+
+    def rank_main(rank):
+        t = ranks.make(1.0, 2.0)
+        if rank == 0:
+            donate_buffer(t)
+            marked.set()
+            stepped.wait()
+            assert _C.sizes()["pending"] == 1 and not is_donated(t)
+            out = t + 1
+            torch_xla.sync()
+            assert is_donated(t) and out.tolist() == [2, 3]
+        else:
+            marked.wait()
+            for _ in range(5):
+                donate_buffer(t)
+                old, t = t, t + 1
+                torch_xla.sync()
+                assert is_donated(old)
+            stepped.set()
+
+    launch(rank_main)
+
+
+# --- MpDeviceLoader ---
+
+
+def loader(data, **options):
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data), batch_size=None)
+    return parallel_loader.MpDeviceLoader(batches, torch_xla.device(), **options)
+
+
+@in_process
+def test_the_loaders_next_step_honours_a_mark_made_before_it(dump_folder):
+    weight = torch.zeros(4).to("xla")
+    torch_xla.sync(wait=True)
+    first, seen = pointer(weight), []
+    for (batch,) in loader(torch.arange(16.0).reshape(4, 4)):
+        if seen:
+            assert is_donated(seen[-1])
+        assert pointer(weight) == first
+        seen.append(weight)
+        donate_buffer(weight)
+        weight = weight + batch
+    assert is_donated(seen[-1])  # the loader steps once more when it finds that it is empty
+    assert weight.tolist() == [24, 28, 32, 36] and pointer(weight) == first
+    assert donation_report() and len(donation_report().donors) == 4
+    (step,) = [module for module in hlo.read_dump(dump_folder) if module.before.donors]
+    assert len(step.after.aliases) == 1
+
+
+@pytest.mark.parametrize("batches_per_execution", [1, 2])
+def test_the_loaders_steps_leave_marks_that_they_do_not_read(batches_per_execution):
+    idle, total = make(2), make(4)
+    donate_buffer(idle)
+    for (batch,) in loader(torch.ones(4, 4), batches_per_execution=batches_per_execution):
+        assert not is_donated(idle)
+        assert _C.sizes()["pending"] == 1
+        total = total + batch
+    torch_xla.sync()
+    assert (idle.tolist(), total.tolist()) == ([0, 1], [4, 5, 6, 7])
+    out = idle * 2
+    torch_xla.sync()
+    assert is_donated(idle)
+    assert out.tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_donated_batches_leave_the_data_set_as_it_was(pure):
+    data = torch.arange(4 * 4096.0).reshape(4, 4096)
+    expected = data.clone()
+    step = torch_xla_donate.compile(lambda batch: batch * 2, donate_argnums=0, pure=pure)
+    for number, (batch,) in enumerate(loader(data)):
+        where = pointer(batch)
+        doubled = step(batch)
+        assert is_donated(batch)
+        assert pointer(doubled) == where
+        assert torch.equal(doubled.cpu(), expected[number] * 2)
+    assert torch.equal(data, expected)
+
+
+@in_process
+def test_random_numbers_of_a_loader_are_not_of_the_function():
+    started, drawn = threading.Event(), threading.Event()
+
+    class Augmented(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            yield torch.rand(4)
+            started.wait()
+            second = torch.rand(4)
+            drawn.set()
+            yield second
+
+    def f(x):
+        y = x.exp()
+        started.set()
+        drawn.wait()
+        return y * 2
+
+    def batches():
+        torch.manual_seed(7)
+        return torch.utils.data.DataLoader(Augmented(), batch_size=None, generator=torch.Generator())
+
+    started.set()
+    expected = list(batches())
+    started.clear(), drawn.clear()
+    step = torch_xla_donate.compile(f, donate_argnums=0, pure=True)
+    # One at a time: else the first batch waits for the second.
+    on_device = parallel_loader.MpDeviceLoader(batches(), torch_xla.device(), device_prefetch_size=1)
+    for batch, wanted in zip(on_device, expected):
+        out = step(batch)
+        assert is_donated(batch)
+        assert torch.allclose(out.cpu(), wanted.exp() * 2)

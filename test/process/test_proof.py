@@ -1,0 +1,134 @@
+"""The proof from the HLO: marks == donors before optimisation, aliases after it == pointers reused == the report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import bare
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process, run_in_child
+from helpers import make, pointer
+
+from torch_xla_donate import donate_buffer, donation_report, hlo, is_donated
+
+
+def steps_of(dump_folder: Path) -> list[hlo.DumpedModule]:
+    """The modules of the steps so far."""
+    return [module for module in hlo.read_dump(dump_folder) if module.name.startswith("SyncTensorsGraph")]
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain parameters", "parameters in one tuple"])
+@in_process(env=lambda wrapped: {"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"} if wrapped else {})
+def test_marks_donors_aliases_pointers_and_report_agree(dump_folder, wrapped):
+    used = [make(n) for n in (3, 5, 7)]
+    unused = [make(11), make(13)]
+    plain = [make(17)]
+    before = {pointer(t) for t in used}
+    donate_buffer({"used": used, "unused": unused})
+    out = [t * 2 for t in used] + [sum(t.sum() for t in unused + plain)]
+    with pytest.warns(UserWarning, match="not usable"):
+        torch_xla.sync(wait=True)
+    report = donation_report()
+    reused = sorted(t.numel() for t in out[:3] if pointer(t) in before)
+    donated = sorted(donor.shape[0] for donor in report.donors if donor.outcome == "donated")
+    unusable = sorted(donor.shape[0] for donor in report.donors if donor.outcome == "unusable")
+
+    (module,) = steps_of(dump_folder)
+    asked = sorted(module.shape_of(donor).dims[0] for donor in module.donors)
+    assert asked == [3, 5, 7, 11, 13]
+    aliased = sorted(module.shape_of(alias).dims[0] for alias in module.aliases)
+    left = sorted(module.shape_of(donor).dims[0] for donor in module.unused_donors)
+    assert aliased == reused == donated == [3, 5, 7]
+    assert left == unusable == [11, 13]
+    assert module.aliased_bytes == report.donated_bytes == 4 * 15
+    assert report.reused_fraction == pytest.approx(15 / 39)
+    assert all((len(donor.parameter_index) == 1) is wrapped for donor in module.donors)
+
+
+@in_process
+def test_without_a_mark_there_is_no_donor(dump_folder):
+    t = make(3)
+    u = t + 1
+    torch_xla.sync(wait=True)
+    (module,) = steps_of(dump_folder)
+    assert module.donors == ()
+    assert module.aliases == ()
+    assert u.tolist() == [1, 2, 3]
+
+
+@in_process
+def test_a_mark_concerns_the_graph_that_reads_it_and_no_other(dump_folder):
+    t, other = make(3), make(5)
+    donate_buffer(t)
+    a = other + 1
+    torch_xla.sync(wait=True)
+    b = t + 1
+    str(b)
+    c = t + 2
+    torch_xla.sync(wait=True)
+    assert [len(module.donors) for module in steps_of(dump_folder)] == [0, 0, 1]
+    assert (a.tolist(), b.tolist(), c.tolist()) == ([1, 2, 3, 4, 5], [1, 2, 3], [2, 3, 4])
+
+
+@in_process
+def test_what_torch_xla_donates_by_itself_is_left_alone(dump_folder):
+    ours, theirs = make(3), make(5)
+    donate_buffer(ours)
+    out = ours + 1
+    theirs.add_(1)
+    torch_xla.sync(wait=True)
+    (module,) = steps_of(dump_folder)
+    assert sorted(module.shape_of(alias).dims[0] for alias in module.aliases) == [3, 5]
+    assert [donor.shape[0] for donor in donation_report().donors] == [3]
+    assert (out.tolist(), theirs.tolist()) == ([1, 2, 3], [1, 2, 3, 4, 5])
+
+
+@in_process
+def test_a_loop_has_one_module_and_all_of_its_steps_donate(dump_folder):
+    t = make(1000)
+    pointers = set()
+    for _ in range(10):
+        donate_buffer(t)
+        t = t * 0.5
+        torch_xla.sync()
+        pointers.add(pointer(t))
+    (module,) = steps_of(dump_folder)
+    assert len(module.aliases) == 1
+    assert len(pointers) == 1
+    assert len(donation_report().donors) == 8
+    assert donation_report()
+
+
+def test_no_mark_means_the_same_hlo_as_without_the_package(tmp_path):
+    texts = []
+    for package in (True, False):
+        folder = tmp_path / str(package)
+        run_in_child(bare.train_three_steps, kwargs={"package": package}, dump=folder)
+        texts.append({path.name: path.read_bytes() for path in sorted(folder.glob("*optimizations.txt"))})
+    assert len(texts[0]) >= 4
+    assert texts[0] == texts[1]
+
+
+@in_process(devices=4)
+def test_sharded_and_replicated_tensors_are_donated(dump_folder):
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    sharded = xs.mark_sharding(torch.ones(8, 4).to("xla"), mesh, ("x", None))
+    replicated = torch.ones(8, 3).to("xla")
+    torch_xla.sync(wait=True)
+    donate_buffer({"s": sharded, "r": replicated})
+    out = [sharded * 2, replicated * 2]
+    torch_xla.sync(wait=True)
+    report = donation_report()
+    assert sorted(donor.name for donor in report.donors) == ["['r']", "['s']"]
+    assert report
+    assert is_donated(sharded)
+    module = steps_of(dump_folder)[-1]
+    assert len(module.donors) == len(module.aliases) == 2
+    assert module.aliased_bytes == (2 * 4 + 8 * 3) * 4, "bytes are per device"
+    assert [t.sum().item() for t in out] == [64, 48]

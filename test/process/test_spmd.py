@@ -1,0 +1,500 @@
+"""SPMD on 4 and 8 devices: what is predicted before a step, what its HLO says, what became of the buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process, run_in_child
+from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
+
+from torch_xla_donate import _C, DonationWarning, compile, donate_buffer, donation_report, hlo, is_donated
+
+DEVICES = (4, 8)
+# The mesh has 2 x 2 or 2 x 4 devices. Each dimension of the array is cut along these axes.
+SPECS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rows": (("a", "b"), ()),
+    "columns": ((), ("a", "b")),
+    "whole": ((), ()),
+    "tiles": (("a",), ("b",)),
+    "half": (("a",), ()),  # on two halves of the devices
+}
+# For an output also None: nobody gives it a sharding, the compiler chooses.
+KNOWN = [*itertools.product(SPECS, SPECS)]
+INFERRED = [(donor, None) for donor in SPECS if donor != "whole"]
+ALONE = [("rows", "rows"), ("rows", None), ("half", "half"), ("half", "rows"), ("whole", "tiles"), ("columns", "half")]
+EVEN, UNEVEN = (8, 16), (6, 5)  # and odd multiples, which all of the shardings divide evenly, and which most do not
+
+ROWS, COLUMNS, WHOLE = SPECS["rows"], SPECS["columns"], SPECS["whole"]
+Spec = tuple[tuple[str, ...], ...]
+
+
+# --- In the children ---
+
+
+@functools.cache
+def mesh() -> xs.Mesh:
+    xr.use_spmd()
+    count = xr.global_runtime_device_count()
+    return xs.Mesh(np.arange(count), (2, count // 2), ("a", "b"))
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+def named(spec: Spec) -> tuple[tuple[str, ...] | None, ...]:
+    return tuple(axes or None for axes in spec)
+
+
+def shard(t: torch.Tensor, spec: Spec | None) -> torch.Tensor:
+    if spec is not None:
+        xs.mark_sharding(t, mesh(), named(spec))
+    return t
+
+
+def make(shape: tuple[int, ...], spec: Spec | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    mesh()
+    t = shard(values(*shape, dtype=dtype).to("xla"), spec)
+    torch_xla.sync(wait=True)
+    return t
+
+
+# --- All pairs ---
+
+
+def measure(plan: list[list[Case]]) -> list[dict[str, Any]]:
+    """Runs the steps; what was predicted of each case, and what happened."""
+    warnings.simplefilter("ignore")  # of the donations that are unusable, as they should be
+    results = []
+    for step in plan:
+        made = [make(case.shape, SPECS[case.donor]) for case in step]
+        dtypes = [getattr(torch, case.dtype) for case in step]
+        outputs = [
+            shard((x * 2 + 1).to(dtype), case.output and SPECS[case.output])
+            for x, case, dtype in zip(made, step, dtypes)
+        ]
+        donate_buffer(made)
+        marks = {mark.name: mark for mark in donation_report(predict=True).pending}
+        torch_xla.sync(wait=True)
+        donors = {donor.name: donor for donor in donation_report(steps=1).donors}
+        for index, (x, y, case, dtype) in enumerate(zip(made, outputs, step, dtypes)):
+            mark, donor = marks[f"[{index}]"], donors[f"[{index}]"]
+            results.append(
+                {
+                    "prediction": mark.prediction,
+                    "prediction_reason": mark.reason,
+                    "bytes": [mark.bytes_per_device, donor.bytes_per_device],
+                    "sharding": [mark.sharding, donor.sharding],
+                    "outcome": donor.outcome,
+                    "reason": donor.reason,
+                    "has_value": _C.has_value(x),
+                    "is_donated": is_donated(x),
+                    "right": torch.equal(y.cpu(), (values(*case.shape) * 2 + 1).to(dtype)),
+                    "kept": is_donated(x) or torch.equal(x.cpu(), values(*case.shape)),
+                }
+            )
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A donor and the output that is made of it, both of this shape."""
+
+    devices: int
+    shape: tuple[int, int]
+    donor: str
+    output: str | None
+    dtype: str = "float32"
+    alone: bool = False  # the only output of its step
+
+    def __str__(self) -> str:
+        alone = ", alone" if self.alone else ""
+        return f"{self.devices}: {self.donor} to {self.output}, {self.dtype}{list(self.shape)}{alone}"
+
+    @property
+    def donor_bytes(self) -> int:
+        """Of the largest piece: XLA pads the others."""
+        return self._bytes(self.donor, 4)
+
+    @property
+    def output_bytes(self) -> int:
+        """XLA keeps the only output of a step whole if its sharding does not cut it evenly."""
+        spec = self.output or self.donor
+        whole = self.alone and not self.is_even(spec)
+        return self._bytes("whole" if whole else spec, 2 if self.dtype == "float16" else 4)
+
+    def is_even(self, spec: str) -> bool:
+        return all(size % cut == 0 for size, cut in zip(self.shape, self._pieces(spec)))
+
+    def _pieces(self, spec: str) -> list[int]:
+        axes = {"a": 2, "b": self.devices // 2}
+        return [math.prod(axes[axis] for axis in dimension) for dimension in SPECS[spec]]
+
+    def _bytes(self, spec: str, itemsize: int) -> int:
+        return itemsize * math.prod(-(-size // cut) for size, cut in zip(self.shape, self._pieces(spec)))
+
+
+def side_by_side(devices: int, pairs: list[tuple[Any, ...]]) -> list[Case]:
+    """Cases for one step: their shapes are such that a donor has the size of no output but perhaps its own."""
+    cases: list[Case] = []
+    taken: set[int] = set()
+    factors = itertools.count(1, 2)
+    for base, *pair in pairs:
+        for factor in factors:
+            case = Case(devices, (base[0], base[1] * factor), *pair)
+            sizes = {case.donor_bytes, case.output_bytes}
+            if not sizes & taken:
+                taken |= sizes
+                cases.append(case)
+                break
+    return cases
+
+
+def steps(devices: int) -> list[list[Case]]:
+    some = [("rows", "columns"), ("rows", "whole"), ("tiles", "tiles"), ("whole", "whole"), ("half", "rows")]
+    others = [(EVEN, *pair, dtype) for pair in some for dtype in ("int32", "float16")]
+    return [
+        side_by_side(devices, [(EVEN, *pair) for pair in KNOWN] + others),
+        side_by_side(devices, [(UNEVEN, *pair) for pair in KNOWN]),
+        side_by_side(devices, [(EVEN, *pair) for pair in INFERRED]),
+        side_by_side(devices, [(UNEVEN, *pair) for pair in INFERRED]),
+        side_by_side(devices, [(EVEN, "whole", None), (UNEVEN, "whole", None)]),  # where nothing is sharded
+        *[[Case(devices, UNEVEN, *pair, alone=True)] for pair in ALONE],
+    ]
+
+
+CASES = [case for devices in DEVICES for step in steps(devices) for case in step]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Any, hlo.DumpedModule]]:
+    """For each case: what was predicted and what happened, and the module of its step."""
+    found = {}
+    for devices in DEVICES:
+        folder = tmp_path_factory.mktemp(f"pairs{devices}")
+        planned = steps(devices)
+        results = iter(run_in_child(measure, planned, devices=devices, dump=folder).value)
+        modules = [module for module in hlo.read_dump(folder) if module.donors]
+        assert len(modules) == len(planned)
+        for step, module in zip(planned, modules):
+            assert len(module.donors) == len(step)
+            found.update({case: (next(results), module) for case in step})
+    return found
+
+
+@pytest.mark.parametrize("donor", SPECS)
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_prediction_the_hlo_and_the_buffer_agree(measured: Any, devices: int, donor: str) -> None:
+    cases = [case for case in measured if (case.devices, case.donor) == (devices, donor)]
+    assert len(cases) > 12
+    for case in cases:
+        result, module = measured[case]
+        # GIVEN what each device holds of the donor
+        assert result["bytes"] == [case.donor_bytes] * 2, case
+        assert case.donor_bytes in [module.shape_of(donor).bytes for donor in module.donors], case
+        # THEN the step did what the HLO after optimisation says, and the report says the same
+        used = case.donor_bytes in [module.shape_of(alias).bytes for alias in module.aliases]
+        assert (result["outcome"] == "donated") is result["is_donated"] is (not result["has_value"]) is used, case
+        assert result["right"], case
+        assert result["kept"], case
+        # ... which follows from the bytes
+        assert used is (case.donor_bytes == case.output_bytes), case
+        # ... and was predicted, where all shardings are known
+        if case.output is None and case.donor != "whole":
+            assert result["prediction"] == "unknown", case
+            assert "; the compiler will choose the sharding of f32[" in result["prediction_reason"], case
+        else:
+            assert result["prediction"] == ("donated" if used else "unusable"), case
+
+
+def test_the_reason_names_the_shardings(measured: Any) -> None:
+    reasons = 0
+    for case, (result, _) in measured.items():
+        reason, size = result["reason"], case.donor_bytes
+        if result["outcome"] == "donated":
+            assert reason == ""
+        elif case.dtype == "float16":
+            assert reason.startswith(f"no output of the step has its size of {size} bytes on each device (outputs: ")
+        else:
+            reasons += 1
+            assert reason.startswith(
+                f"an output has its size of {4 * math.prod(case.shape)} bytes, but not per device: "
+                f"the donor, sharded {result['sharding'][1]}, takes {size} bytes on each, the output f32["
+                if case.dtype == "float32"
+                else "an output has"
+            )
+            whole = case.alone and not case.is_even(case.donor) and case.output != "half"
+            assert reason.endswith(
+                "do not divide it evenly: pad the array" if whole else "shard donor and output alike"
+            )
+            if case.output is not None:
+                assert result["prediction_reason"].endswith(f"; the next one will not use it: {reason}")
+    assert reasons > 40
+
+
+@in_process(devices=4)
+def test_of_two_rivals_the_prediction_names_the_one_that_stays():
+    first, second, third = make((8, 4), ROWS), make((8, 4), COLUMNS), make((4, 2))  # 32 bytes on each device
+    out = shard(first + second + third.sum(), ROWS)
+    donate_buffer({"first": first, "second": second, "third": third})
+    predicted = {mark.name: mark.prediction for mark in donation_report(predict=True).pending}
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    report = donation_report(steps=1)
+    happened = {donor.name: donor.outcome for donor in report.donors}
+    assert predicted == happened
+    assert sorted(happened.values()) == ["donated", "unusable", "unusable"]
+    reasons = {donor.reason for donor in report.donors if donor.reason}
+    assert reasons == {"more donors than outputs of its size: 3 donors and 1 output of 32 bytes on each device"}
+    assert torch.equal(out.cpu(), values(8, 4) * 2 + 28)
+
+
+# --- Modules, regions of the user's own, compiled functions ---
+
+
+class Training:
+    """Trains a fully sharded module three steps at a time, with or without donation, and notes the outcomes."""
+
+    def __init__(self) -> None:
+        mesh()
+        count = xr.global_runtime_device_count()
+        self.mesh = xs.Mesh(np.arange(count), (count, 1), ("fsdp", "model"))
+        self.outcomes: list[list[str]] = []
+        self.wrong: list[str] = []
+        torch.autograd.set_multithreading_enabled(False)
+
+    def start(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
+        return SpmdFullyShardedDataParallel(torch.nn.Sequential(*layers).to("xla"), mesh=self.mesh)
+
+    def loss_of(self, model: torch.nn.Module, step: int) -> torch.Tensor:
+        torch.manual_seed(step)
+        batch = torch.randn(8, 8).to("xla")
+        xs.mark_sharding(batch, self.mesh, ("fsdp", None))
+        torch_xla.sync()
+        return model(batch).square().mean()
+
+    def step_and_compare(self, donate: bool) -> None:
+        marks = {mark.name: mark.prediction for mark in donation_report(predict=True).pending} if donate else {}
+        torch_xla.sync(wait=True)
+        if donate:
+            donors = donation_report(steps=1).donors
+            self.outcomes.append([donor.outcome for donor in donors])
+            self.wrong.extend(d.name for d in donors if marks[d.name] not in ("unknown", d.outcome))
+
+    def functional(self, donate: bool) -> list[torch.Tensor]:
+        model = self.start()
+        for step in range(3):
+            loss = self.loss_of(model, step)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            if donate:
+                donate_buffer(model)
+            for parameter, gradient in zip(model.parameters(), gradients):
+                parameter.data = parameter.detach() - 0.1 * gradient
+            del gradients, gradient
+            self.step_and_compare(donate)
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    def in_place(self, donate: bool) -> list[torch.Tensor]:
+        model = self.start()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            optimizer.zero_grad()
+            self.loss_of(model, step).backward()
+            torch_xla.sync(wait=True)
+            if donate:
+                donate_buffer([parameter.grad for parameter in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad()
+            self.step_and_compare(donate)
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("train", ["functional", "in_place"])
+@in_process(devices=4)
+def test_a_fully_sharded_module_donates_and_gives_the_same_bits(dump_folder, train):
+    training = Training()
+    run = getattr(training, train)
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
+    outcomes = training.outcomes
+    assert training.wrong == [], "predicted otherwise"
+    assert [len(step) for step in outcomes] == [4] * 3
+    if train == "functional":
+        assert all(outcome == "donated" for step in outcomes for outcome in step)
+        whole = [module for module in hlo.read_dump(dump_folder) if len(module.donors) == 4]
+        assert whole
+        assert all(len(module.aliases) == 4 for module in whole)
+        # 16 x 8 weights, 16 biases, 4 x 16 weights, 4 biases: a quarter of each.
+        assert {module.aliased_bytes for module in whole} == {(16 * 8 + 16 + 4 * 16 + 4) * 4 // 4}
+    else:
+        assert outcomes[0] == ["donated"] * 4, "the momenta, which are new, take the gradients' buffers"
+
+
+def region(x: torch.Tensor, y: torch.Tensor, spec: Spec) -> torch.Tensor:
+    inside = xs.enable_manual_sharding(x, named(spec)).global_tensor
+    other = xs.enable_manual_sharding(y, named(spec)).global_tensor
+    return xs.disable_manual_sharding(inside * 2 + other, named(spec), x.shape).global_tensor
+
+
+@in_process(devices=4)
+def test_donors_go_through_a_manual_region(dump_folder):
+    xs.set_global_mesh(mesh())
+
+    def is_right(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> bool:
+        return torch.equal(z.cpu(), values(8, 16) * 3) and torch.equal(y.cpu(), values(8, 16))
+
+    results = []
+    for spec in (ROWS, SPECS["tiles"], SPECS["half"]):
+        for given in (spec, None):  # sharded before, or by the region
+            x, y = make((8, 16), given), make((8, 16), spec)
+            z = region(x, y, spec)
+            donate_buffer(x)
+            (mark,) = donation_report(predict=True).pending
+            torch_xla.sync(wait=True)
+            right = is_right(x, y, z)  # a read: the step has run when it returns
+            results.append([mark.prediction, is_donated(x), _C.has_value(x), right])
+    for options in ({}, {"pure": True}):
+        g = compile(lambda x, y: region(x, y, ROWS), donate_argnums=0, **options)
+        for _ in range(3):
+            x, y = make((8, 16), ROWS), make((8, 16), ROWS)
+            z = g(x, y)
+            right = is_right(x, y, z)
+            results.append(["donated", is_donated(x), _C.has_value(x), right])
+    assert results == [["donated", True, False, True]] * 12
+    # Of an output that stays whole: refused, and told.
+    x = make((8, 16), ROWS)
+    z = shard(region(x, make((8, 16), ROWS), ROWS) + 1, WHOLE)
+    donate_buffer(x)
+    (mark,) = donation_report(predict=True).pending
+    with pytest.warns(DonationWarning) as caught:
+        torch_xla.sync(wait=True)
+    assert torch.equal(z.cpu(), values(8, 16) * 3 + 1)
+    assert torch.equal(x.cpu(), values(8, 16))
+    modules = [module for module in hlo.read_dump(dump_folder) if module.donors]
+    assert all(len(module.aliases) == 1 for module in modules[:-1])
+    assert mark.prediction == "unusable"
+    (warning,) = [str(warning.message) for warning in caught]
+    text = "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each, the output"
+    assert text in warning
+
+
+def same(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 2 + 1, y + 1
+
+
+def none(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.sum(), y + 1
+
+
+def check(f: Callable[..., Any], donor_spec: Spec | None, other_spec: Spec | None, offset: int, g: Any) -> list[Any]:
+    x, y = make((8, 16), donor_spec), make((4, 4), other_spec)
+    x_then, y_then = x + offset, y - offset
+    torch_xla.sync(wait=True)
+    host = values(8, 16) + offset, values(4, 4) - offset
+    outputs = g(x_then, y_then)
+    right = all(torch.equal(a.cpu(), b) for a, b in zip(outputs, f(*host)))
+    (donor,) = donation_report(steps=1).donors
+    kept = torch.equal(y_then.cpu(), host[1]) and (is_donated(x_then) or torch.equal(x_then.cpu(), host[0]))
+    return [right, kept, is_donated(x_then), _C.has_value(x_then), donor.outcome, donor.reason]
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@in_process(devices=4)
+def test_compiled_functions_donate_sharded_arguments_or_say_why(dump_folder, options):
+    results = []
+    for f in (same, none):
+        g = compile(f, donate_argnums=0, **options)
+        # Changing shardings, and the same ones again: a graph is never run for another sharding than its own.
+        specs = (ROWS, WHOLE, COLUMNS, None, SPECS["half"], ROWS, None)
+        for offset, (donor_spec, other_spec) in enumerate(zip(specs, reversed(specs))):
+            results.extend(check(f, donor_spec, other_spec, offset + again, g) for again in range(2))
+    donated, refused = results[:14], results[14:]
+    assert [result[:5] for result in donated] == [[True, True, True, False, "donated"]] * 14
+    assert [result[:5] for result in refused] == [[True, True, False, True, "unusable"]] * 14
+    assert all(" on each device (outputs: " in reason for *_, reason in refused)
+    # Arguments that nobody has sharded are donated at every call.
+    g = compile(same, donate_argnums=0, **options)
+    for _ in range(8):
+        x, y = make((8, 16)), make((4, 4))
+        outputs = g(x, y)
+        assert torch.equal(outputs[0].cpu(), values(8, 16) * 2 + 1)
+        assert is_donated(x)
+        assert not _C.has_value(x)
+        assert donation_report(steps=1).donors[0].outcome == "donated"
+    modules = [module for module in hlo.read_dump(dump_folder) if module.donors]
+    assert any(module.aliases for module in modules)
+    assert any(not module.aliases for module in modules)
+    # GIVEN each module's donor is one argument THEN what it holds on a device is what was taken over
+    for module in modules:
+        assert len(module.donors) == 1
+        assert module.aliased_bytes in (0, module.shape_of(module.donors[0]).bytes)
+
+
+@in_process(devices=4)
+def test_sharding_inside_torch_compile_breaks_the_graph():
+    def f(x):
+        if x.device.type == "xla":
+            x = xs.mark_sharding_with_gradients(x * 2, mesh(), (None, None))
+        return x + 1
+
+    g = compile(f, donate_argnums=0, backend="openxla")
+    mesh()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = make((8, 16))
+            out = g(x)
+            assert torch.equal(out.cpu(), values(8, 16) * 2 + 1)
+            assert not is_donated(x)
+    (warning,) = [str(w.message) for w in caught if "not usable" in str(w.message)]
+    assert "torch.compile has broken the function's graph" in warning
+
+
+@in_process(devices=4)
+def test_a_mark_ends_when_its_tensor_is_sharded_before_the_step():
+    sharded, overwritten, dropped, kept = (make((8, 16)) for _ in range(4))
+    donate_buffer({"sharded": sharded, "overwritten": overwritten, "dropped": dropped, "kept": kept})
+    shard(sharded, ROWS)
+    overwritten.copy_(values(8, 16).to("xla") + 1)
+    del dropped
+    out = [sharded * 2, kept * 2]
+    with pytest.warns() as caught:
+        torch_xla.sync(wait=True)
+    outcomes = [[donor.name, donor.outcome] for donor in donation_report().donors]
+    assert outcomes == [["['sharded']", "unusable"], ["['kept']", "donated"]]
+    assert torch.equal(sharded.cpu(), values(8, 16))
+    assert torch.equal(overwritten.cpu(), values(8, 16) + 1)
+    assert is_donated(kept)
+    assert _C.sizes()["pending"] == 0
+    (warning,) = [str(warning.message) for warning in caught]
+    assert "xs.mark_sharding" in warning
+    assert "overwritten" not in warning
+    assert torch.equal(out[1].cpu(), values(8, 16) * 2)
+
+
+@in_process(devices=4)
+def test_a_tensor_that_is_sharded_and_marked_again_donates():
+    t = make((8, 16))
+    donate_buffer(t, strict=True)
+    shard(t, ROWS)
+    donate_buffer(t, strict=True)
+    out = shard(t * 2, ROWS)
+    torch_xla.sync(wait=True)  # a warning would be an error
+    assert is_donated(t)
+    assert torch.equal(out.cpu(), values(8, 16) * 2)

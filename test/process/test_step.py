@@ -1,0 +1,605 @@
+"""Steps that go wrong, settings, signals, and other modes of torch_xla: each in a separate process."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import operator
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+from children import in_process
+from helpers import make, run_script
+from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
+
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    auto_donate,
+    cancel_donation,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    is_donated,
+)
+
+
+def infos(*tensors: torch.Tensor) -> object:
+    """The ids that torch_xla keeps with the buffers of the tensors; ours must never stay there."""
+    arguments = [[t + 0 for t in tensors], []]
+    if torch_xla.__version__.startswith("2.7"):
+        arguments.pop()
+    return torch_xla._XLAC._get_tensors_xla_device_data_node(*arguments)[0]
+
+
+def assert_nothing_is_left(t: torch.Tensor, kept: torch.Tensor, before: object) -> None:
+    """After a failed step: both tensors and the ids are as they were, and a step can donate."""
+    assert infos(t) == before
+    assert t.tolist() == list(range(8)) and kept.tolist() == [0, 1, 2, 3]
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    assert is_donated(t) and out.tolist() == list(range(1, 9))
+
+
+@in_process
+def test_a_step_that_does_not_compile_leaves_nothing_behind():
+    t, kept = make(8), make(4)
+    before = infos(t)
+    donate_buffer(t)
+    broken = stablehlo_custom_call((t,), "no_such_target", [[8]], [torch.float32])
+    with pytest.raises((RuntimeError, ValueError)):
+        torch_xla.sync()
+    assert _C.sizes()["pending"] == 0 and _C.sizes()["consumed"] == 0
+    assert infos(t) == before
+    (donor,) = donation_report().donors
+    assert (donor.outcome, donor.reason) == ("unusable", "the step failed: it did not compile")
+    del broken
+    torch_xla.sync(wait=True)
+    assert_nothing_is_left(t, kept, before)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@in_process
+def test_a_step_that_fails_while_it_runs_leaves_nothing_behind(wait):
+    t, kept = make(8), make(4)
+    before = infos(t)
+    donate_buffer(t)
+    # More memory than any machine has.
+    broken = t.reshape(8, 1, 1, 1).expand(8, 1 << 20, 1 << 20, 1 << 10) + 1
+    if wait:
+        with pytest.raises(RuntimeError, match="memory"):
+            torch_xla.sync(wait=True)
+    else:
+        try:
+            torch_xla.sync()
+            donation_report()
+        except RuntimeError as error:
+            assert "memory" in str(error)
+    assert _C.sizes()["pending"] == 0 and _C.sizes()["consumed"] == 0
+    (donor,) = donation_report().donors
+    assert donor.outcome == "unusable" and donor.reason.startswith("the step failed: ")
+    assert "Out of memory" in donor.reason
+    del broken
+    with contextlib.suppress(RuntimeError):  # torch_xla reports the failure once more
+        torch_xla.sync(wait=True)
+    assert_nothing_is_left(t, kept, before)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@in_process
+def test_infos_are_the_same_before_and_after_a_donating_step():
+    t, other = make(8), make(8)
+    before = infos(other)
+    donate_buffer([t, other])
+    total = (t + other).sum()
+    torch_xla.sync(wait=True)
+    assert infos(other) == before
+    assert total.item() == 56
+
+
+@in_process(env={"XLA_DISABLE_FUNCTIONALIZATION": "1"})
+def test_without_functionalization_donation_and_errors_work():
+    t = make(8)
+    donate_buffer(t)
+    out = t * 2
+    torch_xla.sync()
+    assert is_donated(t)
+    for use in (
+        lambda: t + 1,
+        lambda: t.cpu(),
+        lambda: t[2:],
+        lambda: t.add_(1),
+        lambda: t.detach().cpu(),
+    ):
+        with pytest.raises(DonatedBufferError):
+            use()
+    assert out.tolist() == list(range(0, 16, 2))
+
+    viewed = make(8)
+    view = viewed[2:]
+    with pytest.raises(DonationError, match="functionalization is off"):
+        donate_buffer(viewed)
+
+    later = make(8)
+    donate_buffer(later)
+    view = later[2:]
+    out = later * 2
+    with pytest.warns(DonationWarning, match="it has views"):
+        torch_xla.sync(wait=True)
+    assert view.tolist() == list(range(2, 8)) and later.tolist() == list(range(8))
+
+    a, b = make(4), make(4)
+    donate_buffer([a, b])
+    a.mul_(2)
+    c = b + 1
+    torch_xla.sync()
+    assert a.tolist() == [0, 2, 4, 6] and c.tolist() == [1, 2, 3, 4] and is_donated(b)
+
+
+SETTINGS = [
+    ("XLA_ENABLE_PARAM_ALIASING", "0"),
+    ("XLA_ENABLE_PARAM_ALIASING", "false"),
+    ("XLA_STABLEHLO_COMPILE", "1"),
+    ("XLA_AUTO_SPMD", "1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), SETTINGS)
+@in_process(env=lambda name, value: {name: value})
+def test_a_setting_that_switches_donation_off_is_named_once(name, value):
+    setting = f"{name}={value}"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            t = make(4)
+            donate_buffer(t)
+            out = t + 1
+            (pending,) = donation_report(predict=True).pending
+            assert pending.prediction == "unusable" and setting in pending.reason
+            torch_xla.sync(wait=True)
+            assert not is_donated(t) and t.tolist() == [0, 1, 2, 3]
+        with donation_disabled(report_reuse=True):
+            donate_buffer(t)
+            out = t + 1
+            torch_xla.sync(wait=True)
+        assert t.tolist() == [0, 1, 2, 3]  # with donation enabled, too: no warning is due
+    (warning,) = [w for w in caught if w.category is DonationWarning]
+    assert setting in str(warning.message) and " switches donation off" in str(warning.message)
+    assert warning.filename == __file__
+    *marked, _ = donation_report().donors
+    assert len(marked) == 3 and all(setting in donor.reason for donor in marked)
+    with auto_donate():
+        for _ in range(2):
+            out = out + 1
+            torch_xla.sync()
+    report = donation_report()
+    ((reason, count),) = report.auto_refusals.items()
+    assert setting in reason and count == 2
+    assert len(report.donors) == 4
+
+
+@pytest.mark.filterwarnings("ignore")
+@in_process
+def test_a_setting_read_at_each_compilation_may_change():
+    """torch_xla reads XLA_STABLEHLO_COMPILE whenever it compiles."""
+
+    def step():
+        t = make(4)
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync(wait=True)
+        assert out.tolist() == [1, 2, 3, 4]
+        return is_donated(t), donation_report(steps=1).donors[0].reason
+
+    os.environ["XLA_STABLEHLO_COMPILE"] = "1"
+    off = (False, "XLA_STABLEHLO_COMPILE=1 makes torch_xla ignore every donor")
+    assert step() == off
+    del os.environ["XLA_STABLEHLO_COMPILE"]
+    assert step() == step() == (True, "")
+    os.environ["XLA_STABLEHLO_COMPILE"] = "1"
+    assert step() == off
+
+
+# --- Threads and forks ---
+
+
+@in_process
+def test_two_threads_may_take_turns_in_stepping_and_donating():
+    errors = []
+    # One at a time: stock torch_xla fails ("handle != nullptr") when one thread reads while another steps.
+    lock = threading.Lock()
+
+    def loop(k):
+        try:
+            for _ in range(30):
+                with lock:
+                    t = torch.full((64 + k,), float(k)).to("xla")
+                    torch_xla.sync()
+                    donate_buffer(t)
+                    out = t * 2
+                    torch_xla.sync()
+                    assert out[0].item() == 2 * k
+                    assert is_donated(t)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=loop, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@in_process
+def test_marks_made_while_another_thread_steps_do_no_harm():
+    # Materialised beforehand: stock torch_xla fails when one thread makes tensors while another steps.
+    idle = [make(16) for _ in range(8)]
+    donate_buffer(idle)  # the first donation makes a tensor, to verify the layouts
+    cancel_donation(idle)
+    stop = threading.Event()
+    errors, rounds = [], 0
+
+    def mark():
+        nonlocal rounds
+        while not stop.is_set():
+            try:
+                donate_buffer(idle)
+                cancel_donation(idle)
+                rounds += 1
+            except BaseException as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=mark)
+    thread.start()
+    steps = 0
+    try:
+        value = make(64)
+        # Until both have had their turns, however they are scheduled.
+        while steps < 200 or (rounds <= 10 and not errors):
+            donate_buffer(value)
+            new = value + 1
+            torch_xla.sync()
+            value = new
+            steps += 1
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == [] and rounds > 10
+    assert value[0].item() == steps
+    assert [t.tolist() for t in idle] == [list(range(16))] * 8
+    assert donation_report()
+
+
+def donate_and_check() -> None:
+    t = make(8)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    assert is_donated(t) and out.tolist() == list(range(1, 9))
+
+
+def succeeds_in_a_fork(function: Callable[[], None]) -> bool:
+    """Forks this process, runs the function in the new one; true if it returned there."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            function()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@in_process
+def test_a_fork_before_the_runtime_starts_can_donate():
+    assert not torch_xla._XLAC._xla_runtime_is_initialized()
+    assert succeeds_in_a_fork(donate_and_check)
+    donate_and_check()
+
+
+def assert_one_mark_is_pending() -> None:
+    assert _C.sizes()["pending"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@in_process
+def test_the_registry_survives_a_fork_while_other_threads_use_it():
+    stop, all_read = threading.Event(), threading.Barrier(4)
+    t = make(4)
+    donate_buffer(t)
+
+    def read():
+        _C.sizes()
+        all_read.wait()
+        while not stop.is_set():
+            _C.sizes()
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    all_read.wait()
+    try:
+        assert all(succeeds_in_a_fork(assert_one_mark_is_pending) for _ in range(20))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    cancel_donation(t)
+
+
+# --- Warnings, listings, and other modes ---
+
+
+def test_a_warning_that_no_sync_collected_is_shown_at_exit():
+    done = run_script(
+        """
+        import torch, torch_xla
+        from torch_xla_donate import donate_buffer
+        t = torch.arange(3.0).to("xla")
+        torch_xla.sync(wait=True)
+        donate_buffer(t); total = t.sum(); torch_xla.sync()
+        """
+    )
+    assert "DonationWarning: Some donated buffers were not usable: f32[3]" in done.stderr
+
+
+@in_process
+def test_warnings_as_errors_raise_from_the_sync_and_lose_nothing():
+    warnings.simplefilter("error", DonationWarning)
+    t, other = make(3), make(5)
+    donate_buffer(t)
+    total, kept = t.sum(), other + 1
+    with pytest.raises(DonationWarning, match="not usable"):
+        torch_xla.sync(wait=True)
+    assert (total.item(), kept.tolist(), t.tolist()) == (3, [1, 2, 3, 4, 5], [0, 1, 2])
+
+
+def list_for_dynamos_check():
+    torch_xla._XLAC._check_device_tensor_need_materialization(str(torch_xla.device()))
+
+
+def list_for_dynamos_clearing():
+    torch.compile(lambda x: x * 9, backend="openxla")(make(5))
+
+
+def list_for_a_report():
+    torch_xla._XLAC._xla_tensors_report(0, str(torch_xla.device()))
+
+
+@pytest.mark.parametrize("listing", [list_for_dynamos_check, list_for_dynamos_clearing, list_for_a_report])
+@in_process
+def test_a_partial_sync_after_a_listing_does_not_donate(listing):
+    """torch_xla lists the live tensors outside a step too; such a list must not pass for that of the step."""
+    t = make(4)
+    w, a = t * 3, t + 5
+    if listing is not list_for_dynamos_clearing:  # which computes all that is pending
+        donate_buffer(t)
+        listing()
+    else:
+        listing()
+        donate_buffer(t)
+    torch_xla._XLAC._xla_sync_multi([t, w], [], True, True)
+    assert not is_donated(t)
+    assert _C.sizes()["pending"] == 1
+    assert (w.tolist(), a.tolist(), t.tolist()) == ([0, 3, 6, 9], [5, 6, 7, 8], [0, 1, 2, 3])
+    out = t + 1
+    torch_xla.sync()
+    assert is_donated(t) and out.tolist() == [1, 2, 3, 4]
+
+
+@in_process
+def test_a_use_after_a_listing_is_our_error():
+    first, t = make(3), make(4)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    list_for_dynamos_check()
+    with pytest.raises(DonatedBufferError):
+        t.cpu()
+    torch_xla._XLAC._clear_pending_irs(str(torch_xla.device()))
+    with pytest.raises(DonatedBufferError):
+        t + 1
+    assert (first.tolist(), out.tolist()) == ([0, 1, 2], [1, 2, 3, 4])
+
+
+@in_process
+def test_importing_the_package_does_not_start_the_runtime():
+    assert not torch_xla._XLAC._xla_runtime_is_initialized()
+
+
+@in_process
+def test_eager_mode_neither_donates_nor_breaks():
+    torch_xla.experimental.eager_mode(True)
+    t = torch.arange(4.0).to("xla")
+    donate_buffer(t * 1)
+    out = t + 1
+    torch_xla.sync(wait=True)
+    assert t.tolist() == [0, 1, 2, 3] and out.tolist() == [1, 2, 3, 4]
+
+
+@in_process
+def test_dynamo_works_beside_a_donated_tensor():
+    t = make(4)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    compiled = torch.compile(lambda x: x * 2, backend="openxla")
+    assert compiled(out).tolist() == [2, 4, 6, 8]
+    assert compiled(make(4)).tolist() == [0, 2, 4, 6]
+    with pytest.raises(Exception, match="was donated at"):
+        compiled(t)
+    assert compiled(out).tolist() == [2, 4, 6, 8]
+
+
+# --- Signals ---
+#
+# Python runs a signal's handler before the next bytecode, wherever that is: after a step, in a callback of the hooks.
+
+ERRORS = {signal.SIGINT: KeyboardInterrupt, signal.SIGALRM: TimeoutError, signal.SIGTERM: SystemExit}
+
+
+def install_handlers() -> None:
+    def handler(error):
+        def handle(number, frame):
+            raise error(number)
+
+        return handle
+
+    for number, error in ERRORS.items():
+        signal.signal(number, handler(error))
+
+
+def with_pending(number: int, call: Callable[[], object]) -> type[BaseException] | None:
+    """Calls a function that is not Python code with a signal pending; returns the type of what it raises.
+
+    C's `raise` returns when Python has noted the signal, unlike Python's, which runs the handler before it returns.
+    No bytecode runs between it and the call.
+    """
+    send = functools.partial(ctypes.CDLL(None)["raise"], int(number))
+    calls = map(operator.methodcaller("__call__"), [send, call])
+    try:
+        collections.deque(calls, maxlen=0)
+    except BaseException as error:
+        return type(error)
+    return None
+
+
+def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException | None:
+    """Repeats the step while another thread sends a signal; returns what the step raises.
+
+    The thread gets its turn when the step releases the GIL: the signal comes while the step is under way.
+    """
+    stepping, sent = threading.Event(), threading.Event()
+    main = threading.get_ident()
+
+    def send():
+        stepping.wait()
+        signal.pthread_kill(main, number)
+        sent.set()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        after = 0
+        while after < 3:
+            step()
+            stepping.set()
+            after += sent.is_set()
+    except BaseException as error:
+        return error
+    finally:
+        sender.join()
+    return None
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@in_process
+def test_a_signal_during_a_step_that_donates_is_raised(marks):
+    """The program gets the exception of the signal's handler, and the following steps donate and are right."""
+    install_handlers()
+    auto_donate(not marks)
+    w = torch.rand(700, 700).to("xla")
+
+    def step(update):
+        nonlocal w
+        old, w = w, update(w)
+        if marks:
+            donate_buffer(old)
+        del old
+        torch_xla.sync(wait=True)
+
+    def slow(t):
+        for _ in range(6):
+            t = t @ t / 350
+        return t
+
+    for number, error in list(ERRORS.items()) * 2:
+        caught = raised_by_a_signal(number, lambda: step(slow))
+        assert type(caught) is error
+        torch_xla.sync(wait=True)
+        before = w.cpu()
+        for _ in range(3):
+            step(lambda t: t * 0.5)
+        assert torch.equal(w.cpu(), before / 8)
+        outcomes = [donor.outcome for donor in donation_report(steps=3).donors]
+        assert outcomes == ["donated"] * 3
+        assert donation_report().pending == ()
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@in_process
+def test_a_signal_that_is_pending_when_a_step_ends_loses_nothing(marks):
+    install_handlers()
+    auto_donate(not marks)
+    marker = functools.partial(torch_xla._XLAC._xla_step_marker, "xla:0", [], True)
+    p, seen = make(8, 8), []
+    for count, (number, error) in enumerate(ERRORS.items(), 1):
+        odd = make(3)
+        q, old = [p * 1], p
+        torch_xla._XLAC._xla_all_reduce_inplace("sum", q, 1.0, [[0]], True)
+        p, total = q[0] + 1, odd.sum()
+        if marks:
+            donate_buffer([old, odd])
+        xm.add_step_closure(seen.append, args=(count,))
+        del q, old
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            assert with_pending(number, marker) is error
+            assert not shown
+            torch_xla.sync()
+        # A due warning comes at the end of the next step, once for the line.
+        assert len(shown) == (marks and count == 1)
+        assert seen == list(range(1, count + 1))
+        assert p.tolist() == (torch.arange(64.0).reshape(8, 8) + count).tolist()
+        assert odd.tolist() == [0, 1, 2] and total.item() == 3
+        donor = donation_report(steps=1).donors[0]
+        assert (donor.array, donor.outcome, donor.step) == ("f32[8,8]", "donated", count)
+
+
+@in_process
+def test_a_signal_pending_at_a_use_after_donation_is_not_lost():
+    install_handlers()
+    t = make(4)
+    donate_buffer({"weight": t})
+    out = t + 1
+    torch_xla.sync()
+    for number, error in ERRORS.items():
+        assert with_pending(number, functools.partial(torch.Tensor.cpu, t)) is error
+        with pytest.raises(DonatedBufferError, match=r"\['weight'\]"):
+            t.cpu()
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+@in_process
+def test_an_interrupt_while_a_warning_is_shown_is_not_lost():
+    """Nor does it pass for the warning, which becomes its cause."""
+    install_handlers()
+
+    def show(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    warnings.simplefilter("always")
+    warnings.showwarning = show
+    a, b = make(3), make(5)
+    donate_buffer(a)
+    donate_buffer(b, strict=True)
+    total = a.sum() + b.sum()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        torch_xla.sync(wait=True)
+    assert "f32[5]" in str(raised.value.__cause__)
+    assert total.item() == 13 and a.tolist() == [0, 1, 2]

@@ -1,0 +1,59 @@
+"""Functions for the ranks of torch_xla.launch, which spawned processes import by name; torchrun runs this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+import torch
+import torch_xla
+from helpers import pointer
+
+import torch_xla_donate
+from torch_xla_donate import DonatedBufferError, donate_buffer, donation_report, is_donated
+
+
+def make(*values: float) -> torch.Tensor:
+    """A materialised tensor on this rank's device."""
+    t = torch.tensor(values).to(torch_xla.device())
+    torch_xla.sync(wait=True)
+    return t
+
+
+def donate_own_buffers(rank: int) -> None:
+    """Five donating steps; prints the rank, the process and the thread."""
+    weight = make(float(rank), 1.0, 2.0, 3.0)
+    first = pointer(weight)
+    for _ in range(5):
+        donate_buffer(weight)
+        updated = weight + 1
+        torch_xla.sync()
+        assert is_donated(weight)
+        with pytest.raises(DonatedBufferError, match=r"ranks\.py"):
+            weight + 1
+        weight = updated
+    assert pointer(weight) == first
+    assert weight.tolist() == [rank + 5.0, 6.0, 7.0, 8.0]
+    own = str(torch_xla.device()).replace("xla", "CPU")
+    donors = [donor for donor in donation_report().donors if donor.device == own]
+    assert donors and all(donor.outcome == "donated" for donor in donors), donors
+    os.write(1, f"{json.dumps([rank, os.getpid(), threading.get_ident()])}\n".encode())
+
+
+def donate_to_a_compiled_function(rank: int) -> None:
+    """Three donating calls; prints the rank, the process and the result."""
+    step = torch_xla_donate.compile(lambda state: {"w": state["w"] * 2}, donate_argnums=0)
+    state = {"w": make(float(rank), 1.0)}
+    first = pointer(state["w"])
+    for _ in range(3):
+        old, state = state, step(state)
+        with pytest.raises(DonatedBufferError):
+            old["w"].cpu()
+    assert pointer(state["w"]) == first
+    os.write(1, f"{json.dumps([rank, os.getpid(), state['w'].tolist()])}\n".encode())
+
+
+if __name__ == "__main__":
+    torch_xla.launch(donate_to_a_compiled_function)

@@ -1,0 +1,211 @@
+"""lower(), compile(), the log of compilations and the folder of lowered modules."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.runtime as xr
+from children import in_process
+from helpers import Couple
+from torch_xla.core import xla_builder
+
+import torch_xla_donate
+from torch_xla_donate import DonationError, DonationWarning, compile, hlo
+
+
+def sgd(state, gradients):
+    return {name: value - 0.1 * gradients[name] for name, value in state.items()}
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_lowering_shows_donors_and_compiling_shows_aliases(make, pure):
+    step = compile(sgd, donate_argnums=0, pure=pure)
+    state, gradients = {"w": make(4, 4), "b": make(4)}, {"w": make(4, 4), "b": make(4)}
+    lowered = step.lower(state, gradients)
+    before = hlo.parse(lowered.as_text())
+    assert len(before.donors) == 2 and not before.aliases
+    executable = lowered.compile()
+    after = hlo.parse(executable.as_text())
+    assert len(after.aliases) == 2
+    memory = executable.memory_analysis()
+    assert memory.alias_bytes == 4 * (16 + 4)
+    assert memory.argument_bytes >= 2 * memory.alias_bytes
+    assert memory.peak_bytes == (memory.argument_bytes + memory.output_bytes + memory.temp_bytes - memory.alias_bytes)
+    # Nothing was consumed, and nothing has run.
+    assert state["w"].tolist() == make(4, 4).tolist() and not torch_xla_donate.is_donated(state["w"])
+
+
+def test_the_arguments_info_tells_what_is_donated(make):
+    step = compile(lambda x, scale, *, y: (x + y) * scale, donate_argnames=("x", "y"), static_argnames="scale")
+    lowered = step.lower(make(3), 2, y=make(3))
+    (x, scale), named = lowered.args_info
+    assert (x.shape, x.dtype, x.donated) == ((3,), torch.float32, True)
+    assert scale == 2
+    assert named["y"].donated and str(named["y"]) == "float32[3]"
+
+
+def test_arrays_without_memory_are_sized():
+    weights, gradients = (xla_builder.create_placeholder_tensor((250_000, 100_000), torch.float32) for _ in range(2))
+    plain = compile(lambda w, g: w - 0.1 * g).lower(weights, gradients).compile().memory_analysis()
+    donated = compile(lambda w, g: w - 0.1 * g, donate_argnums=0).lower(weights, gradients).compile().memory_analysis()
+    size = 4 * 250_000 * 100_000
+    assert (plain.alias_bytes, donated.alias_bytes) == (0, size)
+    assert plain.peak_bytes - donated.peak_bytes == size
+
+
+def test_a_step_that_updates_in_place_is_left_as_it_was(make):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8).to("xla")
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = make(4, 8)
+
+    def train(model, optimizer, x):
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = compile(train)
+    fresh = step.lower(model, optimizer, x)  # the optimizer has no state yet
+    assert not optimizer.state and model.weight.grad is None
+    step(model, optimizer, x)
+    before = [tensor.clone() for tensor in (model.weight, *optimizer.state[model.weight].values())]
+    torch_xla.sync(wait=True)
+    lowered = step.lower(model, optimizer, x)
+    assert lowered.compile().memory_analysis().alias_bytes == 3 * 4 * (64 + 8)
+    assert len(hlo.parse(lowered.as_text()).donors) == 6 > len(hlo.parse(fresh.as_text()).donors)
+    after = [model.weight, *optimizer.state[model.weight].values()]
+    assert all(torch.equal(left.cpu(), right.cpu()) for left, right in zip(before, after))
+    step(model, optimizer, x)
+    assert not torch.equal(model.weight.cpu(), before[0].cpu())
+
+
+def test_a_compiled_object_runs_and_refuses_other_arguments(make):
+    step = compile(sgd, donate_argnums=0, pure=True)
+    executable = step.lower({"w": make(4)}, {"w": make(4)}).compile()
+    state = {"w": make(4)}
+    assert torch.allclose(executable(state, {"w": make(4)})["w"].cpu(), torch.arange(4.0) * 0.9)
+    assert torch_xla_donate.is_donated(state["w"])
+    with pytest.raises(TypeError) as caught:
+        executable({"w": make(5)}, {"w": make(4).to(torch.bfloat16)})
+    message = str(caught.value)
+    assert "sgd was compiled for other types of arguments: argument 0['w']: compiled for float32[4], " in message
+    assert "called with float32[5]; argument 1['w']: compiled for float32[4], called with bfloat16[4]" in message
+    with pytest.raises(TypeError, match="was compiled for arguments of the structure"):
+        executable({"v": make(4)}, {"w": make(4)})
+
+
+def test_a_pytree_class_that_takes_only_tensors_is_lowered(make):
+    """It is also called, and refused by its leaves."""
+    step = compile(lambda w, *, k: w.first + w.second * k, donate_argnums=0)
+    lowered = step.lower(Couple(make(4), make(4)), k=2)
+    assert len(hlo.parse(lowered.as_text()).donors) == 2
+    with pytest.raises(TypeError, match="a Couple takes tensors"):
+        print(lowered.args_info)
+    executable = lowered.compile()
+    with pytest.warns(torch_xla_donate.DonationWarning, match=r"w\[1\] \(argument 0 of <lambda>\)"):
+        assert executable(Couple(make(4), make(4)), k=2).tolist() == [0, 3, 6, 9]
+        torch_xla_donate.donation_report()
+    with pytest.raises(
+        TypeError, match=r"argument 0\[1\]: compiled for float32\[4\], called with float32\[5\]; argument 'k': c"
+    ):
+        executable(Couple(make(4), make(5)), k=3)
+
+
+def test_a_pure_executable_is_compiled_once_and_logged(make, caplog):
+    caplog.set_level(logging.INFO, logger="torch_xla_donate")
+    step = compile(sgd, donate_argnums=0, pure=True)
+    executable = step.lower({"w": make(7)}, {"w": make(7)}).compile()
+    assert [record.getMessage()[:13] for record in caplog.records] == ["compiled sgd "]
+    executable({"w": make(7)}, {"w": make(7)})
+    executable({"w": make(7)}, {"w": make(7)})
+    assert len(caplog.records) == 1
+    lazy = compile(sgd, donate_argnums=0)
+    lazy({"w": make(7)}, {"w": make(7)})
+    lazy({"w": make(7)}, {"w": make(7)})
+    assert len(caplog.records) == 2 and caplog.records[1].getMessage().endswith(" s")
+
+
+def test_reading_a_value_while_lowering_is_refused(make):
+    """Nothing is left behind."""
+    x = make(3)
+    with pytest.raises(DonationError, match=r"test_ahead.py:\d+ it reads float32\[\] on the host"):
+        compile(lambda x: x * x.sum().item()).lower(x)
+    assert torch_xla._XLAC._get_allow_execution()
+    assert (x + 1).tolist() == [1, 2, 3]
+
+
+@in_process(env=lambda tmp_path: {"TORCH_XLA_DONATE_DUMP_IR": str(tmp_path / "ir")})
+def test_lowered_modules_are_written_once_under_safe_file_names(make, tmp_path):
+    f = lambda x: x + 1  # noqa: E731
+    f.__name__ = "a/b <c>: d"
+    for _ in range(2):
+        compile(f, donate_argnums=0).lower(make(3))
+        compile(f, donate_argnums=0, pure=True)(make(3))
+    compile(f).lower(make(4))
+    names = os.listdir(tmp_path / "ir")
+    assert len(names) == 2 and all(name.startswith("a_b_c_d.") and name.endswith(".hlo.txt") for name in names)
+    texts = [(tmp_path / "ir" / name).read_text() for name in names]
+    assert sorted(len(hlo.parse(text).donors) for text in texts) == [0, 1]
+
+
+@pytest.mark.parametrize("pure", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"), [("XLA_ENABLE_PARAM_ALIASING", "0"), ("XLA_STABLEHLO_COMPILE", "1"), ("XLA_AUTO_SPMD", "1")]
+)
+@in_process(env=lambda name, value: {name: value})
+def test_settings_that_ignore_donors_lower_without_and_warn_once(name, value, pure):
+    def make():
+        t = torch.ones(8, 4).to("xla")
+        torch_xla.sync(wait=True)
+        return t
+
+    def update(w, g):
+        model.weight.data.sub_(g[:4])
+        return w - g
+
+    model = torch.nn.Linear(4, 4).to("xla")
+    before = model.weight.tolist()
+    w, g = make(), make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # A pure function does not update tensors of others.
+        for f in (lambda w, g: w - g, *([] if pure else [update])):
+            step = compile(f, donate_argnums=0, pure=pure)
+            lowered = step.lower(w, g)
+            assert not lowered.args_info[0][0].donated and "buffer_donor" not in lowered.as_text()
+            executable = lowered.compile()
+            assert executable.memory_analysis().alias_bytes == 0
+            assert model.weight.tolist() == before
+            assert executable(w, g).tolist() == [[0.0] * 4] * 8 and w.tolist() == [[1.0] * 4] * 8
+    (warning,) = [w for w in caught if w.category is DonationWarning]
+    assert f"{name}={value}" in str(warning.message) and " switches donation off" in str(warning.message)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@in_process
+def test_auto_sharding_needs_arguments_with_memory():
+    xr.use_spmd(auto=True)
+    argument = xla_builder.create_placeholder_tensor((8, 4), torch.float32)
+    lowered = compile(lambda x: x + 1, donate_argnums=0).lower(argument)
+    with pytest.raises(DonationError) as caught:
+        lowered.compile()
+    error = str(caught.value)
+    assert error.startswith("<lambda> cannot be compiled for float32[8,4] without memory: with auto-sh")
+    assert error.endswith("call xr.use_spmd() and mark the shardings.")
+    t = torch.ones(8, 4).to("xla")
+    assert (t + 1).tolist() == [[2.0] * 4] * 8
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_arguments_on_another_device_are_not_lowered(device):
+    with pytest.raises(
+        ValueError, match=rf"cannot be lowered for float32\[3\] on {device}: .*create_placeholder_tensor"
+    ):
+        compile(lambda x: x + 1).lower(torch.ones(3, device=device))

@@ -1,0 +1,718 @@
+"""debug_nans and donation_disabled(report_reuse=True): bad outputs, uses of what would have been donated."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import bare
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process, run_in_child
+from helpers import pointer, run_script
+
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    _into,
+    _report,
+    _reuse,
+    debug_nans,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    is_donated,
+)
+
+
+def line_of(text):
+    """The line of this file that ends with the comment."""
+    with open(__file__, encoding="utf-8") as file:
+        (found,) = [number for number, line in enumerate(file, 1) if line.rstrip().endswith(f"# {text}")]
+    return found
+
+
+@pytest.fixture
+def reuses():
+    """The warnings of this package, as (line, text); none of them is an error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", DonationWarning)
+        yield lambda: [(w.lineno, str(w.message)) for w in caught if w.category is DonationWarning]
+
+
+# --- Outputs ---
+
+
+def test_a_nan_raises_at_its_steps_end_and_names_the_output(make):
+    t = make(2, 3)
+    with debug_nans():
+        _fine, _counts, _bad = t * 2, t.to(torch.int32) * 2, torch.log(t - 2)
+        with pytest.raises(FloatingPointError) as caught:
+            torch_xla.sync()
+    assert str(caught.value) == (
+        "1 output is not finite.\n"
+        "  output 2 of 3 of the step, f32[2,3]: 2 NaN of 6 values.\n"
+        "  Nothing was donated, so the inputs are still there: run the step again with torch_xla.sync() after each "
+        "line. See docs/debug_nans.md."
+    )
+    assert caught.value.outputs == ("output 2 of 3 of the step, f32[2,3]: 2 NaN of 6 values",)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.bfloat16, "bf16"),
+        (torch.float16, "f16"),
+        (torch.float64, "f64"),
+        (torch.complex64, "c64"),
+        (torch.float8_e5m2, "f8e5m2"),
+    ],
+)
+def test_every_floating_dtype_is_looked_at(make, dtype, name):
+    t = make(4)
+    with debug_nans():
+        _bad = torch.log(t - 1).to(dtype) if not dtype.is_complex else torch.log(t - 1).to(dtype) * 1
+        with pytest.raises(FloatingPointError, match=rf"{name}\[4\]: \d NaN of 4 values"):
+            torch_xla.sync()
+
+
+def test_all_bad_outputs_are_listed_and_five_are_in_the_text(make):
+    t = make(3)
+    with debug_nans():
+        _two = [torch.log(t - 1), t, torch.sqrt(-t)]
+        with pytest.raises(FloatingPointError, match=r"(?s)2 outputs are not finite.*output 0 of 2.*output 1 of 2"):
+            torch_xla.sync()
+        _many = [torch.log(t - 1 - k) for k in range(8)]
+        with pytest.raises(FloatingPointError, match=r"(?s)8 outputs.*output 4 of 8.*\.\.\. and 3 more\.") as caught:
+            torch_xla.sync()
+    assert "output 5" not in str(caught.value)
+    assert len(caught.value.outputs) == 8
+
+
+def test_infinities_count_where_somebody_asks_for_them(make):
+    t = make(4)
+    with debug_nans():
+        _one = 1 / t
+        torch_xla.sync()
+        with debug_nans(infs=True):
+            _two = [1 / t, torch.log(t - 1)]
+            with pytest.raises(FloatingPointError) as caught, debug_nans():
+                torch_xla.sync()
+        _three = 2 / t
+        torch_xla.sync()
+    assert caught.value.outputs == (
+        "output 0 of 2 of the step, f32[4]: 1 infinite of 4 values",
+        "output 1 of 2 of the step, f32[4]: 1 NaN and 1 infinite of 4 values",
+    )
+
+
+def test_a_scalar_and_an_empty_output_are_looked_at(make):
+    t = make(4)
+    with debug_nans():
+        _empty, _mean = torch.log(t[:0]), t[:0].mean()
+        with pytest.raises(FloatingPointError, match=r"1 output is.*\n.*f32\[\]: 1 NaN of 1 value\."):
+            torch_xla.sync()
+
+
+def test_reads_are_not_steps(make):
+    t = make(2)
+    with debug_nans():
+        bad = torch.log(t - 1)
+        assert bad.isnan().tolist() == [True, False]
+        assert "nan" in repr(bad)
+        assert str(bad[0].item()) == "nan"
+        del bad
+        torch_xla.sync()
+
+
+def test_inputs_of_a_step_that_raised_are_used_without_a_warning(make):
+    t = make(4)
+    with debug_nans():
+        donate_buffer(t)
+        bad = torch.log(t - 1)
+        with pytest.raises(FloatingPointError):
+            torch_xla.sync()
+        # Line by line, with warnings as errors.
+        del bad
+        shifted = t - 1
+        torch_xla.sync()
+        _bad = torch.log(shifted)
+        with pytest.raises(FloatingPointError, match="output 0 of 1 of the step"):
+            torch_xla.sync()
+    assert shifted.tolist() == [-1, 0, 1, 2]
+    assert t.tolist() == [0, 1, 2, 3]
+
+
+def test_an_in_place_update_is_checked_before_the_next_step(make):
+    """The next step takes its memory."""
+    t = make(4)
+    with debug_nans():
+        for _ in range(3):
+            t.mul_(2)
+            torch_xla.sync()
+        t.sub_(1).log_()
+        with pytest.raises(FloatingPointError, match=r"output 0 of 1 of the step, f32\[4\]: 1 NaN"):
+            torch_xla.sync()
+
+
+def test_a_compiled_graph_is_checked_at_sync_and_at_the_exit(make):
+    """The next sync checks, and the end of the context."""
+    t = make(4)
+    compiled = torch.compile(lambda x: torch.log(x - 1), backend="openxla")
+    assert compiled(t + 2).tolist()
+    expected = r"output 0 of 1 of a compiled graph, f32\[4\]: 1 NaN of 4 values"
+    with debug_nans():
+        _bad = compiled(t)
+        with pytest.raises(FloatingPointError, match=expected):
+            torch_xla.sync()
+    with pytest.raises(FloatingPointError, match=expected), debug_nans():
+        _bad = compiled(t)
+
+
+def test_an_overwritten_output_of_a_compiled_graph_is_checked(make):
+    """The check sees the value that the step overwrites."""
+    t = make(4)
+    compiled = torch.compile(lambda x: torch.log(x - 1), backend="openxla")
+    value = compiled(t + 2)
+    with debug_nans():
+        value = compiled(t)
+        place = pointer(value)
+        value.copy_(torch.nan_to_num(value))
+        with pytest.raises(FloatingPointError, match="1 output is not finite.\n  output 0 of 1 of a compiled graph"):
+            torch_xla.sync()
+    assert pointer(value) == place, "torch_xla did not donate, so nothing was tested"
+
+
+@in_process(devices=4)
+def test_sharded_outputs_are_checked_and_sharded_donors_reported(make):
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+
+    def sharded():
+        t = xs.mark_sharding(torch.ones(8, 4).to("xla"), mesh, ("x", None))
+        torch_xla.sync(wait=True)
+        return t
+
+    s, other, r = sharded(), sharded(), make(8, 3) * 0 + 1
+    torch_xla.sync(wait=True)
+    with debug_nans():
+        bad = [s * 2, torch.log(s.global_tensor - 2), torch.log(r - 2)]
+        with pytest.raises(FloatingPointError) as caught:
+            torch_xla.sync()
+        text = str(caught.value)
+        assert "output 1 of 3 of the step, f32[8,4]: 32 NaN of 32 values" in text
+        assert "output 2 of 3 of the step, f32[8,3]: 24 NaN of 24 values" in text
+        del bad
+        # One output per device has the bytes of one of the two sharded donors; the replicated one has none.
+        donate_buffer([s, other, r])
+        out = s.global_tensor + other.global_tensor + r.sum()
+        torch_xla.sync()
+    assert _C.sizes()["spared"] == 1
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        values = [s.global_tensor + 1, other.global_tensor + 1, r + 1]
+    assert [w.category for w in warned] == [DonationWarning]
+    assert out.cpu()[0, 0].item() == 26
+    assert values[0].cpu()[0, 0].item() == 2
+
+
+@in_process
+def test_a_step_that_fails_raises_its_error_and_spares_nothing(make):
+    t = make(8)
+    with debug_nans():
+        donate_buffer(t)
+        outputs = [t + 1, t.reshape(8, 1, 1, 1).expand(8, 1 << 20, 1 << 20, 1 << 10) + 1]
+        errors = []
+        for wait in (False, True):
+            # The first one may only start the run; torch_xla raises its failure at the latest in the second one.
+            try:
+                torch_xla.sync(wait=wait)
+            except RuntimeError as error:
+                errors.append(str(error))
+            outputs.clear()
+        assert errors
+        assert all("memory" in error for error in errors)
+        assert _C.sizes()["spared"] == 0
+        # A warning would be an error.
+        assert (t + 1).tolist() == list(range(1, 9))
+
+
+# --- The context ---
+
+
+@in_process
+def test_donation_is_off_inside_and_nothing_compiles_again(make):
+    """Outside it is on again."""
+
+    def compiles():
+        return (metrics.counter_value("UncachedCompile") or 0, metrics.metric_data("CompileTime")[0])
+
+    def step(value):
+        donate_buffer(value)
+        new = value * 2
+        torch_xla.sync(wait=True)
+        return new
+
+    old = make(4)
+    new = step(old)
+    assert is_donated(old)
+    with debug_nans():
+        old, new = new, step(new)
+        assert not is_donated(old)
+        before = compiles()
+        old, new = new, step(new)
+    for _ in range(3):
+        old, new = new, step(new)
+        assert is_donated(old)
+    with debug_nans():
+        old, new = new, step(new)
+        assert not is_donated(old)
+    assert compiles() == before
+    assert new.tolist() == [i * 2**7 for i in range(4)]
+
+
+def test_the_report_shows_the_donors_with_the_reason(make):
+    t = make(4)
+    with debug_nans():
+        donate_buffer(t, strict=True)
+        _out = t + 1
+        torch_xla.sync(wait=True)
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.outcome, donor.reason) == ("unusable", "donation is disabled (debug_nans())")
+
+
+@pytest.mark.parametrize("raised", [KeyError, FloatingPointError])
+def test_contexts_nest_and_an_exception_leaves_nothing_behind(make, raised):
+    t = make(4)
+
+    def body():
+        with debug_nans(), debug_nans(infs=True), donation_disabled():
+            _bad = torch.log(t - 1)
+            if raised is FloatingPointError:
+                torch_xla.sync()
+            raise KeyError
+
+    with debug_nans(), pytest.raises(raised):
+        body()
+    assert not _C.disabled()
+    assert _C.take_bad_outputs(True) == []
+    donate_buffer(t)
+    _bad = torch.log(t - 1)
+    torch_xla.sync()
+    assert is_donated(t)
+
+
+def test_what_ran_before_an_exception_is_not_checked_afterwards(make):
+    t = make(4)
+    compiled = torch.compile(lambda x: torch.log(x - 1), backend="openxla")
+
+    def body():
+        with debug_nans():
+            _bad = compiled(t)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        body()
+    with debug_nans():
+        torch_xla.sync()
+
+
+def test_an_outer_context_goes_on_when_an_inner_one_ends(make):
+    t = make(4)
+    with debug_nans():
+        with debug_nans(), donation_disabled():
+            pass
+        _bad = torch.log(t - 1)
+        with pytest.raises(FloatingPointError):
+            torch_xla.sync()
+
+
+def test_it_decorates_a_function(make):
+    @debug_nans()
+    def step(t):
+        new = torch.log(t - 1)
+        torch_xla.sync()
+        return new
+
+    for _ in range(2):
+        with pytest.raises(FloatingPointError):
+            step(make(4))
+    assert not _C.disabled()
+
+
+def test_other_threads_are_not_checked(make):
+    t = make(4)
+    caught = []
+
+    def other():
+        try:
+            bad = torch.log(t - 1)
+            torch_xla.sync()
+            del bad
+        except BaseException as error:
+            caught.append(error)
+
+    with debug_nans():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        torch_xla.sync()
+    assert caught == []
+
+
+def test_an_error_about_the_steps_donations_is_the_context(make, monkeypatch):
+    def tell():
+        raise DonationError("a strict donation was unusable")
+
+    t = make(4)
+    with debug_nans():
+        _bad = torch.log(t - 1)
+        monkeypatch.setattr(_report, "tell", tell)
+        with pytest.raises(FloatingPointError) as caught:
+            torch_xla.sync()
+    assert str(caught.value.__context__) == "a strict donation was unusable"
+
+
+SWITCHED_ON = {"TORCH_XLA_DONATE_DEBUG_NANS": "1"}
+
+
+@in_process(env=SWITCHED_ON)
+def test_the_environment_switches_it_on_for_all_threads(make):
+    def step(t):
+        donate_buffer(t)
+        out = torch.log(t - 10)
+        with pytest.raises(FloatingPointError, match=r"f32\[4\]: 4 NaN of 4 values"):
+            torch_xla.sync()
+        del out
+        assert not is_donated(t)
+        assert t.tolist() == [0, 1, 2, 3]
+
+    step(make(4))
+    (donor,) = donation_report().donors
+    assert donor.reason == "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)"
+    with ThreadPoolExecutor() as other:
+        other.submit(lambda: step(make(4))).result()
+
+
+@in_process(env=SWITCHED_ON)
+def test_a_context_inside_the_environments_adds_infinities(make):
+    with debug_nans(infs=True):
+        infinite = 1 / (make(4) * 0)
+        with pytest.raises(FloatingPointError, match="4 infinite"):
+            torch_xla.sync()
+        del infinite
+    assert _C.disabled()
+
+
+@in_process(env=SWITCHED_ON)
+def test_a_use_under_the_environments_setting_warns(make):
+    t = make(4)
+    spare(t, contextlib.nullcontext())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert t.tolist() == [0, 1, 2, 3]
+    assert [w.category for w in caught] == [DonationWarning]
+
+
+def test_the_last_compiled_graph_is_checked_at_interpreter_end():
+    done = run_script(
+        """
+        import torch, torch_xla, torch_xla_donate
+        t = torch.ones(4).to("xla")
+        torch_xla.sync(wait=True)
+        last = torch.compile(lambda x: torch.log(x - 2), backend="openxla")(t)
+        """,
+        env=SWITCHED_ON,
+    )
+    assert "FloatingPointError: 1 output is not finite.\n  output 0 of 1 of a compiled graph" in done.stderr
+
+
+def test_a_variable_that_is_neither_yes_nor_no_fails_the_import():
+    done = run_in_child(bare.import_package, env={"TORCH_XLA_DONATE_DEBUG_NANS": "maybe"}, exit_code=1)
+    assert "TORCH_XLA_DONATE_DEBUG_NANS='maybe' is neither yes nor no; set it to 1 or 0." in done.stderr
+
+
+# --- Reuse ---
+
+
+def spare(t, context=None):
+    """A step that would have consumed t; returns its result."""
+    with context or donation_disabled(report_reuse=True):
+        donate_buffer(t)  # the donation
+        out = t * 2
+        torch_xla.sync()
+    return out
+
+
+def test_a_use_warns_at_its_line_and_keeps_the_value(make, reuses):
+    """The warning names the donation."""
+    t = make(4)
+    out = spare(t)
+    total = t + 1  # the use
+    (found,) = reuses()
+    assert found[0] == line_of("the use")
+    assert re.fullmatch(
+        rf"f32\[4\] tensor is used although it was donated at {re.escape(__file__)}:{line_of('the donation')}: "
+        r"step \d+ would have consumed it, had donation not been disabled. Its value is still right; with donation on, "
+        r"this line raises DonatedBufferError. Use the step's result instead; to keep the old value, call .clone\(\) "
+        r"before the step, or take the donation out. See docs/debug_nans.md.",
+        found[1],
+    )
+    assert (total.tolist(), out.tolist()) == ([1, 2, 3, 4], [0, 2, 4, 6])
+    torch_xla.sync()
+    assert t.tolist() == [0, 1, 2, 3]
+
+
+def test_debug_nans_reports_uses_too(make, reuses):
+    t = make(4)
+    with debug_nans():
+        spare(t, debug_nans())
+        assert (t + 1).tolist() == [1, 2, 3, 4]
+    assert len(reuses()) == 1
+
+
+USES = {
+    "op": lambda t: t + 1,
+    "in place": lambda t: t.add_(1),
+    "view": lambda t: t[1:] + 1,
+    "detached": lambda t: t.detach() + 1,
+    "repr": repr,
+    "cpu": lambda t: t.cpu(),
+    "item": lambda t: t[0].item(),
+    "read by a function of torch_xla": lambda t: torch_xla._XLAC._xla_get_cpu_tensors([t]),
+    "donated again": donate_buffer,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_every_use_is_reported(make, reuses, use):
+    t = make(4)
+    spare(t)
+    use(t)
+    ((_, text),) = reuses()
+    assert "is used although it was donated at" in text
+    if use is donate_buffer:
+        _C.cancel([t])
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_an_error_made_of_a_warning_corrupts_nothing(make, use):
+    """It is raised at the use's line."""
+    t, other = make(4), make(3) + 1
+    out = spare(t)
+    other = other * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DonationWarning)
+        for _ in range(2):
+            with pytest.raises(DonationWarning, match="is used although it was donated at"):
+                use(t)
+        torch_xla.sync()
+    assert _C.pending() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DonationWarning)
+        assert t.tolist() == [0, 1, 2, 3]
+    assert (out.tolist(), other.tolist()) == ([0, 2, 4, 6], [2, 4, 6])
+
+
+def test_each_line_is_reported_once_and_all_lines_are(make, reuses):
+    for _ in range(3):
+        t = make(4)
+        spare(t)
+        for _ in range(2):
+            _first = t + 1  # the first line
+            _second = t * 3  # the second line
+            t.cpu()  # the third line
+    assert [line for line, _ in reuses()] == [line_of(f"the {which} line") for which in ("first", "second", "third")]
+
+
+def test_donating_again_is_a_use_and_then_a_new_mark(make, reuses):
+    t = make(4)
+    spare(t)
+    donate_buffer(t)
+    assert len(reuses()) == 1
+    out = t + 1
+    assert len(reuses()) == 1
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3, 4]
+    with pytest.raises(DonatedBufferError):
+        t.cpu()
+
+
+def test_a_whole_overwrite_ends_it(make, reuses):
+    t = make(4)
+    spare(t)
+    t.copy_(torch.ones(4))
+    assert (t + 1).tolist() == [2] * 4
+    torch_xla.sync()
+    assert t.tolist() == [1] * 4
+    assert reuses() == []
+
+
+def test_metadata_is_not_a_use(make, reuses):
+    t = make(4)
+    spare(t)
+    assert (t.shape, t.dtype, t.device.type, is_donated(t)) == ((4,), torch.float32, "xla", False)
+    torch_xla.sync()
+    assert reuses() == []
+
+
+def test_without_report_reuse_nothing_is_said(make, reuses):
+    t = make(4)
+    spare(t, donation_disabled())
+    assert (t + 1).tolist() == [1, 2, 3, 4]
+    assert reuses() == []
+    assert _C.sizes()["spared"] == 0
+
+
+def test_a_donor_that_no_output_has_the_size_of_is_not_reported(make, reuses):
+    t, rival = make(4), make(4)
+    with donation_disabled(report_reuse=True):
+        donate_buffer(t)
+        _total = t.sum()
+        torch_xla.sync()
+        assert (t + 1).tolist() == [1, 2, 3, 4]
+        # Two donors and one output: XLA takes the first parameter.
+        donate_buffer([t, rival])
+        out = t + rival
+        torch_xla.sync()
+        assert _C.sizes()["spared"] == 1
+        # An output that torch_xla gives to what is updated in place.
+        counter = make(3)
+        other = make(3)
+        donate_buffer(other)
+        counter.add_(1)
+        _total = other.sum() + counter.sum()
+        torch_xla.sync()
+    assert out.tolist() == [0, 2, 4, 6]
+    assert reuses() == []
+
+
+def test_the_prediction_is_what_a_step_with_donation_does(make):
+    def step(context):
+        tensors = [make(4), make(4), make(4), make(8), make(2)]
+        counter = make(4)
+        with context:
+            donate_buffer(tensors)
+            a, b, c, d, e = tensors
+            counter.add_(c)
+            out = [a * b + c, b.sum(), (c + d[4:]).to(torch.float64), e.sum()]
+            torch_xla.sync(wait=True)
+        return tensors, out
+
+    def reported(t):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            t.cpu()
+        _reuse._told.clear()
+        return bool(caught)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DonationWarning)
+        tensors, _out = step(contextlib.nullcontext())
+    donated = [is_donated(t) for t in tensors]
+    tensors, _out = step(donation_disabled(report_reuse=True))
+    assert [reported(t) for t in tensors] == donated
+    assert donated.count(True) == 2, "one f32[4] of three, and f32[8] for f64[4]"
+
+
+def test_a_donor_that_would_have_been_refused_is_not_reported(make, reuses):
+    t = make(4)
+    other = torch.empty(4, device="xla")
+    other.copy_(t)
+    torch_xla.sync()
+    spare(t)
+    assert (t + 1).tolist() == [1, 2, 3, 4]
+    assert reuses() == []
+
+
+def test_a_backward_pass_is_reported_at_the_line_that_calls_it(reuses):
+    weight = torch.arange(3.0).to("xla").requires_grad_()
+    loss = (weight * weight).sum()
+    torch_xla.sync()
+    with donation_disabled(report_reuse=True):
+        donate_buffer(weight)
+        with torch.no_grad():
+            _new = weight * 0.5
+        torch_xla.sync()
+    loss.backward()  # the backward pass
+    assert weight.grad.tolist() == [0, 2, 4]
+    assert {line for line, _ in reuses()} == {line_of("the backward pass")}
+
+
+def test_a_warning_as_an_error_comes_out_of_a_backward_pass():
+    weight = torch.arange(3.0).to("xla").requires_grad_()
+    loss = (weight * weight).sum()
+    torch_xla.sync()
+    with donation_disabled(report_reuse=True):
+        donate_buffer(weight)
+        with torch.no_grad():
+            _new = weight * 0.5
+        torch_xla.sync()
+    with pytest.raises(DonationWarning, match=r"f32\[3\] tensor is used although"):
+        loss.backward()
+
+
+def test_what_shows_the_warning_may_use_the_tensor(make, monkeypatch):
+    t = make(4)
+    spare(t)
+    shown = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DonationWarning)
+        monkeypatch.setattr(warnings, "showwarning", lambda *_: shown.append(t.tolist()))
+        assert (t + 1).tolist() == [1, 2, 3, 4]
+    assert shown == [[0, 1, 2, 3]]
+
+
+def test_a_late_look_at_the_target_of_into_is_not_a_use(make, reuses):
+    old, new = make(4), make(4)
+    pair = _into.Pair(old, new, may_wait=True)
+    spare(new)
+    assert pair.resolve(wait=True)
+    assert pair.kept is False
+    assert reuses() == []
+    new.cpu()
+    assert len(reuses()) == 1
+
+
+def test_names_of_leaves_are_told(make, reuses):
+    state = {"layer": [make(2)]}
+    with donation_disabled(report_reuse=True):
+        donate_buffer(state)
+        _out = state["layer"][0] + 1
+        torch_xla.sync()
+    state["layer"][0].cpu()
+    ((_, text),) = reuses()
+    assert text.startswith("f32[2] tensor \"['layer'][0]\" is used although")
+
+
+def test_nothing_is_remembered_of_tensors_that_are_gone(make):
+    t = make(4)
+    spare(t)
+    assert _C.sizes()["spared"] == 1
+    del t
+    _new = make(2) + 1
+    torch_xla.sync()
+    assert _C.sizes()["spared"] == 0
+
+
+def test_a_loop_that_reports_compiles_no_more_than_another(make, reuses):
+    value = make(4)
+    with debug_nans():
+        for _ in range(3):
+            value = spare(value, debug_nans())
+        before = metrics.counter_value("UncachedCompile")
+        for _ in range(5):
+            value = spare(value, debug_nans())
+    assert metrics.counter_value("UncachedCompile") == before
+    assert reuses() == []

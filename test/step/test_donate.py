@@ -1,0 +1,776 @@
+"""donate_buffer: what is donated, what is refused, and the states of a mark."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
+from helpers import Couple, pointer
+
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    call_jax,
+    cancel_donation,
+    compile,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    gradient_accumulation,
+    is_donated,
+    scan,
+    scan_layers,
+    user_computation,
+)
+
+
+def line_of(function, text):
+    """file:line of the line in this function that contains the text."""
+    import inspect
+
+    lines, first = inspect.getsourcelines(function)
+    found = [first + i for i, line in enumerate(lines) if text in line]
+    assert len(found) == 1
+    return f"{__file__}:{found[0]}"
+
+
+# --- A donation that happens ---
+
+
+def test_the_output_takes_over_the_donated_memory(make):
+    t = make(8, 4)
+    address = pointer(t)
+
+    donate_buffer(t)
+    out = t * 2
+    torch_xla.sync(wait=True)
+
+    assert is_donated(t)
+    assert pointer(out) == address
+    assert torch.equal(out.cpu(), torch.arange(32.0).reshape(8, 4) * 2)
+
+
+@pytest.mark.parametrize("step", [torch_xla.sync, lambda: torch_xla.sync(wait=True)])
+def test_every_way_to_call_the_step_donates(make, step):
+    t = make(3)
+    donate_buffer(t)
+    out = t + 1
+    step()
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:Use torch_xla.sync:DeprecationWarning")
+def test_mark_step_donates_too(make):
+    t = make(3)
+    donate_buffer(t)
+    out = t + 1
+    xm.mark_step()
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.complex64],
+)
+def test_any_dtype_can_be_donated(make, dtype):
+    t = make(6, dtype=dtype)
+    donate_buffer(t)
+    out = torch.logical_not(t) if dtype is torch.bool else t + t
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    assert out.dtype is dtype
+
+
+def test_a_buffer_goes_to_another_dtype_and_shape_of_equal_bytes(make):
+    t = make(8)
+    address = pointer(t)
+    donate_buffer(t)
+    out = t.to(torch.int32).reshape(2, 4) + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    assert pointer(out) == address
+
+
+def test_zero_dimensional_and_empty_tensors_do_no_harm(make):
+    scalar = make(4).sum()
+    empty = make(0)
+    torch_xla.sync()
+    donate_buffer([scalar, empty])
+    total, same = scalar + 1, empty + 1
+    torch_xla.sync(wait=True)
+    assert total.item() == 7
+    assert same.shape == (0,)
+    _C.take_notices()
+
+
+def test_the_mark_does_not_pass_on_to_the_output(make):
+    t = make(3)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    again = out + 1
+    torch_xla.sync()
+    assert not is_donated(out)
+    assert out.tolist() == [1, 2, 3]
+    assert again.tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_live_tensor_that_is_device_data_disturbs_no_step(make, last):
+    """torch_xla asks such a tensor twice while it collects; the hooks must not take that for a read."""
+    t, other = make(4), make(5)
+    first, second = torch.empty(5, device="xla"), torch.empty(5, device="xla")
+    torch_xla.sync()
+    donate_buffer(t)
+    out = None if last else t + 1
+    first.copy_(other)
+    out = t + 1 if out is None else out
+    second.copy_(other)
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3, 4]
+    assert first.tolist() == second.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_tensor_that_goes_out_of_scope_is_donated_all_the_same(make):
+    t = make(16)
+    address = pointer(t)
+    donate_buffer(t)
+    t = t * 3
+    torch_xla.sync(wait=True)
+    assert pointer(t) == address
+    assert bool(donation_report(steps=1))
+
+
+def test_a_mark_whose_tensor_is_dropped_unread_leaves_no_trace(make):
+    t = make(16)
+    donate_buffer(t)
+    del t
+    assert _C.pending() == []
+    torch_xla.sync()
+    assert _C.sizes()["pending"] == 0
+
+
+def test_an_in_place_update_fulfils_the_mark_and_keeps_tensors(make):
+    t = make(4)
+    address = pointer(t)
+    donate_buffer(t)
+    t.add_(1)
+    torch_xla.sync(wait=True)
+    assert not is_donated(t)
+    assert t.tolist() == [1, 2, 3, 4]
+    assert pointer(t) == address
+    assert donation_report(steps=1).donors[0].outcome == "donated"
+
+
+def test_a_loop_that_donates_every_step_compiles_once(make):
+    t = make(32)
+    counts = []
+    for _ in range(6):
+        donate_buffer(t)
+        new = t * 0.5 + 1
+        torch_xla.sync()
+        t = new
+        counts.append(metrics.counter_value("UncachedCompile"))
+    assert counts[0] == counts[-1]
+
+
+def test_the_same_graph_without_donation_keeps_its_input(make):
+    first, second = make(5), make(5)
+    donate_buffer(first)
+    _ = first * 7
+    torch_xla.sync()
+    kept = second * 7
+    torch_xla.sync()
+    assert is_donated(first)
+    assert not is_donated(second)
+    assert second.tolist() == [0, 1, 2, 3, 4]
+    assert kept.tolist() == [0, 7, 14, 21, 28]
+
+
+# --- Several leaves ---
+
+
+def test_a_pytree_is_donated_leaf_by_leaf(make):
+    tree = {"a": make(2), "b": [make(3), (make(4), None)]}
+    donate_buffer(tree)
+    out = [tree["a"] + 1, tree["b"][0] + 1, tree["b"][1][0] + 1]
+    torch_xla.sync()
+    assert [donor.name for donor in donation_report(steps=1).donors] == ["['a']", "['b'][0]", "['b'][1][0]"]
+    assert all(is_donated(t) for t in (tree["a"], tree["b"][0], tree["b"][1][0]))
+    assert [t.numel() for t in out] == [2, 3, 4]
+
+
+def test_a_module_gives_its_parameters_and_buffers(make):
+    module = torch.nn.BatchNorm1d(3).to("xla")
+    torch_xla.sync()
+    before = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    donate_buffer(module)
+    new = {name: value + 1 for name, value in module.state_dict().items()}
+    torch_xla.sync()
+    names = {donor.name for donor in donation_report(steps=1).donors}
+    assert names == {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert all(torch.equal(new[name].cpu(), before[name] + 1) for name in before)
+
+
+def test_a_module_inside_a_pytree_names_its_parameters(make):
+    module = torch.nn.Linear(2, 2, bias=False).to("xla")
+    moments = make(2, 2)
+    torch_xla.sync()
+    donate_buffer({"model": module, "m": moments})
+    new = [module.weight.detach() * 2, moments * 2]
+    torch_xla.sync()
+    assert {donor.name for donor in donation_report(steps=1).donors} == {"['model'].weight", "['m']"}
+    assert len(new) == 2
+
+
+def test_tied_weights_are_one_donor_with_both_names(make):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)).to("xla")
+    module[1].weight = module[0].weight
+    torch_xla.sync()
+    donate_buffer(module)
+    new = module[0].weight.detach() * 2
+    torch_xla.sync()
+    (donor,) = donation_report(steps=1).donors
+    assert donor.name == "0.weight, 1.weight"
+    assert is_donated(module[0].weight)
+    assert is_donated(module[1].weight)
+    assert new.shape == (3, 3)
+
+
+def test_donating_twice_is_the_same_as_once(make):
+    t = make(4)
+    donate_buffer(t)
+    donate_buffer([t, t.detach()])
+    assert _C.sizes()["pending"] == 1
+    out = t + 1
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+def test_nothing_is_marked_when_the_argument_is_empty():
+    donate_buffer([])
+    donate_buffer({})
+    donate_buffer(None)
+    assert _C.pending() == []
+
+
+# --- States ---
+
+
+def test_steps_that_do_not_read_the_buffer_leave_the_mark(make):
+    t, other = make(4), make(4)
+    donate_buffer(t)
+    torch_xla.sync()
+    moved = other + 1
+    torch_xla.sync()
+    assert not is_donated(t)
+    assert [donor.outcome for donor in donation_report().pending] == ["pending"]
+    out = t + moved
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("read", [str, lambda t: t.sum().item(), lambda t: t.cpu(), lambda t: t.tolist()])
+def test_partial_syncs_never_donate(make, read):
+    t = make(4)
+    donate_buffer(t)
+    out = t + 1
+    read(out)
+    read(t)
+    assert not is_donated(t)
+    assert len(_C.pending()) == 1
+    final = t + 2
+    torch_xla.sync()
+    assert is_donated(t)
+    assert final.tolist() == [2, 3, 4, 5]
+
+
+def test_sync_multi_never_donates(make):
+    """It does not see every live tensor."""
+    t = make(4)
+    donate_buffer(t)
+    synced, pending = t + 1, t * 10
+    torch_xla._XLAC._xla_sync_multi([synced], [])
+    assert not is_donated(t)
+    assert pending.tolist() == [0, 10, 20, 30]
+    assert synced.tolist() == [1, 2, 3, 4]
+    cancel_donation(t)
+
+
+def test_a_cancelled_mark_is_over(make):
+    t = make(4)
+    donate_buffer({"t": t})
+    cancel_donation({"t": t, "unmarked": make(2)})
+    out = t + 1
+    torch_xla.sync()
+    assert not is_donated(t)
+    assert t.tolist() == [0, 1, 2, 3]
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+def test_a_donation_that_happened_cannot_be_cancelled(make):
+    t, marked = make(4), make(3)
+    donate_buffer(t)
+    _ = t + 1
+    torch_xla.sync()
+    donate_buffer(marked)
+    with pytest.raises(DonationError, match=r"tensors\[1\].*can no longer be cancelled. No mark was taken back"):
+        cancel_donation([marked, t])
+    assert len(_C.pending()) == 1
+    cancel_donation(marked)
+
+
+def test_donation_disabled_reads_and_keeps_without_a_warning(make):
+    t = make(4)
+    with donation_disabled():
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync(wait=True)
+    assert not is_donated(t)
+    assert t.tolist() == [0, 1, 2, 3]
+    assert out.tolist() == [1, 2, 3, 4]
+    (donor,) = donation_report(steps=1).donors
+    assert donor.reason == "donation is disabled (donation_disabled())"
+
+
+def test_donation_disabled_ends_with_its_context_after_an_error(make):
+    with pytest.raises(KeyError), donation_disabled():
+        raise KeyError
+    t = make(4)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.shape == (4,)
+
+
+def test_donation_disabled_holds_for_its_own_thread_only(make):
+    t = make(4)
+    with ThreadPoolExecutor(1) as other:
+        context = donation_disabled()
+        other.submit(context.__enter__).result()
+        assert other.submit(_C.disabled).result()
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync()
+        other.submit(context.__exit__, None, None, None).result()
+    assert is_donated(t)
+    assert out.shape == (4,)
+
+
+def test_is_donated_needs_a_tensor_and_is_false_elsewhere():
+    assert not is_donated(torch.ones(2))
+    assert not is_donated(torch.ones(2, device="meta"))
+    assert not is_donated(torch.ones(2, device="xla") + 1)
+    with pytest.raises(TypeError, match="t is of type list, not a tensor"):
+        is_donated([])
+
+
+# --- Refusals: all or nothing ---
+
+
+def test_a_pending_tensor_is_refused(make):
+    t = make(2) + 1
+    with pytest.raises(DonationError, match=r"tensors is float32\[2\] on xla:0, not materialised.*torch_xla.sync\(\)"):
+        donate_buffer(t)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "error", "text"),
+    [
+        (torch.ones(2), ValueError, r"\['b'\]\[1\] is float32\[2\] on cpu.*\.to\('xla'\)"),
+        (torch.ones(2, device="meta"), ValueError, r"\['b'\]\[1\] is float32\[2\] on meta"),
+        (torch.eye(2).to_sparse(), ValueError, r"with layout torch.sparse_coo. Only plain XLA tensors.*make it dense"),
+        (3, TypeError, r"tensors\['b'\]\[1\] is of type int, which is neither a tensor nor"),
+        ("name", TypeError, r"tensors\['b'\]\[1\] is of type str, which is neither a tensor nor"),
+    ],
+)
+def test_an_unfit_leaf_is_named_and_nothing_is_marked(make, leaf, error, text):
+    with pytest.raises(error, match=f"(?s){text}.*Nothing was marked"):
+        donate_buffer({"a": make(2), "b": [make(2), leaf]})
+    assert _C.pending() == []
+
+
+def test_a_class_without_keys_is_donated_refused_and_cancelled(make):
+    t, u = make(2), make(3)
+    with pytest.raises(ValueError, match=r"tensors\[1\] is float32\[2\] on cpu.*Nothing was marked"):
+        donate_buffer(Couple(t, torch.ones(2)))
+    donate_buffer(Couple(t, u))
+    cancel_donation(Couple(t, u))
+    assert _C.pending() == []
+
+    new = Couple(t + 1, u + 1)
+    donate_buffer(Couple(t, u), into=new)
+    torch_xla.sync()
+    assert [(donor.name, donor.into_kept) for donor in donation_report(steps=1).donors] == [
+        ("[0]", True),
+        ("[1]", True),
+    ]
+    with pytest.raises(DonationError, match=r"tensors\[0\] is float32\[2\] on xla:0 and has been consumed by a step"):
+        cancel_donation(Couple(t, u))
+    with pytest.raises(DonatedBufferError, match=r"'\[1\]' has no buffer any more"):
+        u + 1
+
+
+def test_a_namedtuple_that_looks_at_its_fields_names_them(make):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 3), [4, 3]).to("xla")
+    torch_xla.sync()
+    with pytest.raises(ValueError, match=r"tensors.batch_sizes is int64\[4\] on cpu"):
+        donate_buffer(packed)
+
+
+def test_a_key_of_a_reported_donor_is_not_kept(make):
+    key = torch.nn.Parameter(torch.ones(3))
+    t, gone = make(3), weakref.ref(key)
+    donate_buffer({key: t})
+    kept = t + 1
+    torch_xla.sync()
+    del key, kept
+    gc.collect()
+    assert gone() is None
+    assert donation_report(steps=1).donors[0].name == "[key 0: Parameter float32[3]]"
+
+
+def test_a_plain_list_names_the_position(make):
+    with pytest.raises(ValueError, match=r"tensors\[1\] is float32\[2\] on cpu"):
+        donate_buffer([make(2), torch.ones(2)])
+
+
+def test_a_module_on_the_cpu_names_the_parameter():
+    with pytest.raises(ValueError, match=r"tensors \(weight\) is float32\[2,2\] on cpu"):
+        donate_buffer(torch.nn.Linear(2, 2))
+
+
+def test_a_tensor_that_was_donated_cannot_be_donated_again(make):
+    t = make(4)
+    donate_buffer(t)
+    _ = t + 1
+    torch_xla.sync()
+    with pytest.raises(DonatedBufferError, match="was donated at"):
+        donate_buffer([make(2), t])
+    assert _C.pending() == []
+
+
+def test_cached_constants_are_refused_and_stay_right():
+    cached = torch.tensor(42.0, device="xla")
+    _ = cached + 1
+    torch_xla.sync()
+    with pytest.raises(DonationError, match=r"shares between tensors \(a cached constant or the RNG seed\).*clone"):
+        donate_buffer(cached)
+    fresh = torch.tensor(42.0, device="xla") + 0
+    torch_xla.sync()
+    assert fresh.item() == 42.0
+    assert cached.item() == 42.0
+
+
+def test_a_clone_of_a_cached_constant_can_be_donated():
+    clone = torch.tensor(43.0, device="xla").clone()
+    torch_xla.sync()
+    donate_buffer(clone)
+    out = clone + 1
+    torch_xla.sync()
+    assert is_donated(clone)
+    assert out.item() == 44.0
+    assert (torch.tensor(43.0, device="xla") + 0).item() == 43.0
+
+
+def test_random_numbers_are_the_same_with_and_without_donation(make):
+    def draw(donate):
+        torch_xla.manual_seed(7)
+        t = torch.rand(16, device="xla")
+        torch_xla.sync()
+        if donate:
+            donate_buffer(t)
+        out = [torch.rand(16, device="xla") + t * 0, torch.rand(16, device="xla")]
+        torch_xla.sync()
+        return [o.cpu() for o in out]
+
+    assert all(torch.equal(a, b) for a, b in zip(draw(False), draw(True)))
+
+
+def test_a_buffer_that_an_unoffered_tensor_holds_is_kept(make):
+    t = make(4)
+    copy = torch.empty(4, device="xla")
+    copy.copy_(t)
+    torch_xla.sync(wait=True)
+    assert pointer(copy) == pointer(t), "torch_xla lets a whole copy share its source's buffer"
+
+    donate_buffer(t)
+    out = t + 1
+    with pytest.warns(DonationWarning, match="another live tensor, which was not donated, holds the same buffer"):
+        torch_xla.sync(wait=True)
+    assert t.tolist() == copy.tolist() == [0, 1, 2, 3]
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+def test_two_offered_holders_of_one_buffer_are_both_donated(make):
+    t = make(4)
+    copy = torch.empty(4, device="xla")
+    copy.copy_(t)
+    torch_xla.sync(wait=True)
+    donate_buffer([t, copy])
+    out = t + copy
+    torch_xla.sync()
+    assert is_donated(t)
+    assert is_donated(copy)
+    assert out.tolist() == [0, 2, 4, 6]
+
+
+# --- Unusable donations ---
+
+
+def test_an_unusable_donation_warns_once_for_each_place(make, recwarn):
+    """The tensor lives on."""
+
+    def step():
+        t = make(3)
+        donate_buffer(t)
+        total = t.sum()
+        torch_xla.sync(wait=True)
+        assert t.tolist() == [0, 1, 2]
+        assert total.item() == 3
+        return t
+
+    kept = [step() for _ in range(3)]
+    assert not any(is_donated(t) for t in kept)
+    (warning,) = [w for w in recwarn.list if w.category is DonationWarning]
+    text = str(warning.message)
+    assert text.startswith("Some donated buffers were not usable: f32[3] (donated at ")
+    assert "no output of the step has its size of 12 bytes (outputs: 1 of 4 bytes)" in text
+    where = line_of(step, "donate_buffer(t)")
+    assert f"{warning.filename}:{warning.lineno}" == where
+    assert where in text
+
+
+def test_of_more_donors_than_outputs_the_unused_live_on(make):
+    donors = [make(5), make(5), make(5)]
+    donate_buffer(donors)
+    total = donors[0] + donors[1] + donors[2]
+    with pytest.warns(DonationWarning, match=r"f32\[5\], f32\[5\] .*") as found:
+        torch_xla.sync(wait=True)
+    assert "3 donors and 1 output of 20 bytes" in str(found[0].message)
+    assert sorted(is_donated(t) for t in donors) == [False, False, True]
+    assert total.tolist() == [0, 3, 6, 9, 12]
+    alive = [t for t in donors if not is_donated(t)]
+    assert all(t.tolist() == [0, 1, 2, 3, 4] for t in alive)
+
+
+def test_without_waiting_the_next_step_or_report_warns(make):
+    """The warning does not come later."""
+    t = make(3)
+    donate_buffer(t)
+    total = t.sum()
+    with pytest.warns(DonationWarning, match="not usable"):
+        torch_xla.sync()
+        report = donation_report(steps=1)
+    assert not report
+    assert total.item() == 3
+
+
+def test_strict_raises_at_the_sync_and_loses_nothing(make):
+    t, other = make(3), make(5)
+    donate_buffer(t, strict=True)
+    total, kept = t.sum(), other + 1
+    with pytest.raises(DonationError, match=r"Some donated buffers were not usable: f32\[3\]"):
+        torch_xla.sync(wait=True)
+    assert (total.item(), kept.tolist(), t.tolist()) == (3, [1, 2, 3, 4, 5], [0, 1, 2])
+    torch_xla.sync()
+
+
+@pytest.mark.filterwarnings("error::torch_xla_donate.DonationWarning")
+def test_an_error_made_of_a_warning_does_not_swallow_the_others(make):
+    a, b, c = make(3), make(5), make(7)
+    donate_buffer(a)
+    donate_buffer(b)
+    donate_buffer(c, strict=True)
+    total = a.sum() + b.sum() + c.sum()
+    with pytest.raises(DonationError, match=r"f32\[7\]") as raised:
+        torch_xla.sync(wait=True)
+    assert isinstance(raised.value.__cause__, DonationWarning)
+    assert total.item() == 3 + 10 + 21
+
+
+def test_strict_is_yes_or_no(make):
+    t = make(3)
+    message = r"strict is 'no', of type str; give True or False, or leave it out to have what TORCH_XLA_DONATE_STRICT"
+    for call in (
+        lambda: donate_buffer(t, strict="no"),
+        lambda: compile(lambda x: x + 1, donate_argnums=0, strict="no"),
+        lambda: compile(donate_argnums=0, strict="no"),
+        lambda: scan(lambda c, x: (c + x, c), t, make(2, 3), strict="no"),
+        lambda: scan_layers([], t, strict="no"),
+        lambda: gradient_accumulation(lambda x: x.sum(), (t,), torch.nn.Linear(1, 1), strict="no"),
+        lambda: user_computation("add", [t], None, strict="no"),
+        lambda: call_jax(None, (t,), strict="no"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    assert _C.pending() == []
+
+
+def test_the_environment_makes_donations_strict(make, monkeypatch):
+    monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "1")
+    t = make(3)
+    donate_buffer(t)
+    total = t.sum()
+    with pytest.raises(DonationError, match="not usable"):
+        torch_xla.sync(wait=True)
+    monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "perhaps")
+    with pytest.raises(ValueError, match="TORCH_XLA_DONATE_STRICT='perhaps' is neither yes nor no"):
+        donate_buffer(t)
+    assert total.item() == 3
+
+
+def test_the_mark_is_over_after_an_unusable_donation(make):
+    t = make(3)
+    donate_buffer(t)
+    total = t.sum()
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    out = t + total
+    torch_xla.sync()
+    assert not is_donated(t)
+    assert out.tolist() == [3, 4, 5]
+
+
+def test_an_unusable_donation_may_be_offered_again_and_used(make):
+    t = make(3)
+    donate_buffer(t)
+    total = t.sum()
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    donate_buffer(t)
+    out = t + total
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [3, 4, 5]
+
+
+# --- Memory that others see ---
+
+
+def test_memory_that_dlpack_sees_is_not_changed(make):
+    from torch_xla.utils import dlpack
+
+    t = make(1024)
+    seen = torch.utils.dlpack.from_dlpack(dlpack.to_dlpack(t))
+    assert seen.data_ptr() == pointer(t), "the view shares memory, or this test shows nothing"
+    before = seen.clone()
+    donate_buffer(t)
+    out = t * 2
+    with pytest.warns(DonationWarning, match="seen from outside"):
+        torch_xla.sync(wait=True)
+    assert torch.equal(seen, before)
+    assert torch.equal(t.cpu(), before)
+    assert torch.equal(out.cpu(), before * 2)
+
+
+def test_a_host_array_that_was_not_copied_is_not_changed():
+    """torch_xla took it over without a copy."""
+    from torch_xla.utils import dlpack
+
+    host = torch.arange(1 << 16).float()
+    before = host.clone()
+    t = dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(host))
+    assert pointer(t) == host.data_ptr(), "no copy was made, or this test shows nothing"
+    donate_buffer(t)
+    out = t * 2
+    torch_xla.sync(wait=True)
+    assert torch.equal(host, before)
+    assert torch.equal(out.cpu(), before * 2)
+    _C.take_notices()
+
+
+def test_the_array_a_tensor_was_made_from_is_not_changed():
+    host = torch.arange(1 << 20).float()
+    array = host.numpy()
+    t = host.to("xla")
+    torch_xla.sync()
+    donate_buffer(t)
+    out = t * 2
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    assert array[5] == 5.0
+    assert torch.equal(host, torch.arange(1 << 20).float())
+    assert out[5].item() == 10.0
+
+
+# --- Threads ---
+
+
+def test_marks_from_several_threads_meet_in_one_step(make):
+    tensors = [make(64) + k for k in range(8)]
+    torch_xla.sync()
+    threads = [threading.Thread(target=donate_buffer, args=(t,)) for t in tensors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    out = [t + 1 for t in tensors]
+    torch_xla.sync(wait=True)
+    assert all(is_donated(t) for t in tensors)
+    assert [o[0].item() for o in out] == [k + 1 for k in range(8)]
+
+
+def test_reports_from_another_thread_do_not_disturb_the_loop(make):
+    value = t = make(256)
+
+    def ask():
+        donation_report()
+        is_donated(t)
+
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(50):
+            asked = other.submit(ask)
+            donate_buffer(value)
+            new = value + 1
+            torch_xla.sync()
+            value = new
+            asked.result()
+    assert value[0].item() == 50
+    assert re.fullmatch(r"f32\[256\]", donation_report(steps=1).donors[0].array)
+
+
+def test_a_view_and_a_generator_are_refused_with_a_way_out(make):
+    base = torch.arange(4.0, device="xla")
+    torch_xla.sync()
+    view = base[1:3]
+    torch_xla.sync()
+    with pytest.raises(DonationError, match=r"float32\[2\] on xla:0, a view, .* Donate the base; or a .clone\(\)"):
+        donate_buffer(view)
+    with pytest.raises(TypeError, match="of type generator, which can be gone through once only. Pass a list of it"):
+        donate_buffer(torch.nn.Linear(2, 2).to("xla").parameters())
+    copy = view.clone()
+    torch_xla.sync()
+    donate_buffer(copy)
+    result = copy + 1
+    torch_xla.sync()
+    assert is_donated(copy) and result.tolist() == [2, 3] and base.tolist() == [0, 1, 2, 3]
+
+
+def test_a_clone_without_a_value_is_pending_and_its_source_stays(make):
+    source = make(3)
+    clone = source.clone()
+    with pytest.raises(DonationError, match="not materialised"):
+        donate_buffer(clone)
+    torch_xla.sync()
+    donate_buffer(clone)
+    result = clone * 2
+    torch_xla.sync()
+    assert (is_donated(clone), is_donated(source)) == (True, False)
+    assert result.tolist() == [0, 2, 4] and source.tolist() == [0, 1, 2]

@@ -1,0 +1,144 @@
+"""donation_report().held names who holds an input that auto_donate would have taken."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+
+import pytest
+import torch
+import torch_xla
+
+from torch_xla_donate import auto_donate, donation_report
+
+HERE = "test_holders.py"
+
+
+@pytest.fixture(autouse=True)
+def _automatic():
+    with auto_donate():
+        yield
+
+
+def holders():
+    return [held.holder for held in donation_report().held]
+
+
+def test_a_local_variable_and_the_line_that_sets_it(make):
+    line = test_a_local_variable_and_the_line_that_sets_it.__code__.co_firstlineno
+    w = make(7)
+    old = w
+    w = w * 2
+    torch_xla.sync()
+    assert holders() == [f"variable 'old' at {HERE}:{line + 3}"]
+    assert "held by variable 'old' at" in str(donation_report())
+    del old
+    w = w * 2
+    torch_xla.sync()
+    assert holders() == []
+    assert w.tolist() == [4.0 * i for i in range(7)]
+
+
+def test_the_search_keeps_nothing_alive(make):
+    """A frame of Python 3.11 would keep the dictionary of its variables, and the tensors in it."""
+    w = make(7)
+    old = w
+    w = w * 2
+    torch_xla.sync()
+    assert len(holders()) == 1
+    gone = weakref.ref(old)
+    del old
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_search_leaves_a_dictionary_of_locals_alone(make):
+    w = make(7)
+    old = w
+    w = w * 2
+    torch_xla.sync()
+    users = locals()
+    assert len(holders()) == 1
+    assert users["old"] is old and users["w"] is w
+
+
+class Model(torch.nn.Module):
+    def __init__(self, w):
+        super().__init__()
+        self.weight = torch.nn.Parameter(w)
+
+
+def test_an_attribute_of_a_module(make):
+    model = Model(make(8))
+    new = model.weight.detach() * 2
+    torch_xla.sync()
+    (holder,) = holders()
+    assert holder.startswith(f"attribute 'weight' of variable 'model' at {HERE}:")
+    del new
+
+
+def test_an_attribute_an_item_and_a_key(make):
+    state = types.SimpleNamespace(w=make(8))
+    kept = {"old": [make(9)]}
+    results = [state.w * 2, kept["old"][0] * 2]
+    torch_xla.sync()
+    found = sorted(holders())
+    assert found[0].startswith(f"attribute 'w' of variable 'state' at {HERE}:")
+    assert found[1].startswith(f"item 0 of item 'old' of variable 'kept' at {HERE}:")
+    del results
+
+
+def test_a_closure(make):
+    def closed(w):
+        return lambda: w
+
+    function = closed(make(8))
+    new = function() * 2
+    torch_xla.sync()
+    (holder,) = holders()
+    assert holder.startswith(f"'w' in the closure of variable 'function' at {HERE}:")
+    del new
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_the_graph_of_a_loss(make, custom):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * ctx.saved_tensors[0] * gradient
+
+    p = make(8)
+    leaf = p.detach().requires_grad_()
+    loss = (Square.apply(leaf) if custom else leaf * leaf).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    p = p - 0.1 * gradient
+    del leaf, gradient
+    torch_xla.sync()
+    found = holders()
+    assert found
+    assert all(holder.startswith(f"grad_fn of variable 'loss' at {HERE}:") for holder in found)
+    assert loss.item() == sum(i * i for i in range(8))
+
+
+def test_a_holder_without_a_name_is_unknown(make):
+    class Node:
+        pass
+
+    cycle = Node()
+    cycle.self, cycle.w = cycle, make(8)
+    gc.disable()
+    try:
+        new = cycle.w * 2
+        del cycle
+        torch_xla.sync()
+        assert holders() == ["unknown holder"]
+    finally:
+        gc.enable()
+    gc.collect()
+    del new

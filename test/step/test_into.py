@@ -1,0 +1,304 @@
+"""donate_buffer(..., into=...): what is refused, and whether the pair was kept."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch_xla
+from children import in_process, run_in_child
+from helpers import pointer
+
+from torch_xla_donate import _C, DonationError, _into, donate_buffer, donation_report, hlo, is_donated
+
+
+@pytest.fixture(autouse=True)
+def _no_pair_stays_open():
+    yield
+    _into.resolve_pairs(wait=True)
+    assert not _into.open_pairs()
+
+
+def test_a_pair_that_was_kept_is_reported(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    x, y = a + 1, b + 1
+    donate_buffer([a, b], into=[x, y])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert (pointer(x), pointer(y)) == addresses
+
+
+def test_pairs_that_cross_are_kept_too(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    x, y = a + 1, b + 1
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert (pointer(y), pointer(x)) == addresses
+    assert (x.tolist(), y.tolist()) == ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_any_permutation_of_pairs_is_kept_with_right_values(make, order):
+    sources = [make(5) + k for k in range(4)]
+    torch_xla.sync()
+    addresses = [pointer(source) for source in sources]
+    outputs = [source * (k + 2) for k, source in enumerate(sources)]
+    donate_buffer(sources, into=[outputs[k] for k in order])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True] * 4
+    assert [pointer(outputs[k]) for k in order] == addresses
+    assert [out.tolist() for out in outputs] == [[(i + k) * (k + 2) for i in range(5)] for k in range(4)]
+
+
+def test_the_same_graph_with_other_pairs_is_another_program(make):
+    """Two orders of one graph must not share an executable: each would run with the other's parameters."""
+    for order in ((0, 1), (1, 0), (0, 1), (1, 0)):
+        a, b = make(7), make(7) * 10
+        torch_xla.sync()
+        out = [a - 1, b * 3]
+        donate_buffer([a, b], into=[out[k] for k in order])
+        torch_xla.sync()
+        assert (out[0].tolist(), out[1].tolist()) == ([i - 1 for i in range(7)], [i * 30 for i in range(7)])
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_programs_that_share_buffers_share_no_executable():
+    """The programs differ in nothing but which tensor of a shared buffer goes where; both are reordered."""
+
+    def step(swap):
+        x, y, z = (torch.full((4,), value).to("xla") for value in (1.0, 10.0, 100.0))
+        b, c = torch.empty(4, device="xla"), torch.empty(4, device="xla")
+        torch_xla.sync(wait=True)
+        b.copy_(x)
+        c.copy_(y)
+        torch_xla.sync(wait=True)
+        p, q = (c, b) if swap else (b, c)
+        first, second = p * 2 + q * 3 + x * 5 + y * 7, z + 1
+        donate_buffer([x, y, z, b, c], into=[second, None, first, None, None])
+        torch_xla.sync(wait=True)
+        _C.take_notices()
+        return first.tolist()[0], second.tolist()[0]
+
+    assert step(swap=False) == (2 + 30 + 5 + 70, 101)
+    assert step(swap=True) == (20 + 3 + 5 + 70, 101)
+
+
+def test_a_later_call_that_asks_for_more_takes_effect(make):
+    a, b = make(6), make(6)
+    x, y = a + 1, b + 1
+    donate_buffer([a, b])
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+
+    t = make(3)
+    donate_buffer(t)
+    donate_buffer(t, strict=True)
+    donate_buffer(t)
+    total = t.sum()
+    with pytest.raises(DonationError, match="not usable"):
+        torch_xla.sync(wait=True)
+    assert total.item() == 3
+
+
+def test_updates_in_place_keep_their_own_buffer_beside_wishes(make):
+    a, b, own = make(6), make(6), make(6)
+    addresses = pointer(a), pointer(b), pointer(own)
+    x = a + 1
+    own.mul_(2)
+    y = b + 1
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync()
+    assert (pointer(y), pointer(x), pointer(own)) == addresses
+    assert own.tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_a_pair_is_kept_whatever_output_comes_first(make):
+    """One donor, two outputs of its size: XLA takes the first, so the step puts the target there."""
+    a = make(6)
+    place = pointer(a)
+    first = a + 1
+    second = a + 2
+    donate_buffer(a, into=second)
+    torch_xla.sync()
+    assert pointer(second) == place
+    report = donation_report(steps=1)
+    assert (report.donors[0].into_kept, report.donors[0].crossed) == (True, False)
+    assert (first.tolist()[0], second.tolist()[0]) == (1, 2)
+
+
+def test_a_pair_that_could_not_be_kept_is_reported(make):
+    """Two donors that ask for one output: the second gets another."""
+    a, b = make(6), make(6)
+    first, second = a + b, a - b
+    donate_buffer([a], into=[second])
+    donate_buffer([b], into=[second])
+    torch_xla.sync()
+    report = donation_report(steps=1)
+    assert sorted(donor.into_kept for donor in report.donors) == [False, True]
+    assert "into not kept" in str(report)
+    assert (first.tolist()[1], second.tolist()[1]) == (2, 0)
+
+
+def crossing(wished):
+    p, m = torch.ones(64, 64).to("xla"), torch.zeros(64, 64).to("xla")
+    torch_xla.sync(wait=True)
+    new_m = 0.9 * m + p.sum()
+    new_p = p - 0.1 * new_m
+    donate_buffer([p, m], into=[new_m, new_p] if wished else None)
+    torch_xla.sync(wait=True)
+
+
+def test_into_can_ask_for_pairs_that_cross(tmp_path):
+    """Left alone, each donor goes to the output computed from it; a wish for crossing pairs costs copies."""
+    copies = {}
+    for wished in (True, False):
+        folder = tmp_path / str(wished)
+        run_in_child(crossing, wished, dump=folder)
+        (module,) = hlo.read_dump(folder)
+        assert len(module.aliases) == 2
+        copies[wished] = module.after.path.read_text().count(" copy(")
+    assert copies[True] > copies[False]
+
+
+def test_a_single_tensor_and_a_pytree_with_gaps(make):
+    a, b, c = make(3), make(4), make(5)
+    new = {"a": a * 2, "c": c * 2}
+    also = b * 2
+    donate_buffer({"a": a, "b": b, "c": c}, into={"a": new["a"], "b": None, "c": new["c"]})
+    torch_xla.sync()
+    kept = {donor.name: donor.into_kept for donor in donation_report(steps=1).donors}
+    assert kept == {"['a']": True, "['b']": None, "['c']": True}
+    assert also.tolist() == [0, 2, 4, 6]
+
+    d = make(7)
+    out = d + 1
+    donate_buffer(d, into=out)
+    torch_xla.sync()
+    assert donation_report(steps=1).donors[0].into_kept is True
+
+
+def test_pairs_are_known_where_a_loop_donates_each_target(make):
+    state = make(64)
+    for _ in range(4):
+        new = state + 1
+        donate_buffer(state, into=new)
+        torch_xla.sync()
+        state = new
+    assert [donor.into_kept for donor in donation_report(steps=4).donors] == [True] * 4
+
+
+def test_dictionaries_are_paired_by_name_in_any_order(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    new = {"b": b + 1, "a": a + 1}
+    donate_buffer({"a": a, "b": b}, into=new)
+    torch_xla.sync()
+    assert (pointer(new["a"]), pointer(new["b"])) == addresses
+
+
+def test_a_list_and_a_dictionary_are_paired_by_position(make):
+    a, b = make(6), make(6)
+    addresses = pointer(a), pointer(b)
+    new = {"x": b + 1, "y": a + 1}
+    donate_buffer([a, b], into=new)
+    torch_xla.sync()
+    assert (pointer(new["x"]), pointer(new["y"])) == addresses
+
+
+def test_a_target_that_has_gone_leaves_the_question_open(make):
+    a = make(9)
+    out = a + 1
+    donate_buffer(a, into=out)
+    torch_xla.sync()
+    del out
+    assert donation_report(steps=1).donors[0].into_kept is None
+    assert is_donated(a)
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        (lambda t: t[:2] + 1, r"into is float32\[2\], the donated tensor is float32\[4\].*same shape and dtype"),
+        (lambda t: (t + 1).to(torch.int32), r"into is int32\[4\], the donated tensor is float32\[4\]"),
+        (lambda t: torch.ones(4), r"into is on cpu, the donated tensor on xla:0"),
+        (lambda t: [t + 1, t + 2], "into has 2 leaves, tensors has 1"),
+    ],
+)
+def test_a_target_that_does_not_fit_is_a_value_error(make, target, text):
+    t = make(4)
+    with pytest.raises(ValueError, match=text):
+        donate_buffer(t, into=target(t))
+    assert _C.pending() == []
+
+
+def test_a_target_that_is_no_tensor_is_a_type_error(make):
+    with pytest.raises(TypeError, match=r"into\[1\] is of type str, not a tensor"):
+        donate_buffer([make(2), make(2)], into=[None, "x"])
+    assert _C.pending() == []
+
+
+def test_a_materialised_target_is_refused(make):
+    with pytest.raises(DonationError, match="into is materialised already, so the next step has no output for it"):
+        donate_buffer(make(4), into=make(4))
+    assert _C.pending() == []
+
+
+def test_a_pending_source_is_refused(make):
+    pending = make(4) + 1
+    with pytest.raises(DonationError, match="not materialised"):
+        donate_buffer(pending, into=pending + 1)
+    assert _C.pending() == []
+
+
+def test_names_must_agree_and_containers_need_not(make):
+    a, b = make(3), make(3)
+    with pytest.raises(
+        ValueError, match=r"into\['c'\] has no counterpart in tensors, whose leaves are \['a'\], \['b'\]"
+    ):
+        donate_buffer({"a": a, "b": b}, into={"a": a + 1, "c": b + 1})
+    new = (a + 1, b + 2)
+    donate_buffer([a, b], into=new)
+    torch_xla.sync()
+    assert all(map(is_donated, (a, b))) and new[1].tolist() == [2, 3, 4]
+
+
+def test_keys_that_print_alike_are_told_apart(make):
+    first, second = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    a, b = make(3), make(3)
+    addresses = pointer(a), pointer(b)
+    new = {second: b + 2, first: a + 1}
+    donate_buffer({first: a, second: b}, into=new)
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert (pointer(new[first]), pointer(new[second])) == addresses
+
+    t, third = make(3), torch.nn.Linear(1, 1)
+    with pytest.raises(
+        ValueError, match=r"into\[key 0: Linear\] has no counterpart in tensors, whose leaves are \[key"
+    ):
+        donate_buffer({first: t}, into={third: t + 1})
+
+
+@in_process
+def test_a_pair_is_kept_where_other_outputs_share_a_buffer():
+    """As after updates in place whose values are kept by detach(): the executor has several outputs of one id."""
+    counter, source, other = (torch.arange(float(size)).to("xla") for size in (7, 5, 5))
+    torch_xla.sync(wait=True)
+    kept = []
+    for _ in range(3):
+        counter.add_(1)
+        kept.append(counter.detach())
+    counter.add_(1)
+    result = source * 2
+    places = pointer(source), pointer(other)
+    other.add_(1)
+    donate_buffer(source, into=result)
+    torch_xla.sync(wait=True)
+    (donor,) = donation_report(steps=1).donors
+    assert donor.outcome == "donated" and donor.into_kept
+    assert (pointer(result), pointer(other)) == places

@@ -1,0 +1,164 @@
+"""Marks that an error must not leave behind, and refusals with the right remedy."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch_xla
+from helpers import pointer
+
+from torch_xla_donate import DonationError, _tables, cancel_donation, donate_buffer, donation_report, is_donated
+
+
+def test_an_error_in_the_block_takes_the_marks_back(make):
+    w, m = make(3), make(5)
+    try:
+        with donate_buffer({"w": w, "m": m}):
+            new = w - 0.5 * w, m + 1
+            raise ValueError("the loss is not finite")
+    except ValueError:
+        torch_xla.sync()  # as a handler that saves a checkpoint
+    assert not is_donated(w) and not is_donated(m)
+    assert torch.equal(w.cpu(), torch.arange(3.0))
+    assert torch.equal(new[0].cpu(), torch.arange(3.0) / 2)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupts_take_the_marks_back_too(make, error):
+    w = make(3)
+    with pytest.raises(error), donate_buffer(w):
+        raise error
+    new = w + 1
+    torch_xla.sync()
+    assert not is_donated(w)
+    del new
+
+
+def test_a_block_without_an_error_changes_nothing(make):
+    w = make(3)
+    with donate_buffer(w):
+        new = w + 1
+        torch_xla.sync()
+    assert is_donated(w)
+    assert torch.equal(new.cpu(), torch.arange(3.0) + 1)
+    with donate_buffer(new):
+        later = new * 2
+    torch_xla.sync()
+    assert is_donated(new)
+    del later
+
+
+def test_an_error_after_the_step_is_too_late(make):
+    w = make(3)
+    with pytest.raises(ValueError, match="late"), donate_buffer(w):  # noqa: PT012
+        new = w + 1
+        torch_xla.sync()
+        raise ValueError("late")
+    assert is_donated(w)
+    assert torch.equal(new.cpu(), torch.arange(3.0) + 1)
+
+
+def test_only_the_marks_of_the_block_are_taken_back(make):
+    outer, inner = make(3), make(5)
+    donate_buffer(outer)
+    with pytest.raises(ValueError, match="no"), donate_buffer(inner):
+        raise ValueError("no")
+    results = outer + 1, inner + 1
+    torch_xla.sync()
+    assert is_donated(outer) and not is_donated(inner)
+    del results
+
+
+def test_a_buffer_that_was_marked_before_is_safe_as_well(make):
+    w = make(3)
+    donate_buffer(w)
+    with pytest.raises(ValueError, match="no"), donate_buffer([w]):
+        raise ValueError("no")
+    result = w + 1
+    torch_xla.sync()
+    assert not is_donated(w)
+    del result
+
+
+def test_the_context_holds_no_tensor(make):
+    w = make(3)
+    gone = weakref.ref(w)
+    marks = donate_buffer(w)
+    del w
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ValueError, match="no"), marks:
+        raise ValueError("no")
+
+
+def test_with_into_and_modules(make):
+    module = torch.nn.Linear(3, 3).to("xla")
+    torch_xla.sync()
+    w = make(4)
+    new = w * 2
+    with pytest.raises(ValueError, match="no"), donate_buffer(w, into=new), donate_buffer(module):
+        raise ValueError("no")
+    torch_xla.sync()
+    assert not is_donated(w) and not is_donated(module.weight)
+
+
+def in_place(w):
+    w.add_(1)
+
+
+def optimizer_step(w):
+    p = torch.nn.Parameter(w)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    (p * p).sum().backward()
+    optimizer.step()
+    return p
+
+
+@pytest.mark.parametrize("update", [in_place, optimizer_step])
+def test_after_an_update_in_place_the_remedy_is_not_a_sync(make, update):
+    w = make(3)
+    w = update(w) if update is optimizer_step else (update(w), w)[1]
+    with pytest.raises(DonationError, match=r"updated in place since the last step.*automatically: take this") as error:
+        donate_buffer(w)
+    assert "torch_xla.sync()" not in str(error.value)
+    torch_xla.sync()
+
+
+def test_a_write_through_a_view_is_marked_before_it(make):
+    cache = make(3)
+    cache[0] = 7
+    with pytest.raises(DonationError, match="Mark a tensor that is written through a view before the write"):
+        donate_buffer(cache)
+    torch_xla.sync()
+    place = pointer(cache)
+    donate_buffer(cache)
+    cache[1] = 8
+    torch_xla.sync()
+    assert cache.tolist() == [7.0, 8.0, 2.0]
+    assert pointer(cache) == place
+    assert donation_report(steps=1).reused_fraction == 1.0
+
+
+def test_a_pending_result_still_asks_for_a_sync(make):
+    pending = make(3) + 1
+    with pytest.raises(DonationError, match=r"not materialised.*Call torch_xla.sync\(\) first"):
+        donate_buffer(pending)
+    pending.mul_(2)  # it had no memory before
+    with pytest.raises(DonationError, match="not materialised"):
+        donate_buffer(pending)
+
+
+def test_all_percent_are_all(make):
+    assert _tables.percent(1.0) == "100.0%"
+    assert _tables.percent(0.9999999) == "99.9%"
+    assert _tables.percent(0.0) == "0.0%"
+    large, small = make(512, 512), make(3)
+    donate_buffer([large, small])
+    result = large + small.sum()
+    with pytest.warns(UserWarning, match="not usable"):
+        torch_xla.sync(wait=True)
+    assert "1 of 2 donors donated, 1.0 MiB (99.9% of" in str(donation_report(steps=1))
+    cancel_donation(result)

@@ -1,0 +1,521 @@
+"""Python floats among the arguments of a pure function: inputs of the graph, with the promotion of a number."""
+
+from __future__ import annotations
+
+import enum
+import gc
+import math
+
+import numpy
+import pytest
+import torch
+import torch_xla
+import torch_xla.debug.metrics as metrics
+from helpers import run_script
+
+from torch_xla_donate import _C, DonationError, compile, donation_report, is_donated, scan
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+OTHERS = [torch.int32, torch.int64, torch.uint8, torch.bool]
+
+OPERATIONS = {
+    "n * x": lambda x, n: n * x,
+    "x * n": lambda x, n: x * n,
+    "n + x": lambda x, n: n + x,
+    "x + n": lambda x, n: x + n,
+    "n - x": lambda x, n: n - x,
+    "x - n": lambda x, n: x - n,
+    "n / x": lambda x, n: n / x,
+    "x / n": lambda x, n: x / n,
+    "n ** x": lambda x, n: n**x,
+    "x ** n": lambda x, n: x**n,
+    "n // x": lambda x, n: n // x,
+    "x // n": lambda x, n: x // n,
+    "n % x": lambda x, n: n % x,
+    "x % n": lambda x, n: x % n,
+    "x == n": lambda x, n: x == n,
+    "n < x": lambda x, n: n < x,
+    "x >= n": lambda x, n: x >= n,
+    "x + -n": lambda x, n: x + -n,
+    "x * (1 - n)": lambda x, n: x * (1 - n),
+    "x * (n / (1 - n ** 2))": lambda x, n: x * (n / (1 - n**2)),
+    "x * (n + n * 2.5)": lambda x, n: x * (n + n * 2.5),
+    "where(c, n, x)": lambda x, n: torch.where(x > 1, n, x),
+    "where(c, x, n)": lambda x, n: torch.where(x > 1, x, n),
+    "where(c, n, 0.0)": lambda x, n: torch.where(x > 1, n, 0.0),
+    "where(c, n, n)": lambda x, n: torch.where(x > 1, n, -n),
+    "masked_fill": lambda x, n: x.masked_fill(x > 1, n),
+    "lerp": lambda x, n: torch.lerp(x, x + x, n),
+    "add alpha": lambda x, n: x.add(x + 2, alpha=n),
+    "torch.sub alpha": lambda x, n: torch.sub(x, x + 2, alpha=-n),
+    "add_ alpha": lambda x, n: x.clone().add_(x + 2, alpha=n),
+    "add number, alpha": lambda x, n: x.add(2, alpha=n),
+    "rsub alpha": lambda x, n: torch.rsub(x, x + 2, alpha=n),
+    "addcmul": lambda x, n: x.addcmul(x, x + 1, value=n),
+    "addcdiv": lambda x, n: torch.addcdiv(x, x, x + 1, value=-n),
+    "addcmul_": lambda x, n: x.clone().addcmul_(x, x + 1, value=n),
+    "clamp": lambda x, n: x.clamp(min=n, max=2 + n),
+    "clamp_max": lambda x, n: torch.clamp_max(x, n),
+    "fmod": lambda x, n: torch.fmod(x, n),
+    "div floor": lambda x, n: torch.div(x, n, rounding_mode="floor"),
+    "mul_": lambda x, n: x.clone().mul_(n),
+    "iadd": lambda x, n: _iadd(x.clone(), n),
+    "number iadd": lambda x, n: _iadd(n, x),
+    "fill_": lambda x, n: x.clone().fill_(n),
+    "setitem": lambda x, n: _set(x.clone(), n),
+    "full_like": lambda x, n: torch.full_like(x, n),
+    "full": lambda x, n: torch.full((3,), n, device=x.device),
+    "full dtype": lambda x, n: torch.full((3,), n, device=x.device, dtype=x.dtype),
+    "new_full": lambda x, n: x.new_full((2,), n),
+    "tensor": lambda x, n: torch.tensor(n, device=x.device),
+    "tensor of a list": lambda x, n: torch.tensor([[n, 1.5], [2 * n, 0.0]], device=x.device),
+    "as_tensor": lambda x, n: torch.as_tensor(n, dtype=x.dtype, device=x.device),
+    "scalar_tensor": lambda x, n: torch.scalar_tensor(n, device=x.device),
+    "foreach_mul": lambda x, n: torch._foreach_mul([x, x + 1], n)[1],
+    "foreach_add": lambda x, n: torch._foreach_add([x, x + 1], [x, x], alpha=n)[1],
+    "foreach_addcdiv": lambda x, n: torch._foreach_addcdiv([x], [x], [x + 1], n)[0],
+    "foreach_add_": lambda x, n: _foreach_add_([x.clone()], n)[0],
+    "0-d": lambda x, n: n * x.sum(),
+    "0-d and more": lambda x, n: (x.sum() * n) * x,
+}
+
+
+def _iadd(x, n):
+    x += n
+    return x
+
+
+def _set(x, n):
+    x[..., :1] = n
+    return x
+
+
+def _foreach_add_(tensors, n):
+    torch._foreach_add_(tensors, n)
+    return tensors
+
+
+def _runs(f, *args) -> bool:
+    try:
+        f(*args)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+# torch_xla's quotient is rounded before the floor is taken; torch's for the CPU is not.
+FLOORS = {"n // x", "x // n", "div floor"}
+# With a constant XLA has another kernel: a power becomes a product.
+INEXACT = {"x ** n", "n ** x", "number iadd"}
+
+
+@pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
+def test_dtypes_and_values_are_those_of_a_number(dtype):
+    """Over a table of operations: the dtype of eager torch on the CPU, and its value as far as the CPU tells."""
+    value = 0.3
+    x = torch.tensor([1, 2, 3]).to(dtype)
+    expected = {name: f(x, value) for name, f in OPERATIONS.items() if _runs(f, x, value)}
+    on_device = x.to("xla")
+    # torch_xla itself cannot do some of them for bool, nor promote for some others.
+    known = [name for name in expected if _runs(lambda name=name: OPERATIONS[name](on_device, value).cpu())]
+    assert len(known) >= (25 if dtype is torch.bool else 40)
+
+    @compile(pure=True)
+    def table(x, n):
+        return {name: OPERATIONS[name](x, n) for name in known}
+
+    found = table(on_device, value)
+    assert {name: found[name].dtype for name in known} == {name: expected[name].dtype for name in known}
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float64: 1e-15}
+    for name in set(known) - FLOORS:
+        rtol = tolerance.get(expected[name].dtype, 1e-6)
+        assert torch.allclose(found[name].cpu().double(), expected[name].double(), rtol=rtol, atol=rtol), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
+def test_bits_are_those_of_the_function_that_is_not_pure(dtype):
+    on_device = torch.tensor([1, 2, 3]).to(dtype).to("xla")
+    known = {
+        name: f
+        for name, f in OPERATIONS.items()
+        if name not in INEXACT and _runs(lambda f=f: f(torch.tensor([1, 2, 3]).to(dtype), 0.3))
+    }
+
+    def table(x, n):
+        return {name: f(x, n) for name, f in known.items()}
+
+    plain, pure = compile(table)(on_device, 0.3), compile(table, pure=True)(on_device, 0.3)
+    different = {
+        name: (plain[name].cpu(), pure[name].cpu())
+        for name in known
+        if plain[name].dtype == pure[name].dtype and not torch.equal(plain[name].cpu(), pure[name].cpu())
+    }
+    assert different == {}
+
+
+def test_one_trace_serves_a_schedule_of_learning_rates(make):
+    traces = []
+
+    @compile(donate_argnums=0, pure=True)
+    def update(state, gradients, options):
+        traces.append(1)
+        return {key: p - options["lr"] * gradients[key] for key, p in state.items()}
+
+    state, gradients = {"w": make(4)}, {"w": make(4)}
+    expected = state["w"].cpu()
+    before = None
+    for step in range(20):
+        lr = 0.5 * 0.9**step
+        old = state["w"]
+        state = update(state, gradients, {"lr": lr, "name": "sgd", "steps": 3, "nesterov": False})
+        expected = expected - lr * gradients["w"].cpu()
+        assert is_donated(old)
+        before = before or metrics.counter_value("UncachedCompile")
+    assert torch.allclose(state["w"].cpu(), expected, rtol=1e-6)
+    assert len(traces) == 1
+    assert metrics.counter_value("UncachedCompile") == before
+    assert all(donor.outcome == "donated" for donor in donation_report(steps=3).donors)
+
+
+def test_special_values_share_the_trace(make):
+    traces = []
+
+    @compile(pure=True)
+    def scale(x, n):
+        traces.append(1)
+        return x + n, torch.full((1,), n, device="xla", dtype=torch.float64)
+
+    x = make(2)
+    for value in (math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0, 5e-324, 1e300, 0.1):
+        result, exact = scale(x, value)
+        assert torch.equal(result.cpu(), x.cpu() + value) or math.isnan(value)
+        assert numpy.float64(exact.item()).tobytes() == numpy.float64(value).tobytes() or math.isnan(value)
+        assert result.isnan().all().item() is math.isnan(value)
+    assert len(traces) == 1
+
+
+def test_ints_bools_strings_and_enums_stay_static(make):
+    traces = []
+
+    class Rate(float, enum.Enum):
+        LOW = 0.5
+
+    @compile(pure=True)
+    def f(x, option):
+        traces.append(option)
+        return x * 2 if option else x
+
+    x = make(2)
+    for option in (1, True, 1.0, "a", Rate.LOW, None, 2, 2.0, 1):
+        if isinstance(option, float) and not isinstance(option, enum.Enum):
+            continue
+        f(x, option)
+    assert traces == [1, True, "a", Rate.LOW, None, 2]
+
+
+def test_numpy_floats_are_numbers_too(make):
+    traces = []
+
+    @compile(pure=True)
+    def f(x, n):
+        traces.append(1)
+        return x * n
+
+    x = make(3).bfloat16()
+    torch_xla.sync()
+    for kind in (numpy.float64, numpy.float32, numpy.float16):
+        for value in (0.5, 0.25):
+            result = f(x, kind(value))
+            assert result.dtype == torch.bfloat16
+            assert torch.equal(result.cpu(), x.cpu() * value)
+    assert len(traces) == 1
+
+
+def test_one_and_the_same_float_in_two_places(make):
+    @compile(pure=True)
+    def f(x, n, m):
+        return x * n + m
+
+    x, one = make(3), 0.5
+    assert torch.equal(f(x, one, one).cpu(), x.cpu() * 0.5 + 0.5)
+    assert torch.equal(f(x, 0.25, 4.0).cpu(), x.cpu() * 0.25 + 4.0)
+
+
+def test_a_default_is_a_constant_and_an_argument_an_input(make):
+    traces = []
+
+    @compile(pure=True)
+    def f(x, n=0.5):
+        traces.append(type(n))
+        return x * n
+
+    x = make(3)
+    assert torch.equal(f(x).cpu(), x.cpu() * 0.5)
+    for value in (0.25, 0.125):
+        assert torch.equal(f(x, value).cpu(), x.cpu() * value)
+        assert torch.equal(f(x, n=value).cpu(), x.cpu() * value)
+    assert len(traces) == 3
+    assert traces[0] is float
+    assert all(issubclass(kind, torch.Tensor) for kind in traces[1:])
+
+
+def test_static_argnums_gives_each_value_a_trace(make):
+    traces = []
+
+    @compile(pure=True, static_argnums=1)
+    def f(x, n):
+        traces.append(n)
+        return x * math.sqrt(n) if n > 0.1 else x
+
+    x = make(3)
+    for value in (0.25, 0.05, 0.25, 0.0, -0.0):
+        f(x, value)
+    assert [str(value) for value in traces] == ["0.25", "0.05", "0.0", "-0.0"]
+
+
+HOST_USES = {
+    "branch": lambda x, n: x if n > 0.1 else -x,
+    "equality": lambda x, n: x if n == 0.1 else -x,
+    "derived": lambda x, n: x if 1 - n * 2 else -x,
+    "and": lambda x, n: n and x,
+    "math": lambda x, n: x * math.sqrt(n),
+    "float": lambda x, n: x * float(n),
+    "int": lambda x, n: x * int(n),
+    "item": lambda x, n: x * n.item(),
+    "max": lambda x, n: x * max(n, 0.1),
+    "in": lambda x, n: x if n in (0.1, 0.2) else -x,
+    "format": lambda x, n: (f"{n}", x)[1],
+    "repr": lambda x, n: (repr(n), x)[1],
+    "hash": lambda x, n: {0.3: x}.get(n, -x),
+    "a tensor on the host": lambda x, n: torch.tensor(n).to("xla") * x,
+    "full on the host": lambda x, n: torch.full((3,), n).to("xla") * x,
+    "dropout": lambda x, n: torch.nn.functional.dropout(x, n),
+    "softplus": lambda x, n: torch.nn.functional.softplus(x, n),
+    "arange": lambda x, n: torch.arange(0, n, 0.1, device="xla"),
+}
+
+
+@pytest.mark.parametrize("use", HOST_USES)
+def test_a_use_on_the_host_is_refused_with_the_remedy(make, use):
+    f = compile(HOST_USES[use], pure=True)
+    x = make(3)
+    with pytest.raises(DonationError, match=r"test_pure_floats.py:\d+ it reads n \(argument 1 of <lambda>\) on the"):
+        f(x, 0.3)
+    with pytest.raises(DonationError, match="static_argnums"):
+        f(x, 0.3)
+    assert torch.equal(compile(lambda x, n: x * n, pure=True)(x, 0.5).cpu(), x.cpu() * 0.5)
+
+
+def test_the_error_names_leaves_of_pytrees(make):
+    @compile(pure=True)
+    def f(x, options):
+        return x if options["a"]["lr"] * options["wd"] > 1 else -x
+
+    with pytest.raises(DonationError, match=r"reads options\['a'\]\['lr'\] .*, options\['wd'\] \(argument 1 of f\) on"):
+        f(make(3), {"a": {"lr": 0.1}, "wd": 0.2})
+
+
+def test_what_eager_refuses_is_refused(make):
+    with pytest.raises(RuntimeError, match="argument alpha must not be a floating point number"):
+        compile(lambda x, n: x.long().add(x.long(), alpha=n), pure=True)(make(3), 0.5)
+
+
+def test_a_float_that_is_returned_is_that_of_the_call(make):
+    @compile(donate_argnums=0, pure=True)
+    def f(state, n):
+        return {"w": state["w"] * n, "lr": state["lr"]}, n, n * 2, n > 0.5
+
+    state = {"w": make(3), "lr": 0.1}
+    for value in (0.25, 0.75):
+        state, same, twice, larger = f(state, value)
+        assert same == value and type(same) is float
+        assert state["lr"] == 0.1
+        assert twice.dtype == torch.float32 and twice.item() == 2 * value
+        assert larger.dtype == torch.bool and larger.item() is (value > 0.5)
+        assert type(twice) is torch.Tensor
+
+
+def test_results_of_numbers_keep_float64_precision(make):
+    @compile(pure=True)
+    def f(x, n, m):
+        n *= m
+        n -= 1
+        return x + n / 3
+
+    x = make(3, dtype=torch.float64)
+    assert torch.equal(f(x, 0.1, 0.7).cpu(), x.cpu() + (0.1 * 0.7 - 1) / 3)
+
+
+def test_gradients_flow_beside_a_number(make):
+    @compile(pure=True)
+    def f(w, n, scale):
+        w = w.detach().requires_grad_()
+        loss = ((w * n) ** 2).sum() * scale
+        (gradient,) = torch.autograd.grad(loss, w)
+        return gradient, w.detach() - n * gradient
+
+    w = make(3).bfloat16()
+    torch_xla.sync()
+    for n in (0.5, 0.25):
+        gradient, new = f(w, n, 2.0)
+        assert gradient.dtype == new.dtype == torch.bfloat16
+        assert torch.equal(gradient.cpu(), (4 * n * n * w.cpu()))
+
+
+def test_the_default_dtype_is_part_of_the_signature(make):
+    @compile(pure=True)
+    def f(x, n):
+        return x * n
+
+    x = make(3, dtype=torch.int64)
+    assert f(x, 0.5).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert f(x, 0.5).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert f(x, 0.5).dtype == torch.float32
+
+
+def test_a_kept_number_is_refused(make):
+    kept = []
+
+    @compile(pure=True)
+    def f(x, n):
+        kept.append(n)
+        return x * n
+
+    with pytest.raises(DonationError, match="makes float64\\[\\], which something outside"):
+        f(make(3), 0.5)
+    kept.clear()
+
+
+def test_constants_of_torch_xla_stay_right(make):
+    """One upload a call, in a vector: torch_xla's cache of single numbers neither grows nor loses one."""
+
+    @compile(donate_argnums=0, pure=True)
+    def f(x, n):
+        return x * n
+
+    x = f(make(3), 0.3)
+    torch_xla.sync(wait=True)
+    uploads = "TransferToDeviceTime"
+    before = metrics.metric_data(uploads)[0]
+    for step in range(10):
+        x = f(x, 1.0 + step * 1e-3)
+    assert metrics.metric_data(uploads)[0] - before == 10
+    assert torch.tensor(0.3, device="xla").item() == pytest.approx(0.3)
+    assert (torch.tensor(0.3, device="xla") + torch.tensor(1.001, device="xla")).item() == pytest.approx(1.301)
+
+
+def test_a_function_that_ignores_its_float_uploads_nothing(make):
+    @compile(pure=True)
+    def f(x, n):
+        return x + 1
+
+    x = f(make(3), 0.5)
+    torch_xla.sync(wait=True)
+    before = metrics.metric_data("TransferToDeviceTime")[0]
+    for step in range(3):
+        x = f(x, float(step))
+    assert metrics.metric_data("TransferToDeviceTime")[0] == before
+
+
+def test_a_donated_argument_may_hold_floats(make):
+    @compile(donate_argnums=0, pure=True, strict=True)
+    def f(state):
+        return {**state, "w": state["w"] * state["decay"], "v": state["v"] + state["decay"]}
+
+    state = {"w": make(3), "decay": 0.5, "v": make(5)}
+    for _ in range(3):
+        old = state
+        state = f(state)
+        assert is_donated(old["w"]) and is_donated(old["v"])
+    assert state["decay"] == 0.5
+    assert torch.equal(state["v"].cpu(), torch.arange(5) + 1.5)
+
+
+def test_three_thousand_rates_leave_no_memory(make):
+    @compile(donate_argnums=0, pure=True)
+    def f(state, n):
+        return state * n
+
+    def alive():
+        gc.collect()
+        torch_xla.core.xla_model.wait_device_ops()
+        return metrics.counter_value("CreateXlaTensor") - metrics.counter_value("DestroyXlaTensor")
+
+    state = make(4)
+    for step in range(10):
+        state = f(state, 1.0 + step * 1e-6)
+    before, compiled, sizes = alive(), metrics.counter_value("UncachedCompile"), _C.sizes()
+    for step in range(3000):
+        state = f(state, 1.0 - step * 1e-9)
+    assert alive() == before
+    assert len(f._programs) == 1
+    assert metrics.counter_value("UncachedCompile") == compiled
+    assert all(count <= sizes[name] + 2 * 64 for name, count in _C.sizes().items())
+
+
+def test_lower_takes_the_float_as_an_input(make):
+    @compile(donate_argnums=0, pure=True)
+    def f(state, n):
+        return state * n
+
+    x = make(4)
+    lowered = f.lower(x, 0.5)
+    assert "f64[1]" in lowered.as_text()
+    executable = lowered.compile()
+    before = metrics.counter_value("UncachedCompile")
+    for value in (0.5, 0.25):
+        x = executable(x, value)
+    assert metrics.counter_value("UncachedCompile") == before
+    assert torch.equal(x.cpu(), torch.arange(4) * 0.125)
+    with pytest.raises(TypeError, match="compiled for"):
+        executable(x, 1)
+
+
+def test_a_float_in_the_body_of_a_loop_has_a_remedy(make):
+    def closing(init, xs, n):
+        return scan(lambda carry, x: (carry + n * x, carry), init, xs)
+
+    def passing(init, xs, n):
+        def body(carry, x):
+            total, factor = carry
+            return (total + factor * x, factor), total
+
+        return scan(body, (init, torch.full((), n, device="xla")), xs)
+
+    init, xs = make(2), make(3, 2)
+    with pytest.raises(DonationError, match=r"uses n \(argument 2 of closing\), a Python float, in the body of a loop"):
+        compile(closing, pure=True)(init, xs, 0.5)
+    static = compile(closing, pure=True, static_argnums=2)
+    pure = compile(passing, pure=True)
+    for n in (0.5, 0.25):
+        expected = init.cpu() + n * xs.cpu().sum(0)
+        assert torch.equal(static(init, xs, n)[0].cpu(), expected)
+        assert torch.equal(pure(init, xs, n)[0][0].cpu(), expected)
+    assert len(pure._programs) == 1
+
+
+def test_with_spmd_the_floats_are_replicated():
+    run_script(
+        """
+        import numpy, torch, torch_xla
+        import torch_xla.distributed.spmd as xs, torch_xla.runtime as xr
+        from torch_xla_donate import compile, donation_report
+
+        xr.use_spmd()
+        mesh = xs.Mesh(numpy.arange(4), (4,), ("d",))
+        w = torch.ones(8, 4).to("xla")
+        xs.mark_sharding(w, mesh, ("d", None))
+        torch_xla.sync()
+        f = compile(lambda w, n: w * (1 - n), donate_argnums=0, pure=True)
+        for n in (0.5, 0.75):
+            w = f(w, n)
+        assert w.cpu().eq(0.125).all()
+        assert len(f._programs) == 1
+        assert donation_report().reused_fraction == 1.0
+        """,
+        env={"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    )

@@ -1,0 +1,211 @@
+"""donation_report: its fields, its text, and the reasons it gives."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch_xla
+from children import in_process
+
+from torch_xla_donate import (
+    _C,
+    DonationWarning,
+    _report,
+    cancel_donation,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+)
+
+
+def test_a_report_of_a_step_in_which_all_was_used(make):
+    t = make(8, 2)
+    donate_buffer({"w": t})
+    out = t + 1
+    torch_xla.sync()
+    report = donation_report(steps=1)
+    (donor,) = report.donors
+    assert (donor.name, donor.shape, donor.dtype, donor.array, donor.bytes) == ("['w']", (8, 2), "f32", "f32[8,2]", 64)
+    assert (donor.outcome, donor.reason, donor.device) == ("donated", "", "CPU:0")
+    assert donor.where.startswith(__file__)
+    assert report
+    assert report.donated_bytes == 64
+    assert report.reused_fraction == 1.0
+    assert out.shape == (8, 2)
+
+
+def test_a_report_without_donors_is_false(monkeypatch):
+    monkeypatch.setattr(_C, "steps", list)
+    monkeypatch.setattr(_C, "auto_held", list)
+    monkeypatch.setattr(_C, "backward_threads", int)
+    report = donation_report()
+    assert not report
+    assert (report.donors, report.donated_bytes, report.reused_fraction) == ((), 0, 0.0)
+    assert str(report) == "No step has had a donor yet."
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_a_partly_used_step_is_false_and_weighs_by_bytes(make):
+    used, unused = make(30), make(10)
+    donate_buffer([used, unused])
+    out = used + unused.sum()
+    torch_xla.sync()
+    report = donation_report(steps=1)
+    assert not report
+    assert report.reused_fraction == 0.75
+    assert out.shape == (30,)
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_the_text_shows_what_went_wrong_first(make):
+    used, unused = make(30), make(10)
+    donate_buffer({"used": used, "unused": unused})
+    out = used + unused.sum()
+    torch_xla.sync()
+    text = str(donation_report(steps=1))
+    assert text.startswith("1 of 2 donors donated, 120 B (75.0% of the bytes offered)")
+    assert text.index("['unused']") < text.index("['used']")
+    assert (
+        "no output of the step has its size of 40 bytes (outputs: 1 of 120 bytes)"
+        in " ".join(text.replace("│", " ").split())
+        or "no output of the step has its size of 40 bytes" in text
+    )
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert out.shape == (30,)
+
+
+def test_the_dictionary_is_plain_data(make):
+    t = make(4)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    data = json.loads(json.dumps(donation_report(steps=1).to_dict()))
+    assert data["donated_bytes"] == 16
+    assert data["reused_fraction"] == 1.0
+    assert data["donors"][0]["outcome"] == "donated"
+    assert data["donors"][0]["shape"] == [4]
+    assert out.shape == (4,)
+
+
+def test_pending_marks_are_listed_apart(make):
+    t = make(4)
+    donate_buffer(t)
+    report = donation_report(steps=1)
+    (pending,) = report.pending
+    assert (pending.outcome, pending.step, pending.reason) == ("pending", None, "no step has read it yet")
+    assert "1 pending" in str(report)
+    cancel_donation(t)
+
+
+def test_steps_are_kept_for_the_last_eight(make):
+    value = make(16)
+    for _ in range(12):
+        donate_buffer(value)
+        value = value + 1
+        torch_xla.sync()
+    report = donation_report()
+    steps = [donor.step for donor in report.donors]
+    assert len(steps) == 8
+    assert steps == sorted(steps)
+    assert [donor.step for donor in donation_report(steps=2).donors] == steps[-2:]
+    with pytest.raises(ValueError, match="steps is 0; it must be 1 or more"):
+        donation_report(steps=0)
+
+
+def test_many_donors_are_cut_in_the_text_and_not_in_the_data(make):
+    tensors = [make(3) for _ in range(50)]
+    donate_buffer(tensors)
+    out = [t + 1 for t in tensors]
+    torch_xla.sync()
+    report = donation_report(steps=1)
+    assert len(report.to_dict()["donors"]) == len(out) == 50
+    assert "\n... and 10 more; see .to_dict()" in str(report)
+
+
+def donor(size, array=""):
+    return {"bytes": size, "bytes_per_device": _C.bytes_per_device(array) or size, "array": array}
+
+
+@pytest.mark.parametrize(
+    ("donors", "outputs", "reason"),
+    [
+        ([8], ["f32[3]{0}", "s64[]"], None),
+        ([12, 12], ["f32[3]{0}"], "more donors than outputs of its size: 2 donors and 1 output of 12 bytes"),
+        ([16], ["f32[3]{0}", "f32[3]{0}"], "no output of the step has its size of 16 bytes (outputs: 2 of 12 bytes)"),
+        ([12], ["f32[3]{0}"], "outputs of its size of 12 bytes went to other inputs"),
+        ([12], [""], "XLA did not use it; the step's outputs are gone"),
+    ],
+)
+def test_the_reason_follows_from_the_sizes(donors, outputs, reason):
+    step = {"donors": [donor(size) for size in donors], "outputs": outputs}
+    text = _report.explain(donor(donors[0]), step)
+    assert text.startswith(reason or "outputs of its size of 8 bytes")
+
+
+def test_the_reason_names_shardings_that_keep_the_sizes_apart():
+    sharded = donor(32, "f32[8]{0} sharding={devices=[4]0,1,2,3}")
+    step = {"donors": [sharded], "outputs": ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]}
+    assert _report.explain(sharded, step) == (
+        "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
+        "8 bytes on each, the output f32[8], sharded {replicated}, 32; shard donor and output alike"
+    )
+
+
+def test_a_pending_mark_is_predicted_on_request(make):
+    used, rival, unused, unread, shared = make(6), make(6), make(5), make(4), make(7)
+    holder = torch.empty(7, device="xla")
+    holder.copy_(shared)
+    torch_xla.sync()
+    out = [used + 1 + rival.sum(), unused.sum(), shared + 1]
+    donate_buffer({"used": used, "rival": rival, "unused": unused, "unread": unread, "shared": shared})
+
+    def predictions():
+        return {mark.name[2:-2]: (mark.prediction, mark.reason) for mark in donation_report(predict=True).pending}
+
+    assert {mark.prediction for mark in donation_report().pending} == {None}
+    found = predictions()
+    assert found["unread"] == (None, "no step has read it yet; no pending work reads it")
+    assert sorted(found[name][0] for name in ("used", "rival")) == ["donated", "unusable"]
+    assert found["shared"][0] == "unusable"
+    assert "another live tensor, which was not donated" in found["shared"][1]
+    assert found["unused"][1].startswith("no step has read it yet; the next one will not use it: no output of the step")
+    with donation_disabled():
+        assert predictions()["used"][1].endswith("will not use it: donation is disabled (donation_disabled())")
+    # To look has changed nothing, and the step does what was predicted.
+    cancel_donation(unread)
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    after = {donor.name[2:-2]: donor.outcome for donor in donation_report(steps=1).donors}
+    assert after == {name: found[name][0] for name in after}
+    assert len(out) == 3
+    assert len(holder) == 7
+
+
+@pytest.mark.parametrize("wished", [0, 1])
+def test_the_prediction_knows_the_pairs_that_into_asks_for(make, wished):
+    tensors = [make(9), make(9)]
+    out = tensors[0] + tensors[1]
+    donate_buffer(tensors, into=[out if i == wished else None for i in range(2)])
+    predicted = [mark.prediction for mark in sorted(donation_report(predict=True).pending, key=lambda mark: mark.name)]
+    assert predicted[wished] == "donated"
+    with pytest.warns(DonationWarning):
+        torch_xla.sync(wait=True)
+    assert [d.outcome for d in sorted(donation_report(steps=1).donors, key=lambda d: d.name)] == predicted
+
+
+@in_process(env={"XLA_DISABLE_FUNCTIONALIZATION": "1"})
+def test_work_on_views_that_cannot_be_seen_is_not_predicted():
+    t, other = torch.ones(4).to("xla"), torch.ones(5).to("xla")
+    torch_xla.sync(wait=True)
+    out, unseen = other + 1, t + 1
+    view = unseen[2:]
+    donate_buffer([t, other])
+    reason = "no step has read it yet; there are views while functionalization is off, whose work cannot be seen"
+    predicted = [(mark.prediction, mark.reason) for mark in donation_report(predict=True).pending]
+    assert predicted == [("unknown", reason)] * 2
+    torch_xla.sync(wait=True)
+    assert donation_report()
+    assert view.tolist() == [2, 2]
+    assert len(out) == 5

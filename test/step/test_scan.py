@@ -1,0 +1,869 @@
+"""scan and scan_layers: what a body donates, and what autograd keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as spmd
+import torch_xla.runtime as xr
+from children import in_process
+from helpers import Couple, pointer
+from torch_xla.experimental import scan as host_module
+from torch_xla.experimental.scan import scan as host_scan
+
+from torch_xla_donate import (
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    _host,
+    _nested,
+    cancel_donation,
+    compile,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    hlo,
+    is_donated,
+    scan,
+    scan_layers,
+)
+
+
+def accumulate(carry, x):
+    return {"sum": carry["sum"] + x, "same": carry["same"]}, carry["sum"] * x
+
+
+def donating(carry, x):
+    donate_buffer(carry["sum"])
+    return accumulate(carry, x)
+
+
+def arguments(make):
+    return {"sum": make(3), "same": make(2)}, make(4, 3)
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_a_leaf_that_the_body_donates_is_donated_at_every_call(make, is_fn_pure):
+    expected, expected_ys = host_scan(accumulate, *arguments(make))
+    for _ in range(3):
+        init, xs = arguments(make)
+        final, ys = scan(donating, init, xs, is_fn_pure=is_fn_pure)
+        torch_xla.sync()
+        assert (is_donated(init["sum"]), is_donated(init["same"]), is_donated(xs)) == (True, False, False)
+        assert torch.equal(final["sum"].cpu(), expected["sum"].cpu())
+        assert torch.equal(final["same"].cpu(), expected["same"].cpu())
+        assert torch.equal(ys.cpu(), expected_ys.cpu())
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome) == ("init['sum']", "donated")
+        assert "test_scan.py" in donor.where
+    with pytest.raises(DonatedBufferError, match=r"init\['sum'\]"):
+        init["sum"] + 1
+
+
+def test_a_slice_that_the_body_donates_stands_for_the_whole(make):
+    def body(carry, x):
+        donate_buffer(x)
+        return carry + x, carry * x
+
+    init, xs = make(3), make(4, 3)
+    kept = scan(body, init, xs)
+    torch_xla.sync()
+    assert (is_donated(init), is_donated(xs)) == (False, True)
+    assert kept[0].tolist() == [18, 23, 28]
+
+
+def test_init_and_xs_are_donated_from_outside(make):
+    init, xs = arguments(make)
+    kept = scan(accumulate, init, xs, donate=("init", "xs"))
+    torch_xla.sync()
+    del kept
+    assert all(map(is_donated, (init["sum"], init["same"], xs)))
+    for wrong, error in (("ys", ValueError), (("init", "ys"), ValueError), (True, TypeError), ([1], TypeError)):
+        with pytest.raises(error, match=f'donate is {re.escape(repr(wrong))}; it takes "init", "xs" or both'):
+            scan(accumulate, *arguments(make), donate=wrong)
+
+
+def test_a_donated_leaf_that_comes_out_unchanged_keeps_its_value(make):
+    init, xs = arguments(make)
+    final, _ = scan(accumulate, init, xs, donate="init")
+    torch_xla.sync()
+    assert is_donated(init["same"])
+    assert (final["same"].tolist(), final["sum"].tolist()) == ([0, 1], [18, 23, 28])
+
+
+def sharded(*shape):
+    """An array over four devices, each with a part of the rows."""
+    mesh = spmd.Mesh(np.arange(4), (4,), ("x",))
+    t = (torch.arange(torch.Size(shape).numel()).reshape(shape) / 16).to("xla")
+    spmd.mark_sharding(t, mesh, (*[None] * (len(shape) - 2), "x", None))
+    torch_xla.sync(wait=True)
+    return t
+
+
+def multiply_and_sum(carry, x):
+    return carry * x + 1, carry.sum()
+
+
+def aliased_bytes(dump_folder):
+    modules = [found.after for found in hlo.read_dump(dump_folder) if found.after is not None]
+    return [module.aliased_bytes for module in modules if module.aliases]
+
+
+@in_process(devices=4)
+def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
+    xr.use_spmd()
+    expected, expected_ys = host_scan(multiply_and_sum, sharded(8, 4), sharded(3, 8, 4))
+    torch_xla.sync(wait=True)
+    init = sharded(8, 4)
+    final, ys = scan(multiply_and_sum, init, sharded(3, 8, 4), donate="init")
+    torch_xla.sync(wait=True)
+    assert is_donated(init)
+    assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.name, donor.outcome, donor.bytes_per_device) == ("init", "donated", 32)
+    assert aliased_bytes(dump_folder) == [8 * 4 * 4 // 4]
+
+
+@pytest.mark.filterwarnings("ignore")
+@in_process(devices=4)
+def test_under_spmd_the_backward_scan_reads_all_arguments():
+    """So none of them is donated."""
+    xr.use_spmd()
+
+    def run(function, **options):
+        init, weights = sharded(8, 4), sharded(3, 8, 4).requires_grad_()
+        final, ys = function(multiply_and_sum, init, weights, **options)
+        torch_xla.sync(wait=True)
+        (final.sum() + ys.sum()).backward()
+        return init, weights.grad.cpu()
+
+    _, expected = run(host_scan)
+    init, gradient = run(scan, donate="init")
+    assert not is_donated(init) and torch.equal(gradient, expected)
+    with pytest.raises(DonationError, match="init: autograd has saved it for the backward scan"):
+        run(scan, donate="init", strict=True)
+
+
+@in_process
+def test_the_carry_is_aliased_to_the_final_carry_in_the_hlo(dump_folder):
+    init, xs = torch.ones(64, 64).to("xla"), torch.ones(5, 64, 64).to("xla")
+    torch_xla.sync(wait=True)
+    final, ys = scan(lambda carry, x: (carry * 2 + x, carry.sum()), init, xs, donate="init")
+    torch_xla.sync(wait=True)
+    assert final[0, 0].item() == 63 and ys.shape == (5,)
+    assert aliased_bytes(dump_folder) == [64 * 64 * 4]
+
+
+def multiply(carry, w):
+    return carry * w + 1, carry
+
+
+def differentiate(function, make, sync, **options):
+    """Gradients of a loop over weights; the backward pass is a part of the loop's step, or comes after it."""
+    weights, init = make(4, 3).requires_grad_(), make(3).requires_grad_()
+    final, ys = function(multiply, init, weights, **options)
+    if sync:
+        torch_xla.sync(wait=True)
+    (final.sum() + ys.sum()).backward()
+    torch_xla.sync(wait=True)
+    return init, weights, [weights.grad.cpu(), init.grad.cpu()]
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_the_first_carry_is_donated_with_gradients(make, sync):
+    """The backward scan does not read it."""
+    _, _, expected = differentiate(host_scan, make, sync)
+    init, weights, found = differentiate(scan, make, sync, donate="init", strict=True)
+    assert (is_donated(init), is_donated(weights)) == (True, False)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_tensors_that_the_backward_scan_reads_are_not_donated(make, sync):
+    """The gradients are right."""
+    _, _, expected = differentiate(host_scan, make, sync)
+    with pytest.warns(DonationWarning, match="xs: autograd has saved it for the backward scan"):
+        init, weights, found = differentiate(scan, make, sync, donate=("init", "xs"))
+    assert (is_donated(init), is_donated(weights)) == (True, False)
+    assert all(map(torch.equal, found, expected))
+    outcomes = {donor.name: (donor.outcome, donor.reason) for donor in donation_report(steps=2).donors}
+    assert outcomes == {"init": ("donated", ""), "xs": ("unusable", "autograd has saved it for the backward scan")}
+    with torch.no_grad():
+        weights = make(4, 3).requires_grad_()
+        kept = scan(multiply, make(3), weights, donate="xs")
+    torch_xla.sync()
+    del kept
+    assert is_donated(weights)
+
+
+def test_slices_that_the_backward_scan_does_not_read_are_donated(make):
+    xs = make(4, 3).requires_grad_()
+    final, ys = scan(lambda carry, x: (carry + x, carry * 2), make(3), xs, donate="xs")
+    torch_xla.sync()
+    assert is_donated(xs)
+    (final.sum() + ys.sum()).backward()
+    assert xs.grad.tolist() == [[7.0] * 3, [5.0] * 3, [3.0] * 3, [1.0] * 3]
+
+
+@pytest.mark.parametrize("how", ["argument", "body", "environment"])
+def test_strict_donation_of_a_tensor_of_autograd_is_an_error(make, how, monkeypatch):
+    """Each time, and the scan donates nothing."""
+
+    def body(carry, w):
+        if how == "body":
+            donate_buffer(w, strict=True)
+        return multiply(carry, w)
+
+    if how == "environment":
+        monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "1")
+    options = {"donate": "init" if how == "body" else ("init", "xs"), "strict": True if how == "argument" else None}
+    weights, init = make(4, 3).requires_grad_(), make(3)
+    for _ in range(2):
+        with pytest.raises(DonationError, match="xs: autograd has saved it for the backward scan"):
+            scan(body, init, weights, **options)
+        (donor,) = donation_report(steps=1).donors
+        assert (donor.name, donor.outcome) == ("xs", "unusable")
+    assert not donation_report().pending
+    torch_xla.sync()
+    assert (is_donated(init), is_donated(weights)) == (False, False)
+
+
+def test_the_report_has_a_tensor_of_autograd_each_time(make):
+    """The warning comes once."""
+    with pytest.warns(DonationWarning, match="xs: autograd has saved it for the backward scan") as caught:
+        for number in (1, 2, 3):
+            weights = make(4, 3).requires_grad_()
+            final, _ = scan(multiply, make(3), weights, donate="xs")
+            torch_xla.sync()
+            final.sum().backward()
+            donors = donation_report().donors[-number:]  # the backward passes are steps, too
+            assert [(donor.name, donor.outcome) for donor in donors] == [("xs", "unusable")] * number
+            assert not donation_report()
+    assert len(caught) == 1
+
+
+def test_disabled_donation_does_not_warn_of_a_tensor_of_autograd(make):
+    with donation_disabled():
+        weights = make(4, 3).requires_grad_()
+        kept = scan(multiply, make(3), weights, donate="xs", strict=True)
+    (donor,) = donation_report(steps=1).donors
+    assert donor.reason == "donation is disabled (donation_disabled())"
+    torch_xla.sync()
+    del kept
+
+
+def test_in_a_compiled_function_the_strict_error_has_the_result(make):
+    weights = make(4, 3).requires_grad_()
+    step = compile(lambda init: scan(multiply, init, weights, donate="xs", strict=True)[0])
+    with pytest.raises(DonationError, match="xs: autograd has saved it") as raised:
+        step(make(3))
+    assert torch.equal(raised.value.result.cpu(), host_scan(multiply, make(3), weights)[0].cpu())
+
+
+def test_a_donation_in_the_body_is_as_strict_as_it_says(make):
+    def body(carry, x):
+        donate_buffer(x, strict=True)
+        return carry + x, carry.sum()
+
+    kept = scan(body, make(3), make(4, 3), strict=False)
+    with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
+        torch_xla.sync(wait=True)
+    del kept
+
+
+def test_the_strict_of_a_scan_is_the_default_of_its_donations(make):
+    def body(carry, x):
+        donate_buffer(x)
+        return carry + x, carry.sum()
+
+    kept = scan(body, make(3), make(4, 3), strict=True)
+    with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
+        torch_xla.sync(wait=True)
+    del kept
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_a_donation_that_the_body_cancels_is_not_made(make, is_fn_pure):
+    def body(carry, x):
+        donate_buffer([carry, x])
+        cancel_donation([carry, x + 1])
+        return carry + x, carry
+
+    for _ in range(2):
+        init, xs = make(3), make(4, 3)
+        donate_buffer(init)
+        kept = scan(body, init, xs, donate="init", is_fn_pure=is_fn_pure)
+        torch_xla.sync()
+        assert (is_donated(init), is_donated(xs)) == (False, True)
+        assert kept[0].tolist() == [18, 23, 28]
+
+
+def test_a_donation_after_a_cancellation_holds(make):
+    def body(carry, x):
+        cancel_donation(carry)
+        donate_buffer(carry)
+        return carry + x, carry
+
+    init = make(3)
+    kept = scan(body, init, make(4, 3))
+    torch_xla.sync()
+    del kept
+    assert is_donated(init)
+
+
+def test_an_impossible_donation_in_a_body_is_an_error(make):
+    """Nothing is marked."""
+    outside = make(5)
+
+    def run(*given, **options):
+        def body(carry, x):
+            try:
+                donate_buffer([carry, *given], **options)
+            finally:
+                tried.append(1)
+            return carry + x, carry
+
+        init, tried = make(3), []
+        try:
+            scan(body, init, make(4, 3))
+        finally:
+            assert tried
+            assert not donation_report().pending
+
+    with pytest.raises(TypeError, match=r"tensors\[2\] is of type str, which is neither a tensor nor"):
+        run(outside, "text")
+    with pytest.raises(ValueError, match=r"tensors\[1\] is float32.2. on cpu"):
+        run(torch.ones(2))
+    with pytest.raises(ValueError, match=r"into is given for tensors\[0\], which stands for an argument of scan"):
+        run(into=[torch.ones(7)])
+    torch_xla.sync()
+
+
+def test_a_tensor_from_outside_takes_into_in_a_body_too(make):
+    outside, init, xs = make(3), make(3), make(2, 3)
+    target = outside * 2
+
+    def body(carry, x):
+        donate_buffer(outside, into=target)
+        return carry + x, carry
+
+    kept = scan(body, init, xs)
+    torch_xla.sync()
+    del kept
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.outcome, donor.into_kept) == ("donated", True)
+
+
+def test_the_first_carry_goes_into_a_result_named_after_the_loop(make):
+    init, xs = make(3), make(4, 3)
+    before = pointer(init)
+    final, _ = scan(lambda carry, x: (carry + x, carry), init, xs)
+    donate_buffer(init, into=final)
+    torch_xla.sync()
+    assert pointer(final) == before
+
+
+@dataclasses.dataclass
+class Unhashable:
+    factor: float = 2.0
+
+    def __call__(self, carry, x):
+        return carry * self.factor + x, carry
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        self.factor = 2.0
+
+    def __call__(self, carry, x):
+        return carry * self.factor + x, carry
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Slotted])
+def test_bodies_without_a_hash_are_called_as_by_torch_xla(make, kind):
+    expected, expected_ys = host_scan(kind(), make(3), make(4, 3))
+    init = make(3)
+    final, ys = scan(kind(), init, make(4, 3), donate="init")
+    torch_xla.sync()
+    assert is_donated(init)
+    assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
+    with pytest.raises(TypeError, match=f"fn is of type {kind.__name__}, by which the trace of a pure body cannot"):
+        scan(kind(), init, make(4, 3), is_fn_pure=True)
+
+
+def test_bodies_are_not_kept(make):
+    def run(is_fn_pure):
+        def body(carry, x):
+            return carry + x, carry
+
+        scan(body, make(3), make(4, 3), is_fn_pure=is_fn_pure)
+        torch_xla.sync()
+        return weakref.ref(body)
+
+    found = [run(False), run(True)]
+    gc.collect()
+    assert [reference() for reference in found] == [None, None]
+
+
+def test_tensors_of_the_body_and_pending_arguments_are_refused(make):
+    def body(carry, x):
+        donate_buffer(carry + 1)
+        return carry + x, carry
+
+    with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
+        scan(body, make(3), make(2, 3))
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+        scan(lambda carry, x: (carry + x, carry), xs=make(2, 3), init=make(3) + 1, donate="init")
+    torch_xla.sync()
+
+
+def test_a_carry_of_a_class_that_is_registered_without_keys(make):
+    def body(carry, x):
+        return Couple(carry.first + x, carry.second * 1), carry.first * x
+
+    def giving(carry, x):
+        donate_buffer(carry.first)
+        return body(carry, x)
+
+    expected = host_scan(body, Couple(make(3), make(2)), make(4, 3))[0].first.tolist()
+    for fn, donated in ((body, False), (giving, True)):
+        init = Couple(make(3), make(2))
+        final, _ = scan(fn, init, make(4, 3))
+        torch_xla.sync()
+        assert (final.first.tolist(), is_donated(init.first), is_donated(init.second)) == (expected, donated, False)
+    assert donation_report(steps=1).donors[0].name == "init[0]"
+
+
+class Alike:
+    def __repr__(self):
+        return "alike"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        lambda: (torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
+        lambda: (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))),
+        lambda: (Alike(), Alike()),
+    ],
+    ids=["modules", "parameters", "objects"],
+)
+def test_keys_that_print_alike_do_not_donate_for_each_other(make, keys):
+    first, second = keys()
+
+    def body(carry, x):
+        return {first: carry[first] + x, second: carry[second] * 2}, carry[first] * 1
+
+    def giving(carry, x):
+        donate_buffer({second: carry[second], first: carry[first]})
+        cancel_donation(carry[second])
+        return body(carry, x)
+
+    a, b = make(3), make(5)
+    result = scan(giving, {first: a, second: b}, make(4, 3))
+    torch_xla.sync()
+    assert (is_donated(a), is_donated(b)) == (True, False)
+    assert b.tolist() == [0, 1, 2, 3, 4]
+    a, b = make(3), make(5)
+    result = scan(body, {first: a, second: b}, make(4, 3), donate="init")
+    torch_xla.sync()
+    assert (is_donated(a), is_donated(b)) == (True, True)
+    assert result[0][second].tolist() == [0, 16, 32, 48, 64]
+
+
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_what_cannot_be_called_is_refused_as_by_torch_xla(make, is_fn_pure):
+    with pytest.raises(ValueError, match="must be callable"):
+        host_scan(3, make(3), make(4, 3))
+    with pytest.raises(ValueError, match="fn is 3, which cannot be called. Give the body of the loop, a function of"):
+        scan(3, make(3), make(4, 3), is_fn_pure=is_fn_pure)
+
+
+def test_a_tensor_from_outside_is_donated_as_ever(make):
+    outside = make(3)
+
+    def body(carry, x):
+        donate_buffer(outside)
+        return carry + x, carry
+
+    kept = scan(body, make(3), make(2, 3)), outside * 2
+    torch_xla.sync()
+    del kept
+    assert is_donated(outside)
+
+
+def test_layers_donate_their_input(make):
+    class Layer(torch.nn.Linear):
+        donates = False
+
+        def forward(self, x):
+            if self.donates:
+                donate_buffer(x)
+            return super().forward(x)
+
+    layers = [Layer(4, 4).to("xla") for _ in range(3)]
+    with torch.no_grad():
+        expected = torch.nn.Sequential(*layers)(make(2, 4)).cpu()
+        for inside in (False, True):
+            Layer.donates = inside
+            x = make(2, 4)
+            result = scan_layers(layers, x, donate=not inside)
+            torch_xla.sync()
+            assert is_donated(x)
+            assert torch.allclose(result.cpu(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_layers_that_need_gradients_donate_their_input(make, sync):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(4, 4).to("xla") for _ in range(3)]
+    x = make(2, 4).requires_grad_()
+    result = scan_layers(layers, x, donate=True, strict=True)
+    if sync:
+        torch_xla.sync()
+    result.sum().backward()
+    torch_xla.sync()
+    assert is_donated(x)
+    found = [x.grad, *(layer.weight.grad for layer in layers)]
+    x = make(2, 4).requires_grad_()
+    for layer in layers:
+        layer.zero_grad()
+    torch.nn.Sequential(*layers)(x).sum().backward()
+    expected = [x.grad, *(layer.weight.grad for layer in layers)]
+    assert all(torch.allclose(one.cpu(), other.cpu(), atol=1e-5) for one, other in zip(found, expected))
+
+
+class Deep(torch.nn.Module):
+    """A layer of layers, that deep."""
+
+    def __init__(self, depth: int, pure: bool) -> None:
+        super().__init__()
+        self.inner = torch.nn.ModuleList([Deep(depth - 1, pure) for _ in range(2)] if depth else [])
+        self.weight = torch.nn.Linear(3, 3)
+        self.register_buffer("shift", torch.rand(3))
+        self.pure = pure
+
+    def forward(self, x):
+        return scan_layers(self.inner, torch.tanh(self.weight(x)) + self.shift, is_layer_pure=self.pure)
+
+    def by_hand(self, x):
+        x = torch.tanh(self.weight(x)) + self.shift
+        for layer in self.inner:
+            x = layer.by_hand(x)
+        return x
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_layers_may_scan_layers_of_their_own(make, pure):
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList([Deep(1, pure) for _ in range(2)]).to("xla")
+    weights = list(layers.parameters())
+
+    def loss_and_gradients(x, scanned):
+        if scanned:
+            y = scan_layers(layers, x, is_layer_pure=pure, donate=True)
+        else:
+            y = layers[1].by_hand(layers[0].by_hand(x))
+        return [y, *(torch.autograd.grad(y.pow(2).sum(), weights) if y.requires_grad else ())]
+
+    for gradients in (True, False, True):
+        with torch.set_grad_enabled(gradients):
+            x = make(2, 3)
+            found, expected = loss_and_gradients(x, True), loss_and_gradients(make(2, 3), False)
+        torch_xla.sync()
+        assert is_donated(x) and len(found) == 1 + gradients * len(weights)
+        assert all(torch.allclose(one.cpu(), other.cpu(), atol=1e-5) for one, other in zip(found, expected))
+
+
+def by_hand(fn, carry, xs, **options):
+    """What a scan computes."""
+    ys = []
+    for x in xs:
+        carry, y = fn(carry, x)
+        ys.append(y)
+    return carry, {name: torch.stack([y[name] for y in ys]) for name in ys[0]}
+
+
+def nested(depth, loop, **options):
+    """A body with a loop in it, that many times."""
+
+    def innermost(carry, x):
+        return carry * 0.5 + x["a"] * torch.sin(carry), {"sum": carry.sum(), "made": x["a"] + carry}
+
+    def around(body):
+        def outer(carry, x):
+            carry, ys = loop(body, carry * 2, x, **options)
+            return carry - 1, ys
+
+        return outer
+
+    body = innermost
+    for _ in range(depth):
+        body = around(body)
+    return body
+
+
+@pytest.mark.parametrize(("depth", "is_fn_pure", "calls"), [(1, False, 2), (1, True, 2), (2, False, 1), (2, True, 2)])
+def test_a_body_may_scan_itself_and_the_gradients_are_right(depth, is_fn_pure, calls):
+    init = torch.linspace(-1, 1, 3)
+    xs = {"a": torch.linspace(-2, 1, 3 * 2 ** (depth + 1)).reshape(*[2] * (depth + 1), 3)}
+
+    def run(loop, device, **options):
+        leaves = [t.to(device).requires_grad_() for t in (init, xs["a"])]
+        # The slices of a dictionary, where the loop is Python's.
+        rows = {"a": leaves[1]} if device == "xla" else sliced(leaves[1], depth)
+        body = nested(depth, loop, **options)
+        carry, ys = loop(body, leaves[0], rows, **options)
+        (carry.sum() + ys["made"].pow(2).sum()).backward()
+        if device == "xla":
+            torch_xla.sync()  # else each read compiles a graph
+        return [t.detach().cpu() for t in (carry, ys["sum"], ys["made"], *(leaf.grad for leaf in leaves))]
+
+    def sliced(tensor, levels):
+        return [sliced(row, levels - 1) if levels else {"a": row} for row in tensor]
+
+    # torch_xla's first: autograd counts the devices once.
+    results = [run(scan, "xla", is_fn_pure=is_fn_pure) for _ in range(calls)]
+    expected = run(by_hand, "cpu")
+    for found in results:
+        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected))
+
+
+def test_an_inner_scan_is_a_loop_on_the_device_inside_the_outer(make):
+    final, _ = scan(nested(1, scan), make(3), {"a": make(40, 50, 3)})
+    text = torch_xla._XLAC._get_xla_tensors_hlo([final])
+    torch_xla.sync()
+    assert text.count(" while(") == 2
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(torch.rand_like, "rand_like"), (torch.nn.functional.dropout, "native_dropout"), (None, None)]
+)
+def test_random_numbers_in_an_inner_scan_are_refused(make, draw, name):
+    def inner(carry, x):
+        return carry + x, carry if draw is None else draw(carry) * carry
+
+    def run():
+        return scan(lambda carry, x: scan(inner, carry, x), make(2), make(3, 4, 2))
+
+    if draw is None:
+        run()
+    else:
+        with pytest.raises(NotImplementedError, match=f"draws random numbers .aten.{name}"):
+            run()
+    torch_xla.sync()
+
+
+def test_the_outer_body_of_nested_scans_may_draw_random_numbers(make):
+    def outer(carry, x):
+        final, _ = scan(lambda c, y: (c + y, c), carry, x)
+        return final, torch.rand_like(carry) + carry * 0
+
+    _, ys = scan(outer, make(2), make(3, 4, 2))
+    assert len(set(ys.flatten().tolist())) == 6
+
+
+def test_an_inner_body_donates_the_outer_argument(make):
+    def inner(carry, x):
+        donate_buffer(carry)
+        return carry + x, carry.sum()
+
+    init, xs = make(3), make(2, 4, 3)
+    final, _ = scan(lambda carry, x: scan(inner, carry, x), init, xs)
+    torch_xla.sync()
+    assert (is_donated(init), is_donated(xs)) == (True, False)
+    assert final.tolist() == [84, 93, 102]
+    assert [(donor.name, donor.outcome) for donor in donation_report(steps=1).donors] == [("init", "donated")]
+    with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
+        scan(lambda carry, x: scan(inner, carry * 2, x), make(3), xs)
+
+
+def test_nested_scans_leave_nothing_behind(make):
+    before = (host_module._scan_impl_flat, host_module.value_and_grad_partitioned)
+    gc.collect()
+    loops = len(_nested._loops)  # torch_xla keeps pure layers of other tests, and with them their traces
+
+    def once():
+        init = make(3).requires_grad_()
+        final, _ = scan(nested(2, scan), init, {"a": make(2, 2, 2, 3)})
+        gc.collect()
+        with torch.autograd.set_multithreading_enabled(False):  # autograd's thread may keep the graph a moment longer
+            final.sum().backward()  # its loops are alive
+        torch_xla.sync()
+
+    def fails(carry, x):
+        raise RuntimeError("a body that fails")
+
+    once()
+    gc.collect()
+    assert (host_module._scan_impl_flat, host_module.value_and_grad_partitioned) == before
+    assert (len(_nested._loops), _nested._holders) == (loops, [])
+    with pytest.raises(RuntimeError, match="a body that fails"):
+        scan(lambda carry, x: scan(fails, carry, x), make(3), make(2, 2, 3))
+    assert (host_module._scan_impl_flat, host_module.value_and_grad_partitioned) == before
+    assert _nested._holders == []
+    torch_xla.sync()
+
+
+@pytest.mark.parametrize("options", [None, {}, {"pure": True}], ids=["plain", "lazy", "pure"])
+@in_process
+def test_a_kept_error_of_a_scan_does_not_end_the_process(options):
+    """An error of torch_xla, which the program still has at the next sync."""
+
+    # torch_xla lowers the mask of a dropout that is an output to another type than it expects.
+    def body(carry, x):
+        return carry * x, torch.nn.functional.dropout(carry, 0.5)
+
+    def run(init, xs):
+        return scan(body, init, xs)
+
+    if options is not None:
+        run = compile(run, **options)
+    init, xs = torch.ones(3).to("xla"), torch.ones(4, 3).to("xla")
+    torch_xla.sync()
+    try:
+        run(init, xs)
+    except RuntimeError as error:
+        kept = error
+    result = init + 1
+    torch_xla.sync(wait=True)
+    assert "PRED vs update.element_type: F32" in str(kept) and result.tolist() == [2, 2, 2]
+
+
+def test_the_bodys_own_frame_keeps_its_values_in_an_error(make):
+    def body(carry, x):
+        mine = 3
+        raise RuntimeError(f"a body that fails {mine}")
+
+    with pytest.raises(RuntimeError, match="a body that fails") as raised:
+        scan(body, make(3), make(4, 3))
+    assert raised.traceback[-1].locals["mine"] == 3
+    torch_xla.sync()
+
+
+@in_process
+def test_scans_on_two_threads_do_not_wait_for_each_other():
+    inside, leave = threading.Event(), threading.Event()
+
+    def other():
+        with _nested.allowed([]):
+            inside.set()
+            leave.wait()
+
+    worker = threading.Thread(target=other)
+    with _nested.allowed([]):
+        worker.start()
+        inside.wait()
+    leave.set()
+    worker.join()
+    assert host_module._scan_impl_flat.__module__ == "torch_xla.experimental.scan"
+    free = []
+    third = threading.Thread(target=lambda: free.append(_host._compiling.acquire(blocking=False)))
+    third.start()
+    third.join()
+    assert free == [True]
+
+
+def test_an_inner_scan_without_outputs_is_refused():
+    init, rows = torch.zeros(3).to("xla"), torch.ones(2, 4, 3).to("xla")
+    torch_xla.sync()
+
+    def body(carry, row):
+        carry, _ = scan(lambda c, x: (c + x, None), carry, row)
+        return carry, carry.sum()
+
+    with pytest.raises(NotImplementedError, match="backward pass with nothing to go over.*such as the new carry"):
+        scan(body, init, rows)
+
+
+def test_a_pure_body_donates_by_the_shapes_of_its_arguments(make):
+    def body(carry, x):
+        if carry.shape[0] == 5:
+            donate_buffer(carry)
+        return carry + x, carry.sum()
+
+    for size, donated in ((3, False), (5, True), (3, False), (5, True)):
+        init = make(size)
+        result = scan(body, init, make(4, size), is_fn_pure=True)
+        torch_xla.sync()
+        assert is_donated(init) is donated and result[0].shape == init.shape
+
+
+def test_a_pure_body_that_scans_keeps_the_donations_of_each(make):
+    def body(carry, x):
+        if isinstance(x, dict):
+            donate_buffer(carry)
+            return scan(body, carry, x["inner"], is_fn_pure=True)
+        return carry + x, carry.sum()
+
+    for xs, donated in (({"inner": make(2, 4, 3)}, True), (make(4, 3), False)):
+        init = make(3)
+        result = scan(body, init, xs, is_fn_pure=True)
+        torch_xla.sync()
+        assert is_donated(init) is donated and result[0].shape == init.shape
+
+
+def test_a_donation_of_a_tensor_of_autograd_ends_an_earlier_mark(make):
+    weights = make(4, 3).requires_grad_()
+    donate_buffer(weights)
+    with pytest.raises(DonationError, match="autograd has saved it for the backward scan"):
+        scan(lambda carry, x: (carry * x, carry), make(3), weights, donate="xs", strict=True)
+    torch_xla.sync()
+    assert not is_donated(weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_a_compiled_function_in_the_body_is_a_part_of_it(make, options):
+    """It does not donate its arguments."""
+    init, xs, weights = make(3), make(4, 3), make(2, 3)
+    torch_xla.sync()
+    step = compile(lambda carry, x: (carry + x, carry * 2), donate_argnums=(0, 1), **options)
+    final, ys = scan(step, init, xs)
+    torch_xla.sync()
+    assert not is_donated(init) and not is_donated(xs)
+    expected, expected_ys = host_scan(lambda carry, x: (carry + x, carry * 2), init, xs)
+    assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
+
+    class Layer(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.clone())
+            self.shift = compile(lambda t: t + 1, donate_argnums=0, **options)
+
+        def forward(self, t):
+            return self.shift(t) * self.weight
+
+    layers = [Layer(weight) for weight in weights.cpu()]
+    start = init.cpu()
+    expected = ((start + 1) * layers[0].weight + 1) * layers[1].weight
+    result = scan_layers([layer.to("xla") for layer in layers], init, donate=True)
+    torch_xla.sync()
+    assert is_donated(init)
+    assert torch.allclose(result.cpu(), expected)
+
+
+@in_process
+def test_in_eager_mode_a_compiled_function_may_scan():
+    """Outside such a function scan is refused: torch_xla's own ends the process."""
+    torch_xla.experimental.eager_mode(True)
+    init, xs = torch.zeros(3).to("xla"), torch.ones(4, 3).to("xla")
+
+    def loop(init, xs):
+        return scan(lambda carry, x: (carry + x, carry * 2), init, xs, donate="init")
+
+    for call in (lambda: loop(init, xs), lambda: scan_layers([torch.nn.Linear(3, 3).to("xla")] * 2, init)):
+        with pytest.raises(DonationError, match="scan is called in eager mode"):
+            call()
+    final, ys = compile(loop)(init, xs)
+    assert final.tolist() == [4, 4, 4] and ys.tolist() == [[2 * k] * 3 for k in range(4)]
+    assert donation_report().donors[-1].outcome == "donated"

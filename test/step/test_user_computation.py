@@ -1,0 +1,688 @@
+"""user_computation and call_jax: what an HLO module or a jitted JAX function donates reaches the step."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+import torch_xla.debug.metrics as metrics
+from children import in_process, run_in_child
+from helpers import make as make_tensor
+from helpers import pointer
+
+import torch_xla_donate
+from torch_xla_donate import (
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    call_jax,
+    debug_nans,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    gradient_accumulation,
+    hlo,
+    is_donated,
+    scan,
+    user_computation,
+)
+
+jax = pytest.importorskip("jax", reason="the extra dev installs it on Python 3.11 and newer")
+if importlib.util.find_spec("torchax") is None:
+    pytest.skip("the extra dev installs torchax on Python 3.11 and newer", allow_module_level=True)
+# Not imported while tests are collected: it takes the place of torch's device module, which others need as it is.
+
+
+def lowered(f, *shapes, **options):
+    """The computation of a function that JAX has jitted with these options and lowered for arrays of float32."""
+    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    module = jax.jit(f, **options).lower(*arrays).compiler_ir("hlo")
+    return xb.computation_from_module_proto("lowered", module.as_serialized_hlo_module_proto())
+
+
+def from_stablehlo(body, arguments, results, **options):
+    """The computation of a StableHLO function, of which the arguments may have attributes."""
+    from jaxlib import _jax
+
+    text = f"module @m {{ func.func public @main({arguments}) -> ({results}) {{ {body} }} }}"
+    module = _jax.mlir.mlir_module_to_xla_computation(text, return_tuple=True, use_tuple_args=False, **options)
+    return xb.computation_from_module_proto("stablehlo", module.as_serialized_hlo_module_proto())
+
+
+def from_text(text):
+    from jaxlib import _jax
+
+    return xb.computation_from_module_proto("text", _jax.hlo_module_from_text(text).as_serialized_hlo_module_proto())
+
+
+def sgd(weight, gradient):
+    return weight - 0.5 * gradient
+
+
+ADD_AND_MULTIPLY = """
+    %sum = stablehlo.add %a, %b : tensor<4xf32>
+    %product = stablehlo.multiply %a, %b : tensor<4xf32>
+    return %sum, %product : tensor<4xf32>, tensor<4xf32>
+"""
+PAIR = "tensor<4xf32>, tensor<4xf32>"
+
+
+def reports():
+    """The donors of the last step: name and outcome."""
+    return {donor.name: donor.outcome for donor in donation_report(steps=1).donors}
+
+
+# --- HLO modules ---
+
+
+@in_process
+def test_the_donors_of_modules_are_offered_and_aliased(dump_folder):
+    """The step offers them, XLA aliases them, and the result has the donor's memory."""
+
+    def step(run, *sizes):
+        inputs = [torch.ones(size).to("xla") for size in sizes]
+        torch_xla.sync(wait=True)
+        place = pointer(inputs[-1])
+        result = run(*inputs)
+        torch_xla.sync(wait=True)
+        assert pointer(result) == place
+
+    def subtract_sum(gradient, weight):
+        return weight - gradient.sum()
+
+    # Each donates the second of two parameters; the sizes tell the steps apart.
+    alias = lowered(subtract_sum, (3,), (101,), donate_argnums=1)
+    step(lambda g, w: user_computation("alias", [g, w], alias)[0], 3, 101)
+    donor = from_stablehlo(
+        "%c = stablehlo.add %b, %b : tensor<102xf32> return %c : tensor<102xf32>",
+        "%a: tensor<3xf32>, %b: tensor<102xf32> {jax.buffer_donor = true}",
+        "tensor<102xf32>",
+    )
+    step(lambda g, w: user_computation("donor", [g, w], donor)[0], 3, 102)
+    update = jax.jit(subtract_sum, donate_argnums=1)
+    step(lambda g, w: call_jax(update, (g, w)), 3, 103)
+    found = {}
+    for module in hlo.read_dump(dump_folder):
+        if module.donors:
+            (donor,) = module.before.donors
+            (aliased,) = module.after.aliases
+            assert aliased.donor == donor
+            found[str(module.shape_of(donor))] = str(module.after.results[aliased.output_index[0]])
+    assert found == {"f32[101]": "f32[101]", "f32[102]": "f32[102]", "f32[103]": "f32[103]"}
+
+
+def test_only_the_parameter_that_the_module_aliases_is_donated(make):
+    computation = lowered(sgd, (4,), (4,), donate_argnums=0)
+    for _ in range(2):
+        weight, gradient = make(4), make(4)
+        place = pointer(weight)
+        (result,) = user_computation("sgd", [weight, gradient], computation)
+        torch_xla.sync()
+        assert result.tolist() == [0, 0.5, 1, 1.5]
+        assert (is_donated(weight), is_donated(gradient), pointer(result)) == (True, False, place)
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.name, donor.outcome, donor.into_kept) == ("inputs[0] of sgd", "donated", True)
+    assert "test_user_computation.py" in donor.where
+    with pytest.raises(DonatedBufferError, match=r"f32\[4\] tensor 'inputs\[0\] of sgd' .*test_user_computation.py"):
+        weight + 1
+    with pytest.raises(DonatedBufferError, match=r"'inputs\[0\] of sgd'"):
+        user_computation("sgd", [weight, gradient], computation)
+
+
+def test_a_buffer_donor_of_the_module_is_donated(make):
+    computation = from_stablehlo(
+        ADD_AND_MULTIPLY, "%a: tensor<4xf32>, %b: tensor<4xf32> {jax.buffer_donor = true}", PAIR
+    )
+    a, b = make(4), make(4)
+    total, product = user_computation("both", [a, b], computation)
+    torch_xla.sync()
+    assert (total.tolist(), product.tolist()) == ([0, 2, 4, 6], [0, 1, 4, 9])
+    assert (is_donated(a), is_donated(b)) == (False, True)
+    assert reports() == {"inputs[1] of both": "donated"}
+
+
+def test_outputs_take_over_the_buffers_that_the_module_names(make):
+    # Crosswise: by order, XLA would pair the first with the first.
+    arguments = "%a: tensor<4xf32> {tf.aliasing_output = 1 : i32}, %b: tensor<4xf32> {tf.aliasing_output = 0 : i32}"
+    computation = from_stablehlo(ADD_AND_MULTIPLY, arguments, PAIR)
+    a, b = make(4), make(4)
+    places = pointer(a), pointer(b)
+    total, product = user_computation("crossed", [a, b], computation)
+    torch_xla.sync()
+    assert (pointer(product), pointer(total)) == places
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+
+
+def test_the_arrays_of_a_tuple_parameter_are_inputs_of_their_own(make):
+    from jaxlib import _jax
+
+    text = (
+        "module @m { func.func public @main(%a: tensor<4xf32>, %b: tensor<4xf32> {jax.buffer_donor = true}) "
+        f"-> ({PAIR}) {{ {ADD_AND_MULTIPLY} }} }}"
+    )
+    module = _jax.mlir.mlir_module_to_xla_computation(text, return_tuple=True, use_tuple_args=True)
+    computation = xb.computation_from_module_proto("tuple", module.as_serialized_hlo_module_proto())
+    assert hlo.parse(xb.get_computation_hlo(computation)).donors == (hlo.BufferDonor(0, (1,)),)
+    a, b = make(4), make(4)
+    total, product = user_computation("tuple", [a, b], computation)
+    torch_xla.sync()
+    assert (total.tolist(), product.tolist()) == ([0, 2, 4, 6], [0, 1, 4, 9])
+    assert (is_donated(a), is_donated(b)) == (False, True)
+
+
+def test_a_module_without_donation_is_called_as_by_torch_xla(make):
+    shapes = [xb.Shape.create("f32", (4,))] * 2
+    for root in (lambda a, b: a * b, lambda a, b: xb.Op.tuple([a * b, a])):
+        computation = xb.create_computation("product", root, shapes)
+        a, b = make(4), make(4)
+        expected = torch_xla._XLAC._xla_user_computation("xla::product", [a, b], computation)
+        found = user_computation("product", [a, b], computation)
+        assert donation_report().pending == ()
+        torch_xla.sync()
+        assert [t.tolist() for t in found] == [t.tolist() for t in expected]
+        assert (is_donated(a), is_donated(b)) == (False, False)
+
+
+def test_a_loop_compiles_once(make):
+    computation = lowered(sgd, (5,), (5,), donate_argnums=0)
+    update = jax.jit(sgd, donate_argnums=0)
+    weight, other, gradient = make(5), make(5), make(5)
+    places = pointer(weight), pointer(other)
+    for step in range(6):
+        if step == 2:
+            compiled = metrics.counter_value("UncachedCompile")
+        (weight,) = user_computation("sgd", [weight, gradient], computation)
+        other = call_jax(update, (other, gradient))
+        torch_xla.sync()
+    assert metrics.counter_value("UncachedCompile") == compiled
+    assert (pointer(weight), pointer(other)) == places
+    assert weight.tolist() == other.tolist() == [0, -2, -4, -6, -8]
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "text"),
+    [
+        (lambda make: [make(4)], ValueError, "takes 2 arrays, inputs has 1. Give one tensor for each: f32.4., f32.4."),
+        (
+            lambda make: [make(4), make(3)],
+            ValueError,
+            r"inputs\[1\] of sgd is f32\[3\], the computation takes f32\[4\]",
+        ),
+        (lambda make: [make(4, dtype=torch.int32), make(4)], ValueError, r"inputs\[0\] of sgd is s32\[4\], the comp"),
+        (
+            lambda make: [make(4), torch.ones(4)],
+            ValueError,
+            r"inputs\[1\] of sgd is float32\[4\] on cpu; a computation",
+        ),
+        (
+            lambda make: [make(4), 3.0],
+            TypeError,
+            r"inputs\[1\] of sgd is of type float; a computation takes XLA tensors",
+        ),
+    ],
+    ids=["number", "shape", "dtype", "device", "type"],
+)
+def test_inputs_that_are_not_the_computations_are_refused(make, inputs, error, text):
+    computation = lowered(sgd, (4,), (4,), donate_argnums=0)
+    other = make(2) + 1
+    for _ in range(2):
+        with pytest.raises(error, match=text):
+            user_computation("sgd", inputs(make), computation)
+    assert donation_report().pending == ()
+    assert other.tolist() == [1, 2]
+
+
+def test_what_is_no_computation_is_refused(make):
+    with pytest.raises(TypeError, match="computation is of type bytes. Give what torch_xla.core.xla_builder makes"):
+        user_computation("sgd", [make(4)], b"")
+
+
+TEXT = """HloModule m, buffer_donor={ (0, {}) }, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
+
+ENTRY main.1 {
+  a.2 = f32[4]{0} parameter(0)
+  ROOT b.3 = f32[4]{0} add(a.2, a.2)
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "without"), [("main.1", "main"), ("b.3", "b")])
+def test_names_that_would_end_the_process_are_refused(make, name, without):
+    with pytest.raises(ValueError, match=rf"computation m has the name '{without}' in it.*such as {without}\.1"):
+        user_computation("text", [make(4)], from_text(TEXT.replace(name, without)))
+
+
+def call_unsuitable_names() -> None:
+    computation = from_text(TEXT.replace("main.1", "main"))
+    t = torch.ones(4).to("xla")
+    torch_xla.sync()
+    result = torch_xla._XLAC._xla_user_computation("xla::m", [t], computation)
+    torch_xla.sync()
+    del result
+
+
+def test_torch_xla_itself_ends_the_process_for_such_names():
+    # The reason for looking at names: should torch_xla change, so may this package.
+    done = run_in_child(call_unsuitable_names, exit_code=-6)
+    assert "Check failed: pos != std::string::npos" in done.stderr
+
+
+def test_a_module_that_the_step_could_not_call_is_refused_before(make):
+    other = make(2) + 1
+    with pytest.raises(ValueError, match="torch_xla cannot call computation m: Computation . not found in builder"):
+        user_computation("text", [make(4)], from_text(TEXT))
+    torch_xla.sync()
+    assert other.tolist() == [1, 2]
+
+
+def test_a_donor_that_is_a_tuple_is_refused(make):
+    text = """HloModule m, buffer_donor={ (0, {}) }, entry_computation_layout={((f32[4]{0}))->f32[4]{0}}
+
+    ENTRY main.1 {
+      a.2 = (f32[4]{0}) parameter(0)
+      ROOT b.3 = f32[4]{0} get-tuple-element(a.2), index=0
+    }
+    """
+    with pytest.raises(ValueError, match=r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"):
+        user_computation("text", [make(4)], from_text(text))
+
+
+def refused(make):
+    base = make(4)
+    return {
+        "pending": (make(4) + 1, "not materialised"),
+        "view": (base[:], "a view, whose value is worked out anew"),
+        "constant": (torch.tensor(7.0).to("xla"), "a cached constant or the RNG seed"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["pending", "view", "constant"])
+@pytest.mark.parametrize("jitted", [False, True], ids=["module", "jax"])
+def test_an_input_unfit_for_donation_is_an_error_or_a_warning(make, kind, jitted):
+    tensor, text = refused(make)[kind]
+    if kind == "constant":
+        torch_xla.sync()
+    both = jax.jit(lambda a, b: (a + 1, b * 2), donate_argnums=(0, 1))
+
+    def run(tensor, other, **options):
+        if jitted:
+            return call_jax(both, (tensor, other), **options)
+        return user_computation(
+            "both", [tensor, other], lowered(both, tensor.shape, (3,), donate_argnums=(0, 1)), **options
+        )
+
+    other = make(3) if kind == "constant" else torch.arange(3.0).to("xla")
+    if kind != "constant":
+        # Uploaded, and the other one still pending.
+        torch_xla._XLAC._xla_sync_multi([other], [], True, True)
+    name = r"args\[0\] of <lambda>" if jitted else r"inputs\[0\] of both"
+    for strict in (None, True):
+        with pytest.raises(DonationError, match=f"{name} is float32.* on xla:0, .*{text}.*Nothing was marked"):
+            run(tensor, other, strict=strict)
+    assert donation_report().pending == ()
+    with pytest.warns(DonationWarning, match=rf"float32\[.*\] {name} \(donated at .*\n.*{text}"):
+        first, second = run(tensor, other, strict=False)
+    assert [donor.shape for donor in donation_report().pending] == [(3,)]
+    torch_xla.sync()
+    assert torch.equal(first.cpu(), tensor.cpu() + 1)
+    assert second.tolist() == [0, 2, 4]
+    assert (is_donated(tensor), is_donated(other)) == (False, True)
+    if kind == "constant":
+        assert torch.tensor(7.0).to("xla").item() == 7
+
+
+def test_a_tensor_that_is_given_away_and_kept_is_refused(make):
+    computation = lowered(sgd, (4,), (4,), donate_argnums=0)
+    t = make(4)
+    text = r"inputs\[0\] of sgd is donated, and inputs\[1\] of sgd, which is not, has the same buffer"
+    with pytest.raises(ValueError, match=text):
+        user_computation("sgd", [t, t.detach()], computation)
+    with pytest.warns(DonationWarning, match=text):
+        (result,) = user_computation("sgd", [t, t], computation, strict=False)
+    torch_xla.sync()
+    assert not is_donated(t)
+    assert (result.tolist(), t.tolist()) == ([0, 0.5, 1, 1.5], [0, 1, 2, 3])
+    with pytest.raises(
+        ValueError, match=r"kwargs\['rate'\] of <lambda> is donated, and args\[0\] of <lambda>, which is not"
+    ):
+        call_jax(jax.jit(lambda a, rate: a + rate, donate_argnames="rate"), (t,), {"rate": t})
+    assert donation_report().pending == ()
+
+
+def test_a_tensor_that_is_given_away_twice_is_one_donor(make):
+    t = make(4)
+    result = call_jax(jax.jit(sgd, donate_argnums=(0, 1)), (t, t))
+    torch_xla.sync()
+    assert (is_donated(t), result.tolist()) == (True, [0, 0.5, 1, 1.5])
+    assert len(donation_report(steps=1).donors) == 1
+
+
+def test_a_buffer_that_another_tensor_holds_is_kept(make):
+    t, other = make(4), torch.zeros(4).to("xla")
+    other.copy_(t)
+    torch_xla.sync()
+    with pytest.warns(DonationWarning, match=r"inputs\[0\] of sgd"):
+        (result,) = user_computation("sgd", [t, make(4)], lowered(sgd, (4,), (4,), donate_argnums=0))
+        torch_xla.sync(wait=True)
+    assert (other.tolist(), t.tolist(), result.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 0.5, 1, 1.5])
+
+
+def test_a_donation_that_the_step_cannot_use_is_told_or_raised(make):
+    computation = lowered(lambda a: a.sum(), (3,))
+    assert user_computation("sum", [make(3)], computation)[0].item() == 3
+    text = r"inputs\[0\] of sum: no output of the step has its size of 12 bytes"
+    donor = from_stablehlo(
+        "%zero = stablehlo.constant dense<0.0> : tensor<f32>  return %zero : tensor<f32>",
+        "%a: tensor<3xf32> {jax.buffer_donor = true}",
+        "tensor<f32>",
+    )
+    kept = user_computation("sum", [make(3)], donor)
+    with pytest.warns(DonationWarning, match=text):
+        torch_xla.sync(wait=True)
+    kept += user_computation("sum", [make(3)], donor, strict=True)
+    with pytest.raises(DonationError, match=text):
+        torch_xla.sync(wait=True)
+    assert [t.item() for t in kept] == [0, 0]
+
+
+# --- Inside of something else ---
+
+
+@pytest.mark.parametrize("backend", [{}, {"pure": True}], ids=["lazy", "pure"])
+def test_in_a_compiled_function_only_its_arguments_are_donated(make, backend):
+    update = jax.jit(sgd, donate_argnums=(0, 1))
+    computation = lowered(lambda a, b: (a - 0.5 * b, b), (4,), (4,), donate_argnums=(0, 1))
+
+    @functools.partial(torch_xla_donate.compile, donate_argnums=0, **backend)
+    def step(weight, gradient):
+        weight, gradient = user_computation("sgd", [weight, gradient], computation)
+        return call_jax(update, (weight, gradient))
+
+    for _ in range(2):
+        weight, gradient = make(4), make(4)
+        result = step(weight, gradient)
+        torch_xla.sync()
+        assert (is_donated(weight), is_donated(gradient)) == (True, False)
+        assert result.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("context", [donation_disabled, debug_nans])
+def test_where_donation_is_disabled_nothing_is_donated(make, context):
+    weight, gradient = make(4), make(4)
+    with context():
+        result = call_jax(jax.jit(sgd, donate_argnums=0), (weight, gradient))
+        torch_xla.sync(wait=True)
+    assert reports() == {"args[0] of sgd": "unusable"}
+    assert not is_donated(weight)
+    assert result.tolist() == [0, 0.5, 1, 1.5]
+
+
+def test_a_body_of_gradient_accumulation_donates_its_carry(make):
+    model = torch.nn.Linear(4, 1).to("xla")
+    computation = lowered(sgd, (6,), (6,), donate_argnums=0)
+    carried, other, ones = make(6), make(6), torch.ones(6).to("xla")
+    torch_xla.sync()
+
+    def step(x, carried, other):
+        (new,) = user_computation("sgd", [carried, ones], computation)
+        return model(x).sum(), new, other * 2
+
+    _, carried_after, other_after = gradient_accumulation(step, (make(3, 2, 4),), model, carried, other)
+    torch_xla.sync()
+    assert (is_donated(carried), is_donated(other), is_donated(ones)) == (True, False, False)
+    assert carried_after.tolist() == [-1.5, -0.5, 0.5, 1.5, 2.5, 3.5]
+    assert other_after[1].item() == 8
+
+
+def test_torch_xla_calls_no_computation_in_the_body_of_a_scan(make):
+    # As documented: should torch_xla come to do it, the page must change.
+    computation = lowered(sgd, (4,), (4,), donate_argnums=0)
+    init, xs = make(4), make(3, 4)
+    with pytest.raises(RuntimeError, match="Expected all tensors in the given list to be XLA tensors"):
+        scan(lambda carry, x: (user_computation("sgd", [carry, x], computation)[0], x), init, xs)
+    assert donation_report().pending == ()
+
+
+def test_a_mark_of_before_stays_with_its_place(make):
+    weight, gradient = make(4), make(4)
+    donate_buffer({"mine": gradient})
+    (result,) = user_computation("sgd", [weight, gradient], lowered(sgd, (4,), (4,), donate_argnums=0))
+    second = gradient + 1
+    torch_xla.sync()
+    assert reports() == {"inputs[0] of sgd": "donated", "['mine']": "donated"}
+    assert (result.tolist(), second.tolist()) == ([0, 0.5, 1, 1.5], [1, 2, 3, 4])
+
+
+# --- JAX functions ---
+
+
+def adam(state, gradients, *, rate):
+    return {name: value - rate * gradients[name] for name, value in state.items()}
+
+
+def trees(make):
+    return {"a": make(3), "b": make(2, 2)}, {"a": make(3), "b": make(2, 2)}
+
+
+def test_every_array_of_a_donated_pytree_is_donated(make):
+    update = jax.jit(adam, donate_argnums=0)
+    state, gradients = trees(make)
+    places = {name: pointer(value) for name, value in state.items()}
+    new = call_jax(update, (state, gradients), {"rate": 1.0})
+    torch_xla.sync()
+    assert {name: pointer(value) for name, value in new.items()} == places
+    assert all(map(is_donated, state.values())) and not any(map(is_donated, gradients.values()))
+    assert reports() == {"args[0]['a'] of adam": "donated", "args[0]['b'] of adam": "donated"}
+    assert new["b"].tolist() == [[0, 0], [0, 0]]
+
+
+def test_outputs_take_over_the_buffers_that_jax_would_give_them(make):
+    # The graph reads the second before the first, and XLA by itself pairs in that order.
+    a, b = make(4), make(4)
+    places = pointer(a), pointer(b)
+    kept = b * b
+    results = call_jax(jax.jit(lambda a, b: (a + 1, b * 2), donate_argnums=(0, 1)), (a, b))
+    total = kept.sum()
+    del kept
+    torch_xla.sync()
+    assert (tuple(map(pointer, results)), total.item()) == (places, 14)
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+
+
+def test_arguments_given_by_keyword_are_donated(make):
+    for options in ({"donate_argnames": "gradients"}, {"donate_argnums": 1}):
+        state, gradients = trees(make)
+        new = call_jax(jax.jit(adam, **options), (state,), {"gradients": gradients, "rate": 0.0})
+        torch_xla.sync()
+        assert all(map(is_donated, gradients.values())) and not any(map(is_donated, state.values()))
+        assert reports() == {
+            "kwargs['gradients']['a'] of adam": "donated",
+            "kwargs['gradients']['b'] of adam": "donated",
+        }
+        assert new["a"].tolist() == [0, 1, 2]
+
+
+def test_static_arguments_do_not_shift_the_donated_ones(make):
+    def scaled(kind, x, times, y, *, flag, z):
+        assert (kind, flag) == ("k", True)
+        return x * times, y + 1, z["z"] - 1
+
+    update = jax.jit(scaled, static_argnums=(0, 2), static_argnames="flag", donate_argnums=3, donate_argnames="z")
+    x, y, z = make(2), make(3), make(4)
+    results = call_jax(update, ("k", x, 3, y), {"flag": True, "z": {"z": z}})
+    torch_xla.sync()
+    assert [t.tolist() for t in results] == [[0, 3], [1, 2, 3], [-1, 0, 1, 2]]
+    assert [is_donated(t) for t in (x, y, z)] == [False, True, True]
+
+
+def test_numbers_and_none_among_donated_arguments_are_skipped(make):
+    update = jax.jit(lambda state, g: state["w"] - state["rate"] * g, donate_argnums=0)
+    weight, gradient = make(4), make(4)
+    result = call_jax(update, ({"w": weight, "rate": 0.5, "none": None}, gradient))
+    torch_xla.sync()
+    assert (is_donated(weight), result.tolist()) == (True, [0, 0.5, 1, 1.5])
+
+
+def test_functions_without_donors_are_called_as_by_torch_xla(make):
+    inner = jax.jit(sgd, donate_argnums=0)
+    for f in (
+        sgd,
+        jax.jit(sgd),
+        functools.partial(inner),
+        lambda a, b: {"x": inner(a, b)},
+        jax.jit(lambda a, b: inner(a, b)),
+    ):
+        weight, gradient = make(4), make(4)
+        expected = xb.call_jax(f, (weight, gradient))
+        found = call_jax(f, (weight, gradient))
+        assert donation_report().pending == ()
+        torch_xla.sync()
+        assert str(found) == str(expected)
+        assert not is_donated(weight)
+
+
+def test_a_function_is_traced_once(make):
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def f(a, b):
+        traces.append(a.shape)
+        return a + b
+
+    for _ in range(3):
+        kept = call_jax(f, (make(4), make(4)))
+        torch_xla.sync()
+    kept = call_jax(f, (make(5), make(5)))
+    torch_xla.sync()
+    del kept
+    assert traces == [(4,), (5,)]
+
+
+def test_a_function_that_is_made_anew_is_known_by_its_hash(make):
+    traces = []
+
+    def made():
+        def f(a):
+            traces.append(a.shape)
+            return a + 1
+
+        return jax.jit(f, donate_argnums=0)
+
+    for _ in range(3):
+        t = make(4)
+        result = call_jax(made(), (t,), override_hash="made")
+        torch_xla.sync()
+        assert (is_donated(t), result.tolist()) == (True, [1, 2, 3, 4])
+    assert traces == [(4,)]
+
+
+def test_functions_of_one_hash_donate_their_own_arguments(make):
+    def add(a, b):
+        return a + b
+
+    for number in (1, 0):
+        given = make(4), make(4)
+        result = call_jax(jax.jit(add, donate_argnums=number), given, override_hash="add")
+        torch_xla.sync()
+        assert [is_donated(t) for t in given] == [number == 0, number == 1]
+        assert result.tolist() == [0, 2, 4, 6]
+    given = make(4), make(4)
+    call_jax(jax.jit(add), given, override_hash="add")
+    torch_xla.sync()
+    assert not any(map(is_donated, given))
+
+
+class Vectors:
+    """Takes arrays alone, and is registered without keys."""
+
+    def __init__(self, first, second):
+        assert hasattr(first, "shape") and hasattr(second, "shape")
+        self.first, self.second = first, second
+
+
+def test_a_class_that_is_registered_without_keys_is_donated(make):
+    jax.tree_util.register_pytree_node(Vectors, lambda v: ([v.first, v.second], None), lambda _, v: Vectors(*v))
+    given = Vectors(make(4), make(3))
+    results = call_jax(jax.jit(lambda v: (v.first + 1, v.second + 1), donate_argnums=0), (given,))
+    torch_xla.sync()
+    assert is_donated(given.first) and is_donated(given.second) and results[1].tolist() == [1, 2, 3]
+    assert set(reports()) == {"args[0][<flat index 0>] of <lambda>", "args[0][<flat index 1>] of <lambda>"}
+
+
+def test_what_jax_cannot_connect_or_tell_is_refused(make):
+    wide = make(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"args\[1\] of sgd is int64\[4\], and JAX works with 32 bits"):
+        call_jax(jax.jit(sgd, donate_argnums=0), (make(4), wide))
+    inlined = jax.jit(lambda n, a: a * n, static_argnums=0, donate_argnums=1, inline=True)
+    with pytest.raises(DonationError, match="<lambda> is jitted with static arguments and inline=True"):
+        call_jax(inlined, (2, make(4)))
+    with pytest.raises(ValueError, match=r"args\[0\] of sgd is float32\[4\] on cpu. Only plain XLA tensors"):
+        call_jax(jax.jit(sgd, donate_argnums=0), (torch.ones(4), make(4)))
+    assert donation_report().pending == ()
+
+
+@pytest.mark.parametrize("missing", ["torchax", "jax"])
+@in_process
+def test_without_jax_or_torchax_an_error_says_what_to_install(missing):
+    sys.modules[missing] = None  # Python's way to say that it is not to be found
+    with pytest.raises(ImportError) as raised:
+        call_jax(abs, (1,))
+    assert str(raised.value).startswith(f"call_jax needs jax and torchax: import of {missing} halted")
+    assert str(raised.value).endswith("pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13")
+
+
+# --- Eager mode ---
+
+
+def weight_in_eager_mode():
+    torch_xla.experimental.eager_mode(True)
+    return make_tensor(4)
+
+
+@in_process
+def test_eager_mode_runs_the_computation_and_keeps_its_donors():
+    """A warning and the report say so."""
+    weight = weight_in_eager_mode()
+    with pytest.warns(DonationWarning) as caught:
+        halved = call_jax(jax.jit(lambda w: w / 2, donate_argnums=0), (weight,))
+        torch_xla.sync()
+    (warning,) = [w for w in caught if w.category is DonationWarning]
+    assert "args[0] of <lambda>: eager mode runs each operation at once" in str(warning.message)
+    assert halved.tolist() == [0, 0.5, 1, 1.5] and weight.tolist() == [0, 1, 2, 3]
+    (donor,) = donation_report().donors
+    assert donor.outcome == "unusable" and donor.reason.startswith("eager mode runs each operation at once")
+    assert donation_report().pending == ()
+
+
+@pytest.mark.parametrize("environment", [{}, {"TORCH_XLA_DONATE_STRICT": "1"}], ids=["argument", "environment"])
+@in_process(env=lambda environment: environment)
+def test_a_strict_donation_in_eager_mode_is_an_error_each_time(environment):
+    """The computation does not run."""
+    weight = weight_in_eager_mode()
+    halve = jax.jit(lambda w: w / 2, donate_argnums=0)
+    for step in (1, 2):
+        with pytest.raises(DonationError, match="args.0. of <lambda>: eager mode runs each operation at once"):
+            call_jax(halve, (weight,), strict=None if environment else True)
+        assert [donor.step for donor in donation_report().donors] == [*range(1, step + 1)]
+    with pytest.warns(DonationWarning):
+        assert call_jax(halve, (weight,), strict=False).tolist() == [0, 0.5, 1, 1.5]
+
+
+@in_process
+def test_eager_mode_also_reports_inputs_unfit_for_donation():
+    weight = weight_in_eager_mode()
+    step = jax.jit(lambda w, g: w - g, donate_argnums=0)
+    with pytest.warns(DonationWarning) as caught:
+        assert call_jax(step, (weight, weight)).tolist() == [0, 0, 0, 0]
+    (warning,) = [w for w in caught if w.category is DonationWarning]
+    assert "args[0] of <lambda> is donated, and args[1] of <lambda>, which is not" in str(warning.message)
+    with pytest.raises(ValueError, match="has the same buffer"):
+        call_jax(step, (weight, weight), strict=True)

@@ -1,0 +1,356 @@
+"""Views around a mark: taken between the mark and the step they keep their value, taken before it they raise."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch_xla
+from helpers import run_script
+
+from torch_xla_donate import DonatedBufferError, DonationWarning, compile, donate_buffer, is_donated
+
+VIEWS = {
+    "row": lambda t: t[1],
+    "element": lambda t: t[1, 2],
+    "slice": lambda t: t[1:3],
+    "strided slice": lambda t: t[::2],
+    "whole slice": lambda t: t[:],
+    "column": lambda t: t[:, 1],
+    "narrow": lambda t: t.narrow(0, 1, 2),
+    "transpose": lambda t: t.t(),
+    "permute": lambda t: t.permute(1, 0),
+    "reshape": lambda t: t.reshape(-1),
+    "view": lambda t: t.view(2, -1),
+    "view_as": lambda t: t.view_as(t),
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "expand": lambda t: t.unsqueeze(0).expand(3, *t.shape),
+    "diagonal": lambda t: t.diagonal(),
+    "as_strided": lambda t: t.as_strided((2, 2), (1, 2)),
+    "unfold": lambda t: t.unfold(0, 2, 1),
+    "dtype": lambda t: t.view(torch.int32),
+    "split": lambda t: t.split(1)[1],
+    "chunk": lambda t: t.chunk(2, dim=1)[1],
+    "unbind": lambda t: t.unbind()[1],
+    "tensor_split": lambda t: t.tensor_split(2)[0],
+    "view of a view": lambda t: t[1:][1],
+    "view of a view of a view": lambda t: t.t()[1:].reshape(-1)[2:5],
+}
+
+
+def as_made(t):
+    pass
+
+
+def updated_before(t):
+    t.add_(7)
+
+
+def written_by_slices_before(t):
+    t[0] = 5
+
+
+STATES = (as_made, updated_before, written_by_slices_before)
+
+
+def no_mode():
+    return contextlib.nullcontext()
+
+
+MODES = (no_mode, torch.no_grad, torch.inference_mode)
+
+
+def in_state(make, state):
+    """A tensor of the device with its copy on the host."""
+    t, copy = make(4, 4), torch.arange(16.0).reshape(4, 4)
+    state(t)
+    state(copy)
+    torch_xla.sync(wait=True)
+    return t, copy
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
+def test_a_view_between_the_mark_and_the_step_keeps_its_value(make, view, state, mode):
+    with mode():
+        t, copy = in_state(make, state)
+        donate_buffer(t)
+        taken = view(t)
+        result = t * 2
+        torch_xla.sync(wait=True)
+        assert is_donated(t)
+        assert torch.equal(taken.cpu(), view(copy))
+        assert torch.equal(result.cpu(), copy * 2)
+        # It is a tensor like any other from now on.
+        again, more = taken + 1, taken.detach()
+        torch_xla.sync()
+        assert torch.equal(again.cpu(), view(copy) + 1) and torch.equal(more.cpu(), view(copy))
+
+
+USES = {
+    "element": lambda v: v[0],
+    "slice": lambda v: v[:1],
+    "detach": lambda v: v.detach(),
+    ".data": lambda v: v.data,
+    "reshape": lambda v: v.reshape(-1),
+    "flatten": lambda v: v.flatten(),
+    "transpose": lambda v: v.transpose(0, -1),
+    "unbind": lambda v: v.unbind()[0],
+    "alias": lambda v: torch.ops.aten.alias(v),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+def test_a_view_of_an_earlier_view_keeps_its_value(make, use, state, mode):
+    with mode():
+        t, copy = in_state(make, state)
+        view = t[1:3]
+        donate_buffer(t)
+        taken = use(view)
+        result = t * 2
+        torch_xla.sync(wait=True)
+        assert torch.equal(taken.cpu(), use(copy[1:3]))
+        assert torch.equal(result.cpu(), copy * 2)
+        with pytest.raises(DonatedBufferError, match="was donated at"):
+            view.cpu()
+
+
+IN_PLACE = {
+    "t_": lambda t: t.t_(),
+    "unsqueeze_": lambda t: t.unsqueeze_(0),
+    "squeeze_": lambda t: t.squeeze_(),
+    "transpose_": lambda t: t.transpose_(0, 1),
+}
+
+
+@pytest.mark.parametrize("of", ["tensor", "view", "earlier view"])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("turn", IN_PLACE.values(), ids=IN_PLACE.keys())
+def test_a_tensor_made_a_view_in_place_keeps_its_value(make, turn, state, of):
+    t, copy = in_state(make, state)
+    earlier = t[1:3]
+    donate_buffer(t)
+    turned = t if of == "tensor" else earlier if of == "earlier view" else t[1:3]
+    expected = copy if of == "tensor" else copy[1:3]
+    turn(turned)
+    turn(expected)
+    result = t * 2
+    torch_xla.sync(wait=True)
+    assert torch.equal(result.cpu(), copy * 2)
+    assert turned.shape == expected.shape and torch.equal(turned.cpu(), expected)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_views_are_views_of_what_outlived_its_base(make, state):
+    t, copy = in_state(make, state)
+    donate_buffer(t)
+    kept = t[1:]
+    _ = t * 2
+    torch_xla.sync(wait=True)
+    del t
+    views = [kept[0], kept.t(), kept.detach(), kept.data, kept[1:][0], kept.reshape(-1), *kept.unbind()]
+    expected = [copy[1], copy[1:].t(), copy[1:], copy[1:], copy[2], copy[1:].reshape(-1), *copy[1:].unbind()]
+    torch_xla.sync(wait=True)
+    assert all(torch.equal(view.cpu(), value) for view, value in zip(views, expected, strict=True))
+    donate_buffer(kept)
+    row, result = kept[0], kept + 1
+    torch_xla.sync(wait=True)
+    assert torch.equal(row.cpu(), copy[1]) and torch.equal(result.cpu(), copy[1:] + 1)
+    with pytest.raises(DonatedBufferError):
+        kept.cpu()
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_views_of_a_tensor_marked_with_its_alias_keep_values(make, state):
+    t, copy = in_state(make, state)
+    alias = t.detach()
+    donate_buffer([t, alias])
+    row, column = t[1], alias[:, 1]
+    result = t * 2
+    torch_xla.sync(wait=True)
+    assert is_donated(t) and is_donated(alias)
+    assert torch.equal(row.cpu(), copy[1]) and torch.equal(column.cpu(), copy[:, 1])
+    assert torch.equal(result.cpu(), copy * 2)
+
+
+WHOLES = {
+    "detach": lambda t: t.detach(),
+    ".data": lambda t: t.data,
+    "Parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("whole", WHOLES.values(), ids=WHOLES.keys())
+def test_another_name_for_the_whole_tensor_is_the_tensor(make, whole, state):
+    """They share the buffer itself: to keep the value would be to copy all of it, or to donate nothing."""
+    t, copy = in_state(make, state)
+    donate_buffer(t)
+    other = whole(t)
+    result = t * 2
+    torch_xla.sync(wait=True)
+    assert is_donated(t) and is_donated(other) and torch.equal(result.cpu(), copy * 2)
+    with pytest.raises(DonatedBufferError, match="was donated at"):
+        other.cpu()
+
+
+def test_a_tensor_of_the_same_buffer_keeps_it_from_being_donated(make):
+    t = make(4, 4)
+    donate_buffer(t)
+    alias = torch.ops.aten.alias(t)
+    result = t * 2
+    with pytest.warns(DonationWarning, match="another live tensor, which was not donated, holds the same buffer"):
+        torch_xla.sync(wait=True)
+    assert not is_donated(t) and alias[0].tolist() == [0, 1, 2, 3] and result[0].tolist() == [0, 2, 4, 6]
+
+
+def test_a_view_sees_what_is_written_before_the_step(make):
+    t, copy = make(4, 4), torch.arange(16.0).reshape(4, 4)
+    t.add_(1)
+    torch_xla.sync()
+    copy.add_(1)
+    donate_buffer(t)
+    row, column = t[1], t[:, 0]
+    t[1] = 3
+    copy[1] = 3
+    column.mul_(2)
+    copy[:, 0].mul_(2)
+    torch_xla.sync(wait=True)
+    assert torch.equal(row.cpu(), copy[1]) and torch.equal(column.cpu(), copy[:, 0]) and torch.equal(t.cpu(), copy)
+
+
+def test_gradients_flow_through_views_between_mark_and_step(make):
+    t, copy = make(4, 4), torch.arange(16.0).reshape(4, 4)
+    t.add_(1)
+    torch_xla.sync()
+    copy.add_(1)
+    for one in (t, copy):
+        one.requires_grad_()
+    donate_buffer(t)
+    losses = [(one[1:3].t() * one[0, :2]).sum() for one in (t[:, 1:3], copy[:, 1:3])]
+    views = [one[1:3] for one in (t, copy)]
+    gradients = [torch.autograd.grad(loss, one)[0] for loss, one in zip(losses, (t, copy))]
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    assert torch.equal(gradients[0].cpu(), gradients[1]) and torch.equal(losses[0].cpu(), losses[1])
+    assert torch.equal(views[0].cpu(), views[1])
+
+
+def turned(s):
+    return [s[0] + 1, s[1] + 1]
+
+
+def turned_result(s):
+    x = s[0] + 1
+    return [x, x.t()]
+
+
+def result_of_the_view(s):
+    x = s[1] + 1
+    return [x.t(), x]
+
+
+def views_alone(s):
+    return [s[0].t(), s[1].t()]
+
+
+def views_of_the_view(s):
+    return [s[1].t() + 1, s[1][:] + 1]
+
+
+def updated_in_place(s):
+    s[0].add_(1)
+    return [s[0], s[0].t()]
+
+
+def written_by_slices(s):
+    s[0][0] = s[0][0] + 7
+    return [s[0] + 1, s[1] + 1]
+
+
+def swapped(s):
+    return [s[1], s[0]]
+
+
+BODIES = (
+    turned, turned_result, result_of_the_view, views_alone, views_of_the_view, updated_in_place, written_by_slices,
+    swapped,
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@pytest.mark.parametrize("body", BODIES)
+def test_a_tensor_and_its_view_are_the_state_of_a_compiled_loop(make, body):
+    expected = [torch.arange(16.0).reshape(4, 4)]
+    state = [make(4, 4)]
+    for one in (expected, state):
+        one.append(one[0].t())
+    step = compile(body, donate_argnums=0)
+    for _ in range(6):
+        # The host computes on copies: the views of one call are not aliases in the next.
+        expected = [t.clone() for t in body(expected)] if body is not updated_in_place else body(expected)
+        state = step(state)
+    assert all(torch.equal(t.cpu(), value) for t, value in zip(state, expected, strict=True))
+
+
+def test_a_dropped_view_of_a_marked_tensor_costs_nothing(make):
+    t = make(4, 4)
+    t.add_(1)
+    torch_xla.sync(wait=True)
+    donate_buffer(t)
+    row = t[1]
+    del row
+    result = t * 2
+    live = torch_xla._XLAC._get_xla_tensors_hlo([result])
+    torch_xla.sync(wait=True)
+    assert "slice" not in live and is_donated(t)
+
+
+def test_views_of_an_unusable_donor_keep_their_value(make):
+    t = make(4, 4)
+    t.add_(1)
+    torch_xla.sync(wait=True)
+    before = t[1]
+    donate_buffer(t)
+    between = t[1]
+    total = t.sum()
+    with pytest.warns(DonationWarning, match="not usable"):
+        torch_xla.sync(wait=True)
+    assert before.tolist() == between.tolist() == [5, 6, 7, 8] and total.item() == 136
+
+
+def test_sharded_tensors_have_views_that_keep_their_value():
+    run_script(
+        """
+        import numpy as np
+        import torch, torch_xla, torch_xla_donate
+        import torch_xla.runtime as xr
+        import torch_xla.distributed.spmd as xs
+        from torch_xla_donate import donate_buffer, is_donated
+
+        xr.use_spmd()
+        mesh = xs.Mesh(np.arange(4), (4,), ("data",))
+        for spec in (("data", None), (None, "data"), (None, None)):
+            t = torch.arange(64.0).reshape(8, 8).to("xla")
+            xs.mark_sharding(t, mesh, spec)
+            torch_xla.sync(wait=True)
+            t.add_(1)
+            torch_xla.sync(wait=True)
+            copy = torch.arange(64.0).reshape(8, 8) + 1
+            before = t[1:5]
+            donate_buffer(t)
+            taken = [t[1], t.t(), before[0], before.detach(), before.data, t.split(2)[1]]
+            expected = [copy[1], copy.t(), copy[1], copy[1:5], copy[1:5], copy[2:4]]
+            result = t * 2
+            torch_xla.sync(wait=True)
+            assert is_donated(t)
+            for view, value in zip(taken, expected):
+                assert torch.equal(view.cpu(), value), (spec, view.shape)
+            assert torch.equal(result.cpu(), copy * 2)
+        """,
+        env={"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+    )

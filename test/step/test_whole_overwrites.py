@@ -1,0 +1,371 @@
+"""A consumed tensor that is overwritten as a whole is usable again; any other operation raises and changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+from helpers import run_script
+
+from torch_xla_donate import _C, DonatedBufferError, donate_buffer, donation_disabled, is_donated
+
+pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _notices_taken():
+    yield
+    _C.wait_for_steps()
+    _C.take_notices()
+
+
+@pytest.fixture
+def consumed(make):
+    def make_consumed(*shape, dtype=torch.float32):
+        t = make(*shape, dtype=dtype)
+        donate_buffer(t)
+        taken = t + 1
+        torch_xla.sync(wait=True)
+        assert is_donated(t)
+        return t, taken
+
+    return make_consumed
+
+
+def xla(*values):
+    return torch.tensor(values).to("xla")
+
+
+# What they give does not depend on the old value.
+FIXED = {
+    "copy_": (lambda t: t.copy_(xla(5.0, 6.0, 7.0)), [5, 6, 7]),
+    "copy_ from the host": (lambda t: t.copy_(torch.tensor([5.0, 6.0, 7.0])), [5, 6, 7]),
+    "copy_ of one value": (lambda t: t.copy_(xla(5.0)), [5, 5, 5]),
+    "copy_ of another dtype": (lambda t: t.copy_(xla(5, 6, 7)), [5, 6, 7]),
+    "fill_": (lambda t: t.fill_(5), [5, 5, 5]),
+    "fill_ with a tensor": (lambda t: t.fill_(xla(5.0)[0]), [5, 5, 5]),
+    "zero_": (lambda t: t.zero_(), [0, 0, 0]),
+    "[:] =": (lambda t: t.__setitem__(slice(None), 5), [5, 5, 5]),
+    "[...] =": (lambda t: t.__setitem__(..., xla(5.0, 6.0, 7.0)), [5, 6, 7]),
+    ".data =": (lambda t: setattr(t, "data", xla(5.0, 6.0, 7.0)), [5, 6, 7]),
+    "set_": (lambda t: t.set_(xla(5.0, 6.0, 7.0)), [5, 6, 7]),
+    "bernoulli_ of 1": (lambda t: t.bernoulli_(1.0), [1, 1, 1]),
+    "bernoulli_ of tensor": (lambda t: t.bernoulli_(xla(1.0, 0.0, 1.0)), [1, 0, 1]),
+    "_foreach_copy_": (lambda t: torch._foreach_copy_([t], [xla(5.0, 6.0, 7.0)]), [5, 6, 7]),
+    "_foreach_zero_": (lambda t: torch._foreach_zero_([xla(1.0), t]), [0, 0, 0]),
+    "detach().fill_": (lambda t: t.detach().fill_(5), [5, 5, 5]),
+    "data.zero_": (lambda t: t.data.zero_(), [0, 0, 0]),
+    "init.zeros_": (lambda t: torch.nn.init.zeros_(t), [0, 0, 0]),
+    "init.constant_": (lambda t: torch.nn.init.constant_(t, 5), [5, 5, 5]),
+    "out of add": (lambda t: torch.add(xla(1.0, 2.0, 3.0), 4, out=t), [5, 6, 7]),
+    "out of mul": (lambda t: torch.mul(xla(1.0, 2.0, 3.0), 2, out=t), [2, 4, 6]),
+    "out of sum": (lambda t: torch.sum(torch.ones(3, 2, device="xla"), 1, out=t), [2, 2, 2]),
+    "out of matmul": (lambda t: torch.matmul(torch.ones(3, 2, device="xla"), xla(1.0, 2.0), out=t), [3, 3, 3]),
+    "out of cat": (lambda t: torch.cat([xla(5.0), xla(6.0, 7.0)], out=t), [5, 6, 7]),
+    "out of zeros": (lambda t: torch.zeros(3, out=t), [0, 0, 0]),
+    "out of ones": (lambda t: torch.ones(3, out=t), [1, 1, 1]),
+    "out of full": (lambda t: torch.full((3,), 5.0, out=t), [5, 5, 5]),
+    "out of arange": (lambda t: torch.arange(3, out=t, dtype=torch.float32), [0, 1, 2]),
+}
+RANDOM = {
+    "normal_": (lambda t: t.normal_(), -9, 9),
+    "uniform_": (lambda t: t.uniform_(2, 3), 2, 3),
+    "exponential_": (lambda t: t.exponential_(), 0, 99),
+    "geometric_": (lambda t: t.geometric_(0.5), 1, 99),
+    "log_normal_": (lambda t: t.log_normal_(), 0, 1e9),
+    "cauchy_": (lambda t: t.cauchy_(), -1e9, 1e9),
+    "random_": (lambda t: t.random_(), 0, 2**53),
+    "random_ to": (lambda t: t.random_(10), 0, 9),
+    "random_ from": (lambda t: t.random_(5, 10), 5, 9),
+    "bernoulli_": (lambda t: t.bernoulli_(0.5), 0, 1),
+    "init.uniform_": (lambda t: torch.nn.init.uniform_(t, 2, 3), 2, 3),
+    "init.trunc_normal_": (lambda t: torch.nn.init.trunc_normal_(t, a=-1, b=1), -1, 1),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_an_overwrite_gives_its_value(consumed, name):
+    overwrite, expected = FIXED[name]
+    for sync in (False, True):
+        t, taken = consumed(3)
+        with torch.no_grad():
+            overwrite(t)
+        assert not is_donated(t)
+        if sync:
+            torch_xla.sync()
+        assert t.tolist() == expected
+        assert (t + 1).tolist() == [value + 1 for value in expected]
+        assert taken.tolist() == [1, 2, 3]
+        donate_buffer(t) if sync else torch_xla.sync()
+        again = t * 2
+        torch_xla.sync(wait=True)
+        assert is_donated(t) == sync
+        assert again.tolist() == [2 * value for value in expected]
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_an_overwrite_draws_random_numbers(consumed, name):
+    overwrite, low, high = RANDOM[name]
+    t, taken = consumed(64)
+    overwrite(t)
+    assert not is_donated(t)
+    values = t.tolist()
+    assert all(low <= value <= high for value in values)
+    assert len(set(values)) > 1
+    torch_xla.sync()
+    assert t.tolist() == values
+    assert taken.tolist() == list(range(1, 65))
+
+
+def test_the_same_numbers_as_without_a_donation(make, consumed):
+    for overwrite, _, _ in RANDOM.values():
+        drawn = []
+        for t in (make(8), consumed(8)[0]):
+            torch.manual_seed(1234)  # some run on the host
+            torch_xla.core.xla_model.set_rng_state(1234)
+            overwrite(t)
+            drawn.append(t.tolist())
+        assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
+def test_any_dtype(make, dtype):
+    for overwrite in (torch.Tensor.zero_, lambda t: t.fill_(1), lambda t: t.random_(0, 2)):
+        t = make(4, dtype=dtype)
+        donate_buffer(t)
+        taken = t.logical_not() if dtype is torch.bool else t + 1
+        torch_xla.sync(wait=True)
+        assert is_donated(t)
+        overwrite(t)
+        assert not is_donated(t)
+        assert t.dtype == dtype
+        assert set(t.tolist()) <= {0, 1}
+        del taken
+
+
+READING = {
+    "add_": lambda t: t.add_(1),
+    "mul_ by 0": lambda t: t.mul_(0),
+    "clamp_": lambda t: t.clamp_(1, 1),
+    "masked_fill_ of all": lambda t: t.masked_fill_(xla(True, True, True), 1),
+    "index_fill_ of all": lambda t: t.index_fill_(0, xla(0, 1, 2), 1),
+    "index_copy_ of all": lambda t: t.index_copy_(0, xla(0, 1, 2), xla(5.0, 6.0, 7.0)),
+    "scatter_ of all": lambda t: t.scatter_(0, xla(0, 1, 2), 1),
+    "[0] =": lambda t: t.__setitem__(0, 1),
+    "[0:2] =": lambda t: t.__setitem__(slice(0, 2), 1),
+    "copy_ of itself": lambda t: t.copy_(t),
+    "view().fill_": lambda t: t.view(3).fill_(1),
+    "view().copy_": lambda t: t.view(3, 1).copy_(torch.ones(3, 1)),
+    "resize_": lambda t: t.resize_(3),
+    "out of add, reads it": lambda t: torch.add(t, 1, out=t),
+    "fill_ with its element": lambda t: t.fill_(t[0]),
+    "bernoulli_ of it": lambda t: t.bernoulli_(t),
+    "out of randn, resizes it": lambda t: torch.randn(3, out=t),
+    "_foreach_add_": lambda t: torch._foreach_add_([t], 1),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_reads_the_old_value_raises_and_has_no_effect(consumed, name):
+    t, taken = consumed(3)
+    pending = taken * 10
+    with pytest.raises(DonatedBufferError, match="test_whole_overwrites.py"):
+        READING[name](t)
+    assert is_donated(t)
+    with pytest.raises(DonatedBufferError):
+        t.tolist()
+    torch_xla.sync()
+    assert is_donated(t)
+    assert pending.tolist() == [10, 20, 30]
+    t.fill_(1)
+    assert t.tolist() == [1, 1, 1]
+
+
+def test_another_consumed_tensor_in_an_overwrite_is_a_use(consumed):
+    t, _ = consumed(3)
+    source, _ = consumed(3)
+    for use in (
+        lambda: t.copy_(source),
+        lambda: torch.add(source, 1, out=t),
+        lambda: t.bernoulli_(source),
+        lambda: torch._foreach_copy_([t], [source]),
+    ):
+        with pytest.raises(DonatedBufferError):
+            use()
+        assert is_donated(t)
+    fresh = xla(1.0, 2.0, 3.0)
+    with pytest.raises(DonatedBufferError):
+        fresh.copy_(source)
+    assert fresh.tolist() == [1, 2, 3]
+
+
+def test_gradients_of_an_optimizer_become_zero(make):
+    """zero_grad(set_to_none=False) overwrites gradients that a step has consumed."""
+    for foreach in (False, True):
+        p = torch.nn.Parameter(make(3))
+        optimizer = torch.optim.SGD([p], lr=1.0, foreach=foreach)
+        (p * p).sum().backward()
+        torch_xla.sync(wait=True)
+        donate_buffer(p.grad)
+        taken = p.grad + 1
+        torch_xla.sync(wait=True)
+        assert is_donated(p.grad)
+        optimizer.zero_grad(set_to_none=False)
+        assert p.grad.tolist() == [0, 0, 0]
+        assert taken.tolist() == [1, 3, 5]
+
+
+def test_a_view_follows_the_new_value(make):
+    t = make(4)
+    row = t[1:3]
+    torch_xla.sync()
+    donate_buffer(t)
+    taken = t + 1
+    torch_xla.sync(wait=True)
+    with pytest.raises(DonatedBufferError):
+        row.tolist()
+    t.fill_(7)
+    assert row.tolist() == [7, 7]
+    assert taken.tolist() == [1, 2, 3, 4]
+
+
+def test_an_overwrite_right_after_the_step(make):
+    """Nothing waits for the step that consumes the buffer, and its result is right."""
+    for overwrite, _ in FIXED.values():
+        t = make(3)
+        donate_buffer(t)
+        taken = t + 1
+        torch_xla.sync()
+        with torch.no_grad():
+            overwrite(t)
+        assert taken.tolist() == [1, 2, 3]
+
+
+def test_an_overwrite_of_a_spared_tensor_is_not_reported(make, recwarn):
+    for overwrite in (torch.Tensor.zero_, lambda t: t.fill_(5), torch.Tensor.normal_, lambda t: t.bernoulli_(0.5)):
+        t = make(3)
+        with donation_disabled(report_reuse=True):
+            donate_buffer(t)
+            taken = t + 1
+            torch_xla.sync(wait=True)
+        overwrite(t)
+        torch_xla.sync()
+        assert taken.tolist() == [1, 2, 3]
+    assert not [warning for warning in recwarn if "donation_disabled" in str(warning.message)]
+
+
+def test_the_hooks_of_libtorch_come_out_again():
+    source = """
+        import torch, torch_xla
+        import torch_xla_donate as txd
+        from torch_xla_donate import _host
+        _host.uninstall_hooks()
+        t = torch.ones(3).to("xla")
+        t.zero_(); t.uniform_(); t.fill_(2)
+        assert t.tolist() == [2, 2, 2]
+        _host.install_hooks()
+        torch_xla.sync()
+        txd.donate_buffer(t)
+        n = t + 1
+        torch_xla.sync(wait=True)
+        assert txd.is_donated(t)
+        t.zero_()
+        assert t.tolist() == [0, 0, 0] and n.tolist() == [3, 3, 3]
+    """
+    run_script(source)
+
+
+def test_spmd():
+    source = """
+        import numpy as np, torch, torch_xla
+        import torch_xla.distributed.spmd as xs
+        import torch_xla.runtime as xr
+        from torch_xla_donate import donate_buffer, is_donated
+        xr.use_spmd()
+        count = xr.global_runtime_device_count()
+        assert count == 4
+        mesh = xs.Mesh(np.arange(count), (count,), ("x",))
+        for overwrite in (lambda t: t.zero_(), lambda t: t.fill_(0), lambda t: t.uniform_(0, 0.5).mul_(0),
+                          lambda t: t.bernoulli_(0.0), lambda t: torch.zeros(8, out=t)):
+            t = torch.arange(8.0).to("xla")
+            xs.mark_sharding(t, mesh, ("x",))
+            torch_xla.sync()
+            donate_buffer(t)
+            n = t + 1
+            torch_xla.sync(wait=True)
+            assert is_donated(t)
+            overwrite(t)
+            torch_xla.sync()
+            assert t.cpu().tolist() == [0.0] * 8
+            assert n.cpu().tolist() == [i + 1.0 for i in range(8)]
+        print("done")
+    """
+    flags = {"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    assert "done" in run_script(source, env=flags).stdout
+
+
+# --- is_donated of views ---
+
+VIEWS = {
+    "a row": lambda t: t[1],
+    "a view of a view": lambda t: t.view(4)[1:3],
+    "transposed": lambda t: t.t(),
+    "transposed twice": lambda t: t.t().t(),
+    "a view, detached": lambda t: t[0].detach(),
+    "of detach()": lambda t: t.detach()[0],
+    "of data": lambda t: t.data[0],
+    "diagonal": torch.Tensor.diagonal,
+    "expanded": lambda t: t[0].expand(3, 2),
+    "real": torch.Tensor.real.__get__,
+}
+
+
+@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("name", VIEWS)
+def test_is_donated_answers_for_a_view(make, name, updated):
+    """True exactly where a read raises; to ask changes nothing."""
+    for ask_first in (False, True):
+        for synced in (False, True):
+            t = make(2, 2)
+            if updated:
+                t.add_(0)
+                torch_xla.sync()
+            view = VIEWS[name](t)
+            if synced:
+                torch_xla.sync()
+            assert not is_donated(view)
+            donate_buffer(t)
+            taken = t + 1
+            if ask_first:
+                assert not is_donated(view)
+            torch_xla.sync(wait=True)
+            assert is_donated(t)
+            assert is_donated(view)
+            with pytest.raises(DonatedBufferError):
+                view.tolist()
+            assert is_donated(view)
+            t.copy_(taken)
+            assert not is_donated(view)
+            assert view.tolist() == VIEWS[name](taken).tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in VIEWS if name != "real"])
+def test_is_donated_is_false_for_a_view_with_a_value(make, name):
+    t = make(2, 2)
+    donate_buffer(t)
+    view = VIEWS[name](t)
+    taken = t + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    assert not is_donated(view)
+    assert view.tolist() == VIEWS[name](torch.arange(4.0).reshape(2, 2)).tolist()
+    assert taken.tolist() == [[1, 2], [3, 4]]
+
+
+def test_is_donated_answers_for_every_kind_of_tensor(make):
+    t = make(3)
+    t[0] = 1  # out of date until it is used
+    assert not is_donated(t)
+    for other in (torch.ones(2), torch.ones(2, device="meta"), torch.ones(2).to_sparse(), t + 1, t[:0], xla(1)[0]):
+        assert not is_donated(other)
+    torch_xla.sync()

@@ -1,0 +1,255 @@
+"""The documentation: its Python blocks run, its texts are what the code says, its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import sys
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from children import run_file, run_in_child
+
+import torch_xla_donate
+from torch_xla_donate import _C, _host, _report, _reuse
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sorted((ROOT / "third_party").glob("*.md"))]
+
+
+@dataclass
+class Block:
+    """A Python block of a page, and the text block that follows it, if one does."""
+
+    line: int
+    source: str
+    expected: str | None
+
+
+@dataclass
+class Process:
+    """Blocks that share a process."""
+
+    env: dict[str, str] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+
+
+FENCE = re.compile(
+    r"(?:<!-- (?P<marker>fresh|env: [^>]*?) -->\n)?^```python\n(?P<source>.*?)^```\n(?:\n```text\n(?P<text>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def processes(page: Path) -> list[Process]:
+    """A comment before a block starts a new process: `<!-- fresh -->`, or `<!-- env: NAME=VALUE ... -->`."""
+    text = page.read_text(encoding="utf-8")
+    found: list[Process] = []
+    for match in FENCE.finditer(text):
+        marker = match["marker"]
+        if marker is not None or not found or found[-1].env:
+            settings = (marker or "").removeprefix("env: ").split() if marker != "fresh" else []
+            found.append(Process(dict(setting.split("=", 1) for setting in settings)))
+        found[-1].blocks.append(Block(text.count("\n", 0, match.start()) + 1, match["source"], match["text"]))
+    return found
+
+
+def words(text: str) -> str:
+    """The text with its line breaks and runs of blanks made one blank: pages break lines where they like."""
+    return " ".join(text.split())
+
+
+def cases() -> Iterator[object]:
+    for page in [ROOT / "README.md", *PAGES]:
+        for process in processes(page):
+            needs_jax = any("import jax" in block.source for block in process.blocks) and sys.version_info < (3, 11)
+            skipped = [pytest.mark.skip(reason="jax 0.7.1 and torchax need Python 3.11")] if needs_jax else []
+            yield pytest.param(process, id=f"{page.relative_to(ROOT)}:{process.blocks[0].line}", marks=skipped)
+
+
+def run_blocks(sources: list[str]) -> list[str]:
+    """Runs blocks one after another; for each, what it printed, warned of and raised."""
+    namespace = {"__name__": "__main__", "__file__": "example.py"}
+    results = []
+    for source in sources:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", torch_xla_donate.DonationWarning)
+        warnings.showwarning = lambda message, category, *rest: print(f"{category.__name__}: {message}")
+        _report._warned_sites.clear()
+        _reuse._told.clear()
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            try:
+                exec(compile(source, "example.py", "exec"), namespace)
+            except Exception as error:
+                print(f"{type(error).__name__}: {error}")
+        results.append(out.getvalue())
+    return results
+
+
+@pytest.mark.parametrize("process", cases())
+def test_the_blocks_of_a_page_run_and_say_what_the_page_says(process: Process) -> None:
+    results = run_in_child(run_blocks, [block.source for block in process.blocks], env=process.env).value
+    for block, result in zip(process.blocks, results, strict=True):
+        if block.expected is None:
+            assert "Error: " not in result, f"the block at line {block.line} raised: {result}"
+        else:
+            assert words(result) == words(block.expected), f"the text after the block at line {block.line}"
+
+
+def test_every_page_with_a_message_shows_it_running() -> None:
+    shown = {page.name for page in PAGES if any(block.expected for p in processes(page) for block in p.blocks)}
+    assert shown == {page.name for page in PAGES} - {"README.md", "how_it_works.md"}
+
+
+# --- The README ---
+
+
+def test_the_readme_shows_the_quickstart_and_its_real_output() -> None:
+    # GIVEN the example and what it prints
+    example = ROOT / "examples" / "quickstart.py"
+    output = run_file(example).stdout
+    # THEN both are in the README; blanks at the ends of lines do not count
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = [b for process in processes(ROOT / "README.md") for b in process.blocks if "ones(1024, 1024" in b.source]
+    assert shown.source == example.read_text(encoding="utf-8")
+    printed = "\n".join(line.rstrip() for line in output.splitlines())
+    assert f"```console\n$ python examples/quickstart.py\n{printed}\n```" in readme
+
+
+def test_the_readme_names_the_versions_that_are_supported() -> None:
+    assert f"torch_xla {_host.supported_versions()}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+# --- Every message has a page ---
+
+
+def constants(node: ast.expr) -> list[str]:
+    """The constant pieces of a string, an f-string, or a sum or choice of them."""
+    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def python_messages() -> Iterator[tuple[str, str]]:
+    errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
+    for name in (
+        "_arguments",
+        "_auto",
+        "_call_jax",
+        "_compile",
+        "_config",
+        "_debug",
+        "_donate",
+        "_errors",
+        "_host",
+        "_into",
+        "_outlook",
+        "_report",
+        "_user_computation",
+    ):
+        path = ROOT / "torch_xla_donate" / f"{name}.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = isinstance(node, ast.Call) and (
+                (isinstance(node.func, ast.Name) and node.func.id in errors)
+                or (isinstance(node.func, ast.Attribute) and node.func.attr in ("warn", "warn_explicit"))
+            )
+            if called and node.args and constants(node.args[0]):
+                yield f"{path.name}:{node.lineno}", max(constants(node.args[0]), key=len)
+            if isinstance(node, ast.FunctionDef) and node.name in (
+                "explain",
+                "_differs_per_device",
+                "_expect",
+                "of",
+                "describe_use",
+                "describe_reuse",
+                "_line",
+                "_text",
+                "_unusable_text",
+            ):
+                for inner in ast.walk(node):
+                    if isinstance(inner, ast.Return) and inner.value is not None and constants(inner.value):
+                        yield f"{path.name}:{inner.lineno}", max(constants(inner.value), key=len)
+
+
+def reasons_of_the_hooks() -> Iterator[tuple[str, str]]:
+    source = (ROOT / "csrc" / "sync_hooks.cpp").read_text(encoding="utf-8")
+    source = re.sub(r'"\s*\n\s*"', "", source)  # strings over several lines
+    for match in re.finditer(r'(?:refusal\s*=\s*|Abandon\(|runtime_error\(std::string\()"([^"]+)"', source):
+        yield f"sync_hooks.cpp: {match[1][:40]}", match[1]
+
+
+MESSAGES = [*python_messages(), *reasons_of_the_hooks()]
+
+
+def test_the_messages_of_the_code_are_found() -> None:
+    assert len([where for where, _ in MESSAGES if where.startswith("sync_hooks.cpp")]) >= 8
+    assert len(MESSAGES) >= 30
+
+
+@pytest.mark.parametrize("message", [text for _, text in MESSAGES], ids=[where for where, _ in MESSAGES])
+def test_every_message_of_the_code_has_a_page(message: str) -> None:
+    everything = words(" ".join(page.read_text(encoding="utf-8") for page in PAGES))
+    assert words(message) in everything
+
+
+def test_the_page_that_a_warning_names_exists() -> None:
+    source = (ROOT / "torch_xla_donate" / "_report.py").read_text(encoding="utf-8")
+    (named,) = set(re.findall(r"See (docs/\w+\.md)", source))
+    assert (ROOT / named).is_file()
+
+
+# --- Tables, links, pictures ---
+
+
+def test_the_table_of_hooks_is_the_table_of_the_code() -> None:
+    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w:]+)` \| (.+) \|$", page, re.MULTILINE)
+    assert rows == [(hook["name"], hook["purpose"]) for hook in _C.hooks()]
+
+
+def test_the_record_lists_every_hook_and_tests_that_exist() -> None:
+    record = (ROOT / "third_party" / "host_facts.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w:]+)` \| `(_Z\w+)` \|$", record, re.MULTILINE)
+    assert len(rows) == len(_C.hooks())
+    for hook, (name, symbol) in zip(_C.hooks(), rows):
+        assert hook["name"] == name
+        assert hook["symbol"].startswith(symbol)
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "test").rglob("test_*.py"))
+    for page in LINKED:
+        for name in re.findall(r"`(test_[a-z0-9_]{12,})`", page.read_text(encoding="utf-8")):
+            assert f"def {name}(" in tests, f"{page.name} names {name}"
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", LINKED, ids=[str(page.relative_to(ROOT)) for page in LINKED])
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in headings(path), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
+
+
+def test_the_figure_has_a_background_and_names_the_hooks() -> None:
+    figure = ROOT / "docs" / "path_of_a_mark.svg"
+    root = ElementTree.parse(figure).getroot()
+    assert any(rect.get("fill") == "#ffffff" for rect in root.iter("{http://www.w3.org/2000/svg}rect"))
+    text = figure.read_text(encoding="utf-8")
+    assert all(hook["name"].rpartition("::")[2] in text for hook in _C.hooks())

@@ -1,0 +1,48 @@
+"""What an interrupt leaves behind: nothing. Python raises KeyboardInterrupt between any two calls, also while a context
+is entered or left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+
+from torch_xla_donate import _C
+
+
+def restore(holder: Any, *names: str) -> None:
+    """Has `Restored` give attributes back: of a module, or of an object whose attributes belong to the thread."""
+    _restored.extend((holder, name) for name in names)
+
+
+_restored: list[tuple[Any, str]] = []
+_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+restore(_python_dispatch, *(flag for flag in _FLAGS if hasattr(_python_dispatch, flag)))  # torch 2.7 has two of them
+
+
+class Restored(_C.Scope):
+    """On the way out by an exception, this thread's torch modes and the package's flags are what they were before.
+
+    The contexts inside do the same for themselves, unless the interrupt hits them while they do.
+    """
+
+    def enter(self) -> None:
+        self._before = [(holder, name, getattr(holder, name)) for holder, name in _restored]
+        self._depths = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+    def leave(self, raised: bool) -> None:
+        if not raised or not hasattr(self, "_depths"):
+            return
+        functions, dispatches = self._depths
+        while torch._C._len_torch_function_stack() > functions:
+            torch._C._pop_torch_function_stack()
+        while torch._C._len_torch_dispatch_stack() > dispatches:
+            torch._C._pop_torch_dispatch_stack(None)
+        for holder, name, value in self._before:
+            setattr(holder, name, value)
+        _C.disarm_run()
