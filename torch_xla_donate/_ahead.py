@@ -15,7 +15,7 @@ from torch_xla_donate import _C, _arguments, _host, _interrupts, _leaves, _log, 
 from torch_xla_donate._arguments import Plan
 from torch_xla_donate._compile import Compiled
 from torch_xla_donate._errors import DonationError
-from torch_xla_donate._pure import Before, HostReads, PureCompiled, Recorder, put_numbers, upload_floats
+from torch_xla_donate._pure import Before, HostReads, PureCompiled, Recorder, Restoring, put_numbers, upload_floats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,18 +85,18 @@ class Lowered:
             observer = Observer(function, flat)
             observer.has_numbers = bool(numbers)
             given = [_host.same_buffer(leaf) for leaf in leaves[True] if _is_materialised(leaf)]
+            observer.reads = HostReads(function)
             try:
-                observer.reads = HostReads(function)
-                with _interrupts.Restored(), observer.reads, observer:
-                    results = pytree.tree_leaves(self._compiled.body(*args, **kwargs))
-                given_floats = {id(one) for one in numbers}
-                results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
-                returned = {_C.identity(tensor)[1] for tensor in _leaves.tensors_in(results)} - {0}
-                donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
-                donors += observer.replaced()
-                yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
+                with _interrupts.Restored(), Restoring(observer):
+                    with observer.reads, observer:
+                        results = pytree.tree_leaves(self._compiled.body(*args, **kwargs))
+                    given_floats = {id(one) for one in numbers}
+                    results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
+                    returned = {_C.identity(tensor)[1] for tensor in _leaves.tensors_in(results)} - {0}
+                    donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
+                    donors += observer.replaced()
+                    yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
             finally:
-                observer.restore()
                 # What the trace has left anywhere else may depend on arrays without memory. It must never run.
                 _host.forget_pending()
 

@@ -33,6 +33,7 @@ class Restored(_C.Scope):
 
     def enter(self) -> None:
         self._before = [(holder, name, getattr(holder, name)) for holder, name in _restored]
+        self._gradients = torch.is_grad_enabled()
         self._depths = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
     def leave(self, raised: bool) -> None:
@@ -45,4 +46,5 @@ class Restored(_C.Scope):
             torch._C._pop_torch_dispatch_stack(None)
         for holder, name, value in self._before:
             setattr(holder, name, value)
+        torch._C._set_grad_enabled(self._gradients)
         _C.disarm_run()
