@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from torch_xla_donate import _C, _host, _leaves, _runs
+from torch_xla_donate import _C, _errors, _host, _leaves, _runs
 from torch_xla_donate._arguments import Arguments, Plan
 from torch_xla_donate._compile import NOT_READ, Compiled, Donated
 
@@ -144,14 +144,25 @@ class OpenxlaCompiled(Compiled):
         names = frozenset() if frame is None else frame.returned
         returned = frozenset(position for position, name in enumerate(inputs_of_graph) if name in names)
 
+        given = len({id(one) for one in inputs if isinstance(one, torch.Tensor)})
+        given += sum(not isinstance(one, torch.Tensor) for one in inputs)
+
         def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
-            kept = _handed_on(graph)
+            kept = _handed_on(graph, given)
             if kept is None:
-                return make_boxed_func(Graph(graph, frozenset(), _MERGED, frame))  # type: ignore[no-any-return, no-untyped-call]
+                return make_boxed_func(self._refuse_merged)  # type: ignore[no-any-return, no-untyped-call]
             return make_boxed_func(Graph(graph, kept | returned, refusal, frame))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
         return backend(model, inputs)  # type: ignore[no-any-return]
+
+    def _refuse_merged(self, *args: Any) -> Any:
+        """torch.compile reads a view through strides and offsets that an XLA tensor does not have: wrong values."""
+        raise _errors.DonationError(
+            f"{self.function} updates in place an argument that is a view of another argument, and torch.compile "
+            'computes wrong values for it on XLA. Pass a clone() of the view, or use backend="lazy". '
+            "Nothing was donated."
+        )
 
     def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> str:
         """Why nothing may be donated to this graph; empty if it may."""
@@ -167,7 +178,6 @@ class OpenxlaCompiled(Compiled):
 
 _NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
 _STILL_NEEDED = "the result, or the backward pass, still needs it"
-_MERGED = "torch.compile has merged arguments that share memory"
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
@@ -186,15 +196,15 @@ def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
     return code is whole or (resumed and code.co_filename == whole.co_filename)
 
 
-def _handed_on(graph: torch.fx.GraphModule) -> frozenset[int] | None:
-    """Positions of the inputs that outlive the graph; None if its inputs are not those of the function."""
+def _handed_on(graph: torch.fx.GraphModule, given: int) -> frozenset[int] | None:
+    """Positions of the inputs that outlive the graph; None if fewer inputs are left than torch.compile was given."""
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     kept = {inputs.index(node) for node in outputs if node in inputs}
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
-    if metadata is None or len(metadata.input_info) != len(inputs):
-        return None
+    if metadata is None or len(metadata.input_info) != len(inputs) or len(inputs) < given:
+        return None  # views of one tensor, of which one is updated, have become one input
     for output in metadata.output_info:
         if output.output_type in (OutputType.alias_of_input, OutputType.is_input):
             kept.add(output.base_idx)  # type: ignore[arg-type]

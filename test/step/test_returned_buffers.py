@@ -14,7 +14,7 @@ import torch_xla.debug.metrics as metrics
 from helpers import run_script
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, DonatedBufferError, _leaves, compile, donation_report, hlo, is_donated
+from torch_xla_donate import _C, DonatedBufferError, DonationError, _leaves, compile, donation_report, hlo, is_donated
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 
@@ -315,8 +315,6 @@ def test_an_object_that_leads_to_an_argument(make):
 
 
 def test_pure_refuses_an_object_that_hides_an_argument(make):
-    from torch_xla_donate import DonationError
-
     g = give_away(lambda p: Box(p, p + 1), "pure")
     w = make(3)
     with pytest.raises(DonationError, match="keeps"):
@@ -352,6 +350,29 @@ def test_openxla_backward_of_a_tied_argument(make):
         same, loss = g(w, w.detach().requires_grad_())
         loss.backward()
         assert same.tolist() == [0, 1, 2]
+
+
+VIEWS = {"transposed": torch.t, "part": lambda a: a[1:], "flat": lambda a: a.view(-1)}
+
+
+@pytest.mark.parametrize("donated", [(), (0,), (0, 1)])
+@pytest.mark.parametrize("view", VIEWS)
+def test_openxla_refuses_to_update_a_view_of_an_argument(make, view, donated):
+    """torch.compile by itself gives wrong values here, without donation, too."""
+
+    def update(a, v):
+        v[0].add_(1)
+        return a * 1, v * 1
+
+    g = give_away(update, "openxla", donated)
+    for _ in range(2):
+        a = make(2, 3)
+        with pytest.raises(DonationError, match="view of another argument"):
+            g(a, VIEWS[view](a))
+        assert a.tolist() == [[0, 1, 2], [3, 4, 5]]
+    lazy = give_away(update, "lazy", ())
+    expected = update(*(lambda a: (a, VIEWS[view](a)))(torch.arange(6.0).view(2, 3)))
+    assert [x.tolist() for x in lazy(a, VIEWS[view](a))] == [x.tolist() for x in expected]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
