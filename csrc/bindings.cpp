@@ -338,6 +338,14 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   call.is_scope = true;
   call.site->held = held;
   Commit(resolved, items, call.site);
+  // An argument that is a view has its value, which it would work out again from a base that the call consumes.
+  for (const py::list* arguments : {&donated, &kept}) {
+    for (const py::handle argument : *arguments) {
+      if (THPVariable_Check(argument.ptr())) {
+        abi::KeepValue(THPVariable_Unpack(argument.ptr()));
+      }
+    }
+  }
   return py::cast(std::move(call));
 }
 

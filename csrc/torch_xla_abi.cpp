@@ -232,6 +232,12 @@ void SetUpToDate(at::FunctionalTensorWrapper& tensor) {
   CounterOf(Generation(), tensor) = GroupOf(tensor).generation();
 }
 
+void KeepValue(const at::Tensor& tensor) {
+  if (at::functionalization::impl::isFunctionalTensor(tensor)) {
+    SetUpToDate(*at::functionalization::impl::unsafeGetFunctionalWrapper(tensor));
+  }
+}
+
 lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor) {
   return BufferOfImpl(*GroupOf(tensor).base().unsafeGetTensorImpl());
 }

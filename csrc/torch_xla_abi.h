@@ -105,6 +105,8 @@ lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
 lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
 // The value that the tensor has counts as that of its storage, so that it is not worked out again.
 void SetUpToDate(at::FunctionalTensorWrapper& tensor);
+// The same for any tensor that has been resolved.
+void KeepValue(const at::Tensor& tensor);
 
 // The data that a tensor has now, without what is pending; null if it is not a tensor of torch_xla's.
 const TensorData* ValueOf(const c10::TensorImpl& tensor);

@@ -352,6 +352,33 @@ def test_openxla_backward_of_a_tied_argument(make):
         assert same.tolist() == [0, 1, 2]
 
 
+VIEWED: dict[str, Any] = {
+    "the view and an alias of it": lambda b, v: (v, v.view_as(v)),
+    "an output beside them": lambda b, v: (v, v.view_as(v), b + 1),
+    "the base": lambda b, v: (v.t(), b),
+    "views of both": lambda b, v: (v.t() + b, b[1:], v[0]),
+    "the view is read only": lambda b, v: (b + 1, v * 2),
+}
+
+
+@pytest.mark.parametrize("donated", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("body", VIEWED)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_argument_that_is_a_view_of_a_donated_one(make, backend, body, donated):
+    """Donating the base must not make the view pending again, also where a step has given it a buffer."""
+    g = give_away(VIEWED[body], backend, donated)
+    b = torch.arange(9.0).view(3, 3)
+    expected = [x.tolist() for x in VIEWED[body](b, b.t())]
+    for synced in (False, True, False):
+        b = make(3, 3)
+        v = b.t()
+        if synced:
+            torch_xla.sync()
+        assert [x.tolist() for x in g(b, v)] == expected
+        if donated == (0,):
+            assert v.tolist() == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+
+
 VIEWS = {"transposed": torch.t, "part": lambda a: a[1:], "flat": lambda a: a.view(-1)}
 
 
