@@ -46,13 +46,13 @@ test-cpp: build  ## the C++ tests of the ELF part
 lint: env  ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror csrc/*.h csrc/*.cpp test/cpp/*.h test/cpp/*.cpp
+	$(BIN)/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
 	$(BIN)/mypy
 
 format: env  ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i csrc/*.h csrc/*.cpp test/cpp/*.h test/cpp/*.cpp
+	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
 
 bench: build  ## measure; prints tables and writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/run.py

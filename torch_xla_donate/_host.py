@@ -1,4 +1,4 @@
-"""The one Python module that touches torch_xla's internals; the C++ side's is csrc/torch_xla_abi.cpp.
+"""The one Python module that touches torch_xla's internals; the C++ side's is csrc/host/torch_xla_abi.cpp.
 
 Loading happens in two stages, because a probe tensor would start the XLA runtime, which must not happen at import
 (``torch_xla.launch`` and ``xr.use_spmd`` come after it). At import the versions are compared and the hooks installed:

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "got_patch.h"
+#include "elf/patch.h"
 #include "victims.h"
 
 using namespace torch_xla_donate;

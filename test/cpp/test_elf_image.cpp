@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "check.h"
-#include "elf_image.h"
+#include "elf/image.h"
 #include "victims.h"
 
 using namespace torch_xla_donate;

@@ -176,7 +176,7 @@ def python_messages() -> Iterator[tuple[str, str]]:
 
 
 def reasons_of_the_hooks() -> Iterator[tuple[str, str]]:
-    source = (ROOT / "csrc" / "sync_hooks.cpp").read_text(encoding="utf-8")
+    source = (ROOT / "csrc" / "step" / "sync_hooks.cpp").read_text(encoding="utf-8")
     source = re.sub(r'"\s*\n\s*"', "", source)  # strings over several lines
     for match in re.finditer(r'(?:refusal\s*=\s*|Abandon\(|runtime_error\(std::string\()"([^"]+)"', source):
         yield f"sync_hooks.cpp: {match[1][:40]}", match[1]

@@ -1,5 +1,5 @@
 // Walks the dynamic section of a loaded library: relocation -> symbol -> name.
-#include "elf_image.h"
+#include "elf/image.h"
 
 #include <elf.h>
 #include <link.h>

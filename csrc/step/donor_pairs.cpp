@@ -1,5 +1,5 @@
 // Greedy matching by distance in the graph, then the orders that follow from it.
-#include "donor_pairs.h"
+#include "step/donor_pairs.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

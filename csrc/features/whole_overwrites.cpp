@@ -1,5 +1,5 @@
 // One intercept for each operation that clones what it overwrites, and one for what tells torch_xla of a replacement.
-#include "whole_overwrites.h"
+#include "features/whole_overwrites.h"
 
 #include <ATen/Operators.h>
 #include <ATen/ops/empty.h>
@@ -11,8 +11,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "donation_registry.h"
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
+#include "registry/registry.h"
 
 namespace torch_xla_donate {
 

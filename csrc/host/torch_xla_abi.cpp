@@ -1,5 +1,5 @@
 // Names, layouts and their check: the knowledge of torch_xla that torch_xla_abi.h promises to keep in one place.
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/config.h>

@@ -1,5 +1,5 @@
 // Numbers the nodes of a graph and hashes its edges.
-#include "graph_wiring.h"
+#include "features/graph_wiring.h"
 
 #include <cstdint>
 

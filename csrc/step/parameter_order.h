@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
 
 namespace torch_xla_donate {
 

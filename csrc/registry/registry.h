@@ -26,7 +26,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
 
 namespace torch_xla_donate {
 

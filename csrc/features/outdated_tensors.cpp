@@ -1,5 +1,5 @@
-// The hooks on functionalization and the notes of base tensors; functional_tensors.h says what they are for.
-#include "functional_tensors.h"
+// The hooks on functionalization and the notes of base tensors; outdated_tensors.h says what they are for.
+#include "features/outdated_tensors.h"
 
 #include <c10/core/InferenceMode.h>
 #include <pthread.h>
@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <exception>
 
-#include "donation_registry.h"
+#include "registry/registry.h"
 
 namespace torch_xla_donate {
 

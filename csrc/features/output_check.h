@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
 
 namespace torch_xla_donate {
 

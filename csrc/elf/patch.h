@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "elf_image.h"
+#include "elf/image.h"
 
 namespace torch_xla_donate {
 

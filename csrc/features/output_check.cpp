@@ -1,5 +1,5 @@
 // Fetches noted outputs one by one and counts what is not finite.
-#include "output_check.h"
+#include "features/output_check.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
@@ -7,7 +7,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

@@ -25,8 +25,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "hook.h"
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
+#include "step/hook.h"
 
 namespace torch_xla_donate {
 

@@ -1,11 +1,11 @@
 // The marks and their states, under one mutex.
-#include "donation_registry.h"
+#include "registry/registry.h"
 
 #include <pthread.h>
 
 #include <algorithm>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

@@ -1,12 +1,12 @@
 // Walks the pending work of the live tensors.
-#include "outlook.h"
+#include "features/prediction.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
 #include <unordered_set>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

@@ -16,14 +16,14 @@
 #include <utility>
 #include <vector>
 
-#include "array_text.h"
-#include "auto_donors.h"
-#include "backward_threads.h"
-#include "donation_registry.h"
-#include "functional_tensors.h"
-#include "outlook.h"
-#include "sync_hooks.h"
-#include "torch_xla_abi.h"
+#include "features/auto_donors.h"
+#include "features/backward_threads.h"
+#include "features/outdated_tensors.h"
+#include "features/prediction.h"
+#include "host/array_text.h"
+#include "host/torch_xla_abi.h"
+#include "registry/registry.h"
+#include "step/sync_hooks.h"
 
 namespace py = pybind11;
 
@@ -537,7 +537,7 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
   return result;
 }
 
-// What the next step would do with the pending marks; see outlook.h.
+// What the next step would do with the pending marks; see prediction.h.
 py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of) {
   const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
   ShardingOf ask;

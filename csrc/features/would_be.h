@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "donation_registry.h"
+#include "registry/registry.h"
 
 namespace torch_xla_donate {
 

@@ -1,5 +1,5 @@
 // The intercepts and the table of them; sync_hooks.h tells in which order a step passes them.
-#include "sync_hooks.h"
+#include "step/sync_hooks.h"
 
 #include <c10/util/ScopeExit.h>
 #include <dlfcn.h>
@@ -13,15 +13,15 @@
 #include <unordered_set>
 #include <utility>
 
-#include "auto_donors.h"
-#include "backward_threads.h"
-#include "functional_tensors.h"
-#include "got_patch.h"
-#include "graph_wiring.h"
-#include "hook.h"
-#include "parameter_order.h"
-#include "whole_overwrites.h"
-#include "would_be.h"
+#include "elf/patch.h"
+#include "features/auto_donors.h"
+#include "features/backward_threads.h"
+#include "features/graph_wiring.h"
+#include "features/outdated_tensors.h"
+#include "features/whole_overwrites.h"
+#include "features/would_be.h"
+#include "step/hook.h"
+#include "step/parameter_order.h"
 
 namespace torch_xla_donate {
 

@@ -1,10 +1,10 @@
 // Pairs would-be donors with outputs by their bytes.
-#include "would_be.h"
+#include "features/would_be.h"
 
 #include <map>
 #include <utility>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

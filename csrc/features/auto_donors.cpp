@@ -1,5 +1,5 @@
 // Liveness of a step's parameters, and the choice among the dead ones.
-#include "auto_donors.h"
+#include "features/auto_donors.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
@@ -7,7 +7,7 @@
 #include <map>
 #include <utility>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

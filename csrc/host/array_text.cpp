@@ -1,5 +1,5 @@
 // Reads the texts of abi::DescribeBuffer.
-#include "array_text.h"
+#include "host/array_text.h"
 
 #include <algorithm>
 #include <sstream>

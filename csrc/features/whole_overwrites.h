@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "got_patch.h"
+#include "elf/patch.h"
 
 namespace torch_xla_donate {
 

@@ -1,12 +1,12 @@
 // Reorders what RunPostOrder has found: the nodes that stand for parameters, the parameters, and their numbers.
-#include "parameter_order.h"
+#include "step/parameter_order.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
 #include <algorithm>
 #include <string>
 
-#include "array_text.h"
+#include "host/array_text.h"
 
 namespace torch_xla_donate {
 

@@ -1,4 +1,4 @@
-#include "backward_threads.h"
+#include "features/backward_threads.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 

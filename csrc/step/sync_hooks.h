@@ -30,8 +30,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "donation_registry.h"
-#include "output_check.h"
+#include "features/output_check.h"
+#include "registry/registry.h"
 
 namespace torch_xla_donate {
 

@@ -1,5 +1,5 @@
 // Exchanges slots atomically, page protection and all, and puts them back.
-#include "got_patch.h"
+#include "elf/patch.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -31,9 +31,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include "donation_registry.h"
-#include "donor_pairs.h"
-#include "torch_xla_abi.h"
+#include "host/torch_xla_abi.h"
+#include "registry/registry.h"
+#include "step/donor_pairs.h"
 
 namespace torch_xla_donate {
 
