@@ -104,20 +104,16 @@ def test_the_blocks_of_a_page_run_and_say_what_the_page_says(process: Process) -
 
 def test_every_page_with_a_message_shows_it_running() -> None:
     shown = {page.name for page in PAGES if any(block.expected for p in processes(page) for block in p.blocks)}
-    assert shown == {page.name for page in PAGES} - {"README.md", "how_it_works.md"}
+    assert shown == {page.name for page in PAGES} - {"README.md", "how_it_works.md", "benchmarks.md", "support.md"}
 
 
 # --- The README ---
 
 
-def test_the_readme_shows_the_quickstart_and_its_real_output() -> None:
-    # GIVEN the example and what it prints
-    example = ROOT / "examples" / "quickstart.py"
-    output = run_file(example).stdout
-    # THEN both are in the README; blanks at the ends of lines do not count
+def test_the_readme_shows_the_output_of_the_quickstart() -> None:
+    """Blanks at the ends of lines do not count."""
+    output = run_file(ROOT / "examples" / "quickstart.py").stdout
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (shown,) = [b for process in processes(ROOT / "README.md") for b in process.blocks if "ones(1024, 1024" in b.source]
-    assert shown.source == example.read_text(encoding="utf-8")
     printed = "\n".join(line.rstrip() for line in output.splitlines())
     assert f"```console\n$ python examples/quickstart.py\n{printed}\n```" in readme
 
