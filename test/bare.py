@@ -63,6 +63,27 @@ def hooks_come_and_go() -> None:
     assert state() == patched
 
 
+def write_through_views(package: bool) -> list[list[list[float]]]:
+    """Tensors after steps that write through views; nothing is marked."""
+    assert "torch_xla_donate" not in sys.modules
+    if package:
+        importlib.import_module("torch_xla_donate")
+    cache, other, key = torch.zeros(5, 4).to("xla"), torch.zeros(5, 4).to("xla"), torch.ones(4).to("xla")
+    torch_xla.sync(wait=True)
+    for i in range(2):
+        cache[i] = key
+        other.data[i] = key
+        row = other[0]
+        row.t().add_(1)
+        torch_xla.sync(wait=True)
+    with torch.inference_mode():
+        third = torch.zeros(5, 4).to("xla")
+        third[3] += key
+        view = third.t()
+        torch_xla.sync(wait=True)
+    return [t.tolist() for t in (cache, other, third, view)]
+
+
 def read_dynamic_size(package: bool) -> tuple[str, bool]:
     """The error of an operation on a tensor of dynamic size, and whether this package was imported."""
     assert "torch_xla_donate" not in sys.modules

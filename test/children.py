@@ -293,13 +293,15 @@ class _Server:
                 global _running
                 _running = None
                 self._process.wait()
-                self._log.seek(0)
-                raise RuntimeError(f"the fork server ended\n{self._log.read()}")
+                with self._log:
+                    self._log.seek(0)
+                    raise RuntimeError(f"the fork server ended\n{self._log.read()}")
             received += byte
         return received.decode()
 
     def close(self) -> None:
         self._control.close()
+        self._log.close()
         self._process.wait(timeout=30)
 
 

@@ -117,9 +117,9 @@ class DonationReport:
         auto_refusals: how many steps of the process `auto_donate` has left alone, by reason; empty if none.
         held: what `auto_donate` has left alone in the last step of each device, although an output could have taken it;
             none of a device whose last step ran without `auto_donate`.
-        backward_threads: how many steps of the process, with marks or with `auto_donate`, followed a backward pass on
-            autograd's own threads. Such a thread may still hold gradients, which are outputs then. To avoid that, run
-            the backward pass under ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
+        backward_threads: how many of the reported steps with donors followed a backward pass on autograd's own threads.
+            Such a thread may still hold gradients, which are outputs then. To avoid that, run the backward pass under
+            ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
     """
 
     donors: tuple[Donor, ...]
@@ -229,9 +229,8 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         HeldInput(array, size, device, holders.get(buffer, UNKNOWN) if by_tensor else "work that stays pending")
         for array, size, device, by_tensor, buffer in left_alone
     )
-    return DonationReport(
-        tuple(donors), tuple(pending), _C.auto_refusals(), held, tuple(summary), _C.backward_threads()
-    )
+    backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
+    return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals(), held, tuple(summary), backward_threads)
 
 
 _KEPT = 8

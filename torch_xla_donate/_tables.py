@@ -44,9 +44,10 @@ def report(found: DonationReport) -> str:
         for reason, count in found.auto_refusals.items()
     )
     if found.backward_threads:
+        steps = "1 step" if found.backward_threads == 1 else f"{found.backward_threads} steps"
         left_alone += (
-            f"\nBefore {found.backward_threads} steps autograd ran on its own threads. A gradient that such a thread "
-            "still holds when a step\nbegins is an output of that step, at random. Put the backward pass under "
+            f"\nBefore {steps} autograd ran on its own threads. A gradient that such a thread still holds when a step\n"
+            "begins is an output of that step, at random. Put the backward pass under "
             "torch.autograd.set_multithreading_enabled(False)."
         )
     if found.held:

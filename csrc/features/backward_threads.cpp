@@ -11,7 +11,6 @@ namespace torch_xla_donate {
 namespace {
 
 std::atomic<std::size_t> backward_thread{0};
-std::atomic<std::int64_t> steps{0};
 
 std::size_t ThisThread() { return std::hash<std::thread::id>()(std::this_thread::get_id()); }
 
@@ -23,13 +22,9 @@ void NoteBackwardThread() {
   }
 }
 
-void CountBackwardThreads() {
+bool TakeBackwardThread() {
   const std::size_t thread = backward_thread.exchange(0, std::memory_order_relaxed);
-  if (thread != 0 && thread != ThisThread()) {
-    steps.fetch_add(1, std::memory_order_relaxed);
-  }
+  return thread != 0 && thread != ThisThread();
 }
-
-std::int64_t StepsAfterBackwardThreads() { return steps.load(std::memory_order_relaxed); }
 
 }  // namespace torch_xla_donate

@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "features/auto_donors.h"
-#include "features/backward_threads.h"
 #include "features/outdated_tensors.h"
 #include "features/prediction.h"
 #include "host/array_text.h"
@@ -532,6 +531,7 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["donors"] = donors;
     item["outputs"] = step.outputs;
     item["plain_before"] = step.plain_before;
+    item["after_backward_thread"] = step.after_backward_thread;
     result.append(item);
   }
   return result;
@@ -918,8 +918,6 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "updated_in_place", [](py::handle tensor) { return UpdatedInPlace(TensorOf(tensor)); }, py::arg("tensor"),
       "Whether pending work replaces the tensor's value, and reads the buffer that it had before.");
-  m.def("backward_threads", &StepsAfterBackwardThreads,
-        "How many steps with marks or automatic donation followed a backward pass on a thread of autograd.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
         "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
   m.def(

@@ -388,12 +388,13 @@ std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
   return result;
 }
 
-StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
+StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return ClaimLocked(std::move(asked), std::move(refused));
+  return ClaimLocked(std::move(asked), std::move(refused), after_backward_thread);
 }
 
-StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused) {
+StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused,
+                                      bool after_backward_thread) {
   // Runs of compiled graphs sweep nothing, and every look-up would pass what they leave behind.
   if (consumed_.size() > remembered_ + asked.size()) {
     ForgetConsumed();
@@ -401,6 +402,7 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
   step->plain_before = PlainSteps();
+  step->after_backward_thread = after_backward_thread;
   for (const DonorPtr& donor : asked) {
     donor->state = DonorState::kClaimed;
     if (donor->automatic) {
@@ -577,6 +579,7 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.status = names[static_cast<int>(step.status)];
   snapshot.failure = step.failure;
   snapshot.plain_before = step.plain_before;
+  snapshot.after_backward_thread = step.after_backward_thread;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());
   for (const DonorPtr& donor : step.donors) {
     snapshot.donors.push_back(*donor);

@@ -109,6 +109,7 @@ struct Step {
   std::vector<std::weak_ptr<lazy::BackendData>> outputs;  // kept until the outcome is known
   std::weak_ptr<const abi::HostCachedComputation> executable;
   std::uint64_t plain_before = 0;  // steps without donors, in this process, before this one
+  bool after_backward_thread = false;
 };
 using StepPtr = std::shared_ptr<Step>;
 
@@ -121,6 +122,7 @@ struct StepSnapshot {
   std::vector<Donor> donors;
   std::vector<std::string> outputs;
   std::uint64_t plain_before = 0;
+  bool after_backward_thread = false;
 };
 
 class DonationRegistry {
@@ -211,7 +213,7 @@ class DonationRegistry {
     bool tell;  // false where the user has switched donation off and need not be told
   };
   // Moves donors from pending to a new step: asked of XLA, or refused, each with its reason.
-  StepPtr Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused);
+  StepPtr Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
 
   // The step is about to run. If its graph has run before, outcomes are known from here on.
   void Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs);
@@ -264,7 +266,7 @@ class DonationRegistry {
   void AddStep(const StepPtr& step);
   void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
               std::shared_ptr<const GraphOutcome> outcome, const std::string* failure);
-  StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused);
+  StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
   std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
   void ForgetConsumed();  // what can no longer be touched

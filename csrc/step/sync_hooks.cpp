@@ -188,6 +188,8 @@ struct ThreadState {
   bool expected = false;  // the registry has a step for the run that comes next
   bool recorded = false;  // the registry has a step for the graph that RunPostOrder() has passed last
   bool listed = false;    // the live tensors, and no graph has been made of them yet
+  // Of the step that begins; see backward_threads.h.
+  bool after_backward_thread = false;
   std::shared_ptr<StepInProgress> current;
   int disabled = 0, reporting = 0, checking = 0;
   std::vector<bool> auto_donates;  // the wishes of this thread's contexts
@@ -627,7 +629,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
     }
   }
   if (!asked.empty() || !refused.empty()) {
-    const StepPtr step = registry.Claim(std::move(asked), std::move(refused));
+    const StepPtr step = registry.Claim(std::move(asked), std::move(refused), state.after_backward_thread);
     state.recorded = true;
     if (!spared.empty()) {
       const AutoAnswer plan = AutoPlans::Get().Choose(
@@ -729,7 +731,7 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   }
   const bool is_step = runs_all && state.ListIsOfStep(roots.size());
   if (is_step) {
-    CountBackwardThreads();
+    state.after_backward_thread = TakeBackwardThread();
   }
   const std::string refusal = is_step ? ForgetCollectives(*collection) : "";
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import pointer, run_script
+from helpers import pointer
 
-from torch_xla_donate import compile, is_donated
+from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report, is_donated
 
 
 def gradients(parameters, x, seen):
@@ -88,40 +88,51 @@ def test_thirty_steps_move_nothing_and_compile_once(make, options):
     assert metrics.counter_value("UncachedCompile") == before
 
 
-def test_the_report_counts_steps_after_backward_threads():
-    """In a process of its own, since the number is of the process."""
-    run_script(
-        """
-        import torch, torch_xla
-        from torch_xla_donate import auto_donate, donate_buffer, donation_report
+def step_with_backward(w, marks=True):
+    """Without marks, `w` is a list of one tensor, which nothing holds when the step begins."""
+    w = w if marks else w.pop()
+    leaf = w.detach().requires_grad_()
+    if marks:
+        donate_buffer(w)
+    (gradient,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
+    new = w - 0.1 * gradient
+    del w, gradient, leaf
+    torch_xla.sync()
+    return new
 
-        def step(w, marks):
-            leaf = w.detach().requires_grad_()
-            if marks:
-                donate_buffer(w)
-            (gradient,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
-            new = w - 0.1 * gradient
-            del gradient, leaf
-            torch_xla.sync()
-            return new
 
-        w = torch.ones(3, device="xla")
-        torch_xla.sync()
-        assert donation_report().backward_threads == 0
-        w = step(w, marks=True)
-        w = step(w, marks=True)
-        assert donation_report().backward_threads == 2
-        text = str(donation_report())
-        assert "Before 2 steps autograd ran on its own threads" in text, text
-        assert "torch.autograd.set_multithreading_enabled(False)" in text
-        with torch.autograd.set_multithreading_enabled(False):
-            w = step(w, marks=True)
-        assert donation_report().backward_threads == 2
-        w = w + 1
-        torch_xla.sync()
-        with auto_donate():
-            w = step(w, marks=False)
-        assert donation_report().backward_threads == 3
-        assert donation_report().to_dict()["backward_threads"] == 3
-        """
-    )
+def step_without_backward(w):
+    donate_buffer(w)
+    w = w + 1
+    torch_xla.sync()
+    return w
+
+
+def test_the_report_counts_steps_after_backward_threads(make):
+    w = step_without_backward(step_without_backward(make(3)))
+    assert donation_report(steps=1).backward_threads == 0
+    w = step_with_backward(w)
+    assert "Before 1 step autograd ran on its own threads" in str(donation_report(steps=2))
+    w = step_with_backward(w)
+    report = donation_report(steps=3)
+    assert report.backward_threads == report.to_dict()["backward_threads"] == 2
+    assert "Before 2 steps autograd ran on its own threads" in str(report)
+    assert "torch.autograd.set_multithreading_enabled(False)" in str(report)
+    with torch.autograd.set_multithreading_enabled(False):
+        w = step_with_backward(w)
+    assert donation_report(steps=3).backward_threads == 2
+    held = [w]
+    del w
+    with auto_donate():
+        step_with_backward(held, marks=False)
+    assert donation_report(steps=4).backward_threads == 3
+
+
+def test_steps_that_the_report_no_longer_shows_do_not_count(make):
+    w = step_with_backward(make(3))
+    assert donation_report().backward_threads > 0
+    for _ in range(8):
+        w = step_without_backward(w)
+    report = donation_report()
+    assert report.backward_threads == 0
+    assert "autograd" not in str(report)

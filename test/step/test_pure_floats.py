@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import run_script
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process
 
 from torch_xla_donate import _C, DonationError, compile, donation_report, is_donated, scan
 
@@ -498,24 +500,16 @@ def test_a_float_in_the_body_of_a_loop_has_a_remedy(make):
     assert len(pure._programs) == 1
 
 
+@in_process(devices=4)
 def test_with_spmd_the_floats_are_replicated():
-    run_script(
-        """
-        import numpy, torch, torch_xla
-        import torch_xla.distributed.spmd as xs, torch_xla.runtime as xr
-        from torch_xla_donate import compile, donation_report
-
-        xr.use_spmd()
-        mesh = xs.Mesh(numpy.arange(4), (4,), ("d",))
-        w = torch.ones(8, 4).to("xla")
-        xs.mark_sharding(w, mesh, ("d", None))
-        torch_xla.sync()
-        f = compile(lambda w, n: w * (1 - n), donate_argnums=0, pure=True)
-        for n in (0.5, 0.75):
-            w = f(w, n)
-        assert w.cpu().eq(0.125).all()
-        assert len(f._programs) == 1
-        assert donation_report().reused_fraction == 1.0
-        """,
-        env={"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-    )
+    xr.use_spmd()
+    mesh = xs.Mesh(numpy.arange(4), (4,), ("d",))
+    w = torch.ones(8, 4).to("xla")
+    xs.mark_sharding(w, mesh, ("d", None))
+    torch_xla.sync()
+    f = compile(lambda w, n: w * (1 - n), donate_argnums=0, pure=True)
+    for n in (0.5, 0.75):
+        w = f(w, n)
+    assert w.cpu().eq(0.125).all()
+    assert len(f._programs) == 1
+    assert donation_report().reused_fraction == 1.0

@@ -39,7 +39,6 @@ def test_a_report_of_a_step_in_which_all_was_used(make):
 def test_a_report_without_donors_is_false(monkeypatch):
     monkeypatch.setattr(_C, "steps", list)
     monkeypatch.setattr(_C, "auto_held", list)
-    monkeypatch.setattr(_C, "backward_threads", int)
     report = donation_report()
     assert not report
     assert (report.donors, report.donated_bytes, report.reused_fraction) == ((), 0, 0.0)

@@ -7,11 +7,14 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import run_script
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, DonatedBufferError, DonationError, _leaves, compile, donation_report, hlo, is_donated
@@ -434,38 +437,29 @@ def test_one_buffer_twice_is_one_donor(make, backend):
             w + 1
 
 
+@in_process(devices=4)
 def test_spmd():
-    source = """
-        import torch, torch_xla
-        import torch_xla.runtime as xr
-        import torch_xla.distributed.spmd as xs
-        import numpy as np
-        from torch_xla_donate import compile, is_donated
-        xr.use_spmd()
-        count = xr.global_runtime_device_count()
-        mesh = xs.Mesh(np.arange(count), (count,), ("x",))
+    xr.use_spmd()
+    count = xr.global_runtime_device_count()
+    mesh = xs.Mesh(np.arange(count), (count,), ("x",))
 
-        def make(sharded):
-            t = torch.arange(8.0).to("xla")
-            if sharded:
-                xs.mark_sharding(t, mesh, ("x",))
-            torch_xla.sync()
-            return t
+    def make(sharded):
+        t = torch.arange(8.0).to("xla")
+        if sharded:
+            xs.mark_sharding(t, mesh, ("x",))
+        torch_xla.sync()
+        return t
 
-        for options in ({}, {"pure": True}, {"backend": "openxla"}):
-            for sharded in (False, True):
-                torch._dynamo.reset()
-                g = compile(lambda s: {"p": s["p"], "t": s["t"] * 2, "q": s["q"] + 1}, donate_argnums=0, **options)
-                for other in (lambda w: w, torch.Tensor.detach, lambda w: w.data):
-                    w, q = make(sharded), make(sharded)
-                    result = g({"p": w, "t": other(w), "q": q})
-                    torch_xla.sync()
-                    right = [result[key].cpu().tolist() for key in "ptq"] == [
-                        list(range(8)), [2 * i for i in range(8)], [i + 1 for i in range(8)]]
-                    print(options, sharded, right, is_donated(w), is_donated(q))
-                    assert right and not is_donated(w)
-                    assert w.cpu().tolist() == list(range(8))
-        print("done")
-    """
-    flags = {"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    assert "done" in run_script(source, env=flags).stdout
+    for options in ({}, {"pure": True}, {"backend": "openxla"}):
+        for sharded in (False, True):
+            torch._dynamo.reset()
+            g = compile(lambda s: {"p": s["p"], "t": s["t"] * 2, "q": s["q"] + 1}, donate_argnums=0, **options)
+            for other in (lambda w: w, torch.Tensor.detach, lambda w: w.data):
+                w, q = make(sharded), make(sharded)
+                result = g({"p": w, "t": other(w), "q": q})
+                torch_xla.sync()
+                found = [result[key].cpu().tolist() for key in "ptq"]
+                expected = [list(range(8)), [2 * i for i in range(8)], [i + 1 for i in range(8)]]
+                assert found == expected, (options, sharded, is_donated(q))
+                assert not is_donated(w)
+                assert w.cpu().tolist() == list(range(8))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
-from helpers import run_script
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process
 
 from torch_xla_donate import DonatedBufferError, DonationWarning, compile, donate_buffer, is_donated
 
@@ -323,34 +326,24 @@ def test_views_of_an_unusable_donor_keep_their_value(make):
     assert before.tolist() == between.tolist() == [5, 6, 7, 8] and total.item() == 136
 
 
+@in_process(devices=4)
 def test_sharded_tensors_have_views_that_keep_their_value():
-    run_script(
-        """
-        import numpy as np
-        import torch, torch_xla, torch_xla_donate
-        import torch_xla.runtime as xr
-        import torch_xla.distributed.spmd as xs
-        from torch_xla_donate import donate_buffer, is_donated
-
-        xr.use_spmd()
-        mesh = xs.Mesh(np.arange(4), (4,), ("data",))
-        for spec in (("data", None), (None, "data"), (None, None)):
-            t = torch.arange(64.0).reshape(8, 8).to("xla")
-            xs.mark_sharding(t, mesh, spec)
-            torch_xla.sync(wait=True)
-            t.add_(1)
-            torch_xla.sync(wait=True)
-            copy = torch.arange(64.0).reshape(8, 8) + 1
-            before = t[1:5]
-            donate_buffer(t)
-            taken = [t[1], t.t(), before[0], before.detach(), before.data, t.split(2)[1]]
-            expected = [copy[1], copy.t(), copy[1], copy[1:5], copy[1:5], copy[2:4]]
-            result = t * 2
-            torch_xla.sync(wait=True)
-            assert is_donated(t)
-            for view, value in zip(taken, expected):
-                assert torch.equal(view.cpu(), value), (spec, view.shape)
-            assert torch.equal(result.cpu(), copy * 2)
-        """,
-        env={"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-    )
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("data",))
+    for spec in (("data", None), (None, "data"), (None, None)):
+        t = torch.arange(64.0).reshape(8, 8).to("xla")
+        xs.mark_sharding(t, mesh, spec)
+        torch_xla.sync(wait=True)
+        t.add_(1)
+        torch_xla.sync(wait=True)
+        copy = torch.arange(64.0).reshape(8, 8) + 1
+        before = t[1:5]
+        donate_buffer(t)
+        taken = [t[1], t.t(), before[0], before.detach(), before.data, t.split(2)[1]]
+        expected = [copy[1], copy.t(), copy[1], copy[1:5], copy[1:5], copy[2:4]]
+        result = t * 2
+        torch_xla.sync(wait=True)
+        assert is_donated(t)
+        for view, value in zip(taken, expected):
+            assert torch.equal(view.cpu(), value), (spec, view.shape)
+        assert torch.equal(result.cpu(), copy * 2)

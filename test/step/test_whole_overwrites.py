@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
-from helpers import run_script
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process
 
-from torch_xla_donate import _C, DonatedBufferError, donate_buffer, donation_disabled, is_donated
+from torch_xla_donate import _C, DonatedBufferError, _host, donate_buffer, donation_disabled, is_donated
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 
@@ -254,54 +257,48 @@ def test_an_overwrite_of_a_spared_tensor_is_not_reported(make, recwarn):
     assert not [warning for warning in recwarn if "donation_disabled" in str(warning.message)]
 
 
+@in_process
 def test_the_hooks_of_libtorch_come_out_again():
-    source = """
-        import torch, torch_xla
-        import torch_xla_donate as txd
-        from torch_xla_donate import _host
-        _host.uninstall_hooks()
-        t = torch.ones(3).to("xla")
-        t.zero_(); t.uniform_(); t.fill_(2)
-        assert t.tolist() == [2, 2, 2]
-        _host.install_hooks()
+    _host.uninstall_hooks()
+    t = torch.ones(3).to("xla")
+    t.zero_()
+    t.uniform_()
+    t.fill_(2)
+    assert t.tolist() == [2, 2, 2]
+    _host.install_hooks()
+    torch_xla.sync()
+    donate_buffer(t)
+    n = t + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    t.zero_()
+    assert t.tolist() == [0, 0, 0] and n.tolist() == [3, 3, 3]
+
+
+@in_process(devices=4)
+def test_spmd():
+    xr.use_spmd()
+    count = xr.global_runtime_device_count()
+    assert count == 4
+    mesh = xs.Mesh(np.arange(count), (count,), ("x",))
+    for overwrite in (
+        torch.Tensor.zero_,
+        lambda t: t.fill_(0),
+        lambda t: t.uniform_(0, 0.5).mul_(0),
+        lambda t: t.bernoulli_(0.0),
+        lambda t: torch.zeros(8, out=t),
+    ):
+        t = torch.arange(8.0).to("xla")
+        xs.mark_sharding(t, mesh, ("x",))
         torch_xla.sync()
-        txd.donate_buffer(t)
+        donate_buffer(t)
         n = t + 1
         torch_xla.sync(wait=True)
-        assert txd.is_donated(t)
-        t.zero_()
-        assert t.tolist() == [0, 0, 0] and n.tolist() == [3, 3, 3]
-    """
-    run_script(source)
-
-
-def test_spmd():
-    source = """
-        import numpy as np, torch, torch_xla
-        import torch_xla.distributed.spmd as xs
-        import torch_xla.runtime as xr
-        from torch_xla_donate import donate_buffer, is_donated
-        xr.use_spmd()
-        count = xr.global_runtime_device_count()
-        assert count == 4
-        mesh = xs.Mesh(np.arange(count), (count,), ("x",))
-        for overwrite in (lambda t: t.zero_(), lambda t: t.fill_(0), lambda t: t.uniform_(0, 0.5).mul_(0),
-                          lambda t: t.bernoulli_(0.0), lambda t: torch.zeros(8, out=t)):
-            t = torch.arange(8.0).to("xla")
-            xs.mark_sharding(t, mesh, ("x",))
-            torch_xla.sync()
-            donate_buffer(t)
-            n = t + 1
-            torch_xla.sync(wait=True)
-            assert is_donated(t)
-            overwrite(t)
-            torch_xla.sync()
-            assert t.cpu().tolist() == [0.0] * 8
-            assert n.cpu().tolist() == [i + 1.0 for i in range(8)]
-        print("done")
-    """
-    flags = {"CPU_NUM_DEVICES": "4", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    assert "done" in run_script(source, env=flags).stdout
+        assert is_donated(t)
+        overwrite(t)
+        torch_xla.sync()
+        assert t.cpu().tolist() == [0.0] * 8
+        assert n.cpu().tolist() == [i + 1.0 for i in range(8)]
 
 
 # --- is_donated of views ---

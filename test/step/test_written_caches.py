@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
+import functools
 import gc
+import operator
 import queue
+import signal
 import threading
+from pathlib import Path
 
+import bare
 import pytest
+import ranks
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import dump_env, pointer, run_script
+from children import in_process, run_in_child
+from helpers import pointer
 
 from torch_xla_donate import _C, DonatedBufferError, auto_donate, donate_buffer, donation_report, hlo
 
@@ -218,108 +227,60 @@ def test_a_cache_is_written_in_place_whichever_thread_writes(make):
     assert pointer(cache) == place
 
 
+@in_process(env={"CPU_NUM_DEVICES": "2"})
 def test_each_device_of_a_process_writes_its_own_cache_in_place():
     """The first step with auto_donate checks the host; a step that another thread begins meanwhile donates nothing."""
-    run_script(
-        """
-        import threading
-        import torch, torch_xla
-        import torch_xla_donate
-        from torch_xla_donate import auto_donate
+    torch_xla.launch(ranks.write_rows_in_place, start_method="fork")
 
-        checked = threading.Barrier(2)
 
-        def loop(index):
-            cache, key = torch.zeros(6, 4).to("xla"), torch.ones(4).to("xla")
-            with auto_donate():
-                torch_xla.sync(wait=True)
-            checked.wait()
-            place = torch_xla._XLAC._unsafe_buffer_pointer(cache)
-            with auto_donate():
-                for i in range(6):
-                    cache[i] = key * (i + index)
-                    torch_xla.sync(wait=True)
-            assert torch_xla._XLAC._unsafe_buffer_pointer(cache) == place, index
-            assert cache[:, 0].tolist() == [i + index for i in range(6)], index
+def write_with_pauses(garbage: int, pause: float) -> None:
+    kept = [[torch.zeros(1)] for _ in range(garbage)]
+    key = torch.ones(4).to("xla")
+    for request in range(3):
+        cache = torch.zeros(5, 4).to("xla")
+        torch_xla.sync(wait=True)
+        for i in range(5):
+            cache[i] = key * i
+            torch_xla.sync(wait=True)
+            threading.Event().wait(pause)
+            if i == request and kept:
+                gc.collect()
+        assert cache[:, 0].tolist() == [0, 1, 2, 3, 4]
 
-        if __name__ == "__main__":
-            torch_xla.launch(loop)
-        """,
-        env={"CPU_NUM_DEVICES": "2"},
-    )
+
+def before_optimizations(folder: Path) -> list[str]:
+    return [path.read_text() for path in sorted(folder.glob("*before_optimizations.txt"))]
 
 
 def test_the_graphs_of_two_processes_are_equal(tmp_path):
     """Other processes run the same program, however fast they are and whatever garbage they have."""
-    script = """
-        import gc, sys, time
-        import torch, torch_xla, torch_xla_donate
-
-        garbage = [[torch.zeros(1)] for _ in range(int(sys.argv[1]))]
-        key = torch.ones(4).to("xla")
-        for request in range(3):
-            cache = torch.zeros(5, 4).to("xla")
-            torch_xla.sync(wait=True)
-            for i in range(5):
-                cache[i] = key * i
-                torch_xla.sync(wait=True)
-                time.sleep(float(sys.argv[2]))
-                if i == request and sys.argv[1] != "0":
-                    gc.collect()
-            assert cache[:, 0].tolist() == [0, 1, 2, 3, 4]
-    """
     found = []
-    for garbage, pause in (("0", "0"), ("5000", "0.02")):
-        folder = tmp_path / garbage
-        run_script(script, garbage, pause, env={"TORCH_XLA_DONATE_AUTO": "1", "WORLD_SIZE": "2", **dump_env(folder)})
-        found.append([path.read_text() for path in sorted(folder.glob("*before_optimizations.txt"))])
+    for garbage, pause in ((0, 0.0), (5000, 0.02)):
+        folder = tmp_path / str(garbage)
+        run_in_child(
+            write_with_pauses, garbage, pause, env={"TORCH_XLA_DONATE_AUTO": "1", "WORLD_SIZE": "2"}, dump=folder
+        )
+        found.append(before_optimizations(folder))
     assert found[0] == found[1]
     assert sum("buffer_donor" in text for text in found[0]) == 5
 
 
-WITHOUT_DONORS = """
-    import sys
-    import torch, torch_xla
-    if sys.argv[1] == "hooked":
-        import torch_xla_donate
-
-    cache, other, key = torch.zeros(5, 4).to("xla"), torch.zeros(5, 4).to("xla"), torch.ones(4).to("xla")
-    torch_xla.sync(wait=True)
-    for i in range(2):
-        cache[i] = key
-        other.data[i] = key
-        row = other[0]
-        row.t().add_(1)
-        torch_xla.sync(wait=True)
-    with torch.inference_mode():
-        third = torch.zeros(5, 4).to("xla")
-        third[3] += key
-        view = third.t()
-        torch_xla.sync(wait=True)
-    print(cache.tolist(), other.tolist(), third.tolist(), view.tolist())
-"""
-
-
 def test_without_donors_the_graphs_are_those_of_torch_xla_alone(tmp_path):
     found = []
-    for way in ("hooked", "stock"):
-        folder = tmp_path / way
-        done = run_script(WITHOUT_DONORS, way, env=dump_env(folder))
-        found.append((done.stdout, [path.read_text() for path in sorted(folder.glob("*before_optimizations.txt"))]))
+    for package in (True, False):
+        folder = tmp_path / str(package)
+        values = run_in_child(bare.write_through_views, package, dump=folder).value
+        found.append((values, before_optimizations(folder)))
     assert found[0] == found[1] and len(found[0][1]) >= 3
 
 
-BEAM_SEARCH = """
-    import torch, torch_xla, torch_xla.core.xla_model as xm
-    from torch_xla_donate import donate_buffer, donation_report
-
-    def place(t):
-        return torch_xla._XLAC._unsafe_buffer_pointer(t)
-
+@in_process
+def test_the_caches_of_a_beam_search_take_over_the_old_memory(dump_folder):
+    """From the first step on, where the caches are written before anything has been donated."""
     caches = [torch.full((4, 6), float(j)).to("xla") for j in range(3)]
     expected = [torch.full((4, 6), float(j)) for j in range(3)]
     torch_xla.sync(wait=True)
-    places = {place(c) for c in caches}
+    places = {pointer(c) for c in caches}
     for i in range(4):
         order = torch.tensor([(i + j) % 4 for j in range(4)])
         new = [c.index_select(0, order.to("xla")) for c in caches]
@@ -330,18 +291,11 @@ BEAM_SEARCH = """
             c[:, i] = 10.0 * i + j
         donate_buffer(caches)
         torch_xla.sync(wait=True)
-        donors = donation_report(steps=1).donors
-        assert [d.outcome for d in donors] == ["donated"] * 3, donors
-        assert {place(c) for c in new} == places, i
+        assert [outcome for *_, outcome in outcomes()] == ["donated"] * 3
+        assert {pointer(c) for c in new} == places, i
         caches = new
     assert all(torch.equal(c.cpu(), value) for c, value in zip(caches, expected))
-"""
-
-
-def test_the_caches_of_a_beam_search_take_over_the_old_memory(tmp_path):
-    """From the first step on, where the caches are written before anything has been donated."""
-    run_script(BEAM_SEARCH, env=dump_env(tmp_path))
-    steps = [module for module in hlo.read_dump(tmp_path) if module.donors]
+    steps = [module for module in hlo.read_dump(dump_folder) if module.donors]
     assert steps and all(len(module.aliases) == 3 for module in steps)
     # Nothing is an output but the new caches.
     assert all(len(module.before.results) == 3 for module in steps)
@@ -364,37 +318,31 @@ def test_marked_caches_are_written_in_place_in_inference_mode(make):
         assert [cache[0].tolist() for cache in caches] == [[3, 4, 5, 6]] * 2
 
 
+@in_process(env={"TORCH_XLA_DONATE_AUTO": "1"})
 def test_each_new_cache_is_written_in_place_and_compiles_once():
     """As a server makes one for each request, which writes other positions in turn, each a graph of its own."""
-    run_script(
-        """
-        import torch, torch_xla, torch_xla_donate
-        import torch_xla.debug.metrics as metrics
 
-        def request(number):
-            keys, values = torch.zeros(2, 8, 4).to("xla"), torch.zeros(2, 8, 4).to("xla")
-            key = scale[number]
-            torch_xla.sync(wait=True)
-            places = [torch_xla._XLAC._unsafe_buffer_pointer(t) for t in (keys, values)]
-            for i in range(6):
-                keys[:, i] = key
-                values[:, i] = -key
-                torch_xla.sync(wait=True)
-            assert places == [torch_xla._XLAC._unsafe_buffer_pointer(t) for t in (keys, values)], number
-            assert keys[:, :, 0].tolist() == [[number] * 6 + [0] * 2] * 2
-            assert values[:, :, 0].tolist() == [[-number] * 6 + [0] * 2] * 2
-
-        scale = [torch.full((2, 4), float(number)).to("xla") for number in range(5)]
+    def request(number):
+        keys, values = torch.zeros(2, 8, 4).to("xla"), torch.zeros(2, 8, 4).to("xla")
+        key = scale[number]
         torch_xla.sync(wait=True)
-        compiled = []
-        for number in range(5):
-            request(number)
-            compiled.append(metrics.metric_data("CompileTime")[0])
-        assert len(set(compiled)) == 1, compiled
-        assert all(donor.outcome == "donated" for donor in torch_xla_donate.donation_report().donors)
-        """,
-        env={"TORCH_XLA_DONATE_AUTO": "1"},
-    )
+        places = [pointer(t) for t in (keys, values)]
+        for i in range(6):
+            keys[:, i] = key
+            values[:, i] = -key
+            torch_xla.sync(wait=True)
+        assert places == [pointer(t) for t in (keys, values)], number
+        assert keys[:, :, 0].tolist() == [[number] * 6 + [0] * 2] * 2
+        assert values[:, :, 0].tolist() == [[-number] * 6 + [0] * 2] * 2
+
+    scale = [torch.full((2, 4), float(number)).to("xla") for number in range(5)]
+    torch_xla.sync(wait=True)
+    compiled = []
+    for number in range(5):
+        request(number)
+        compiled.append(compiles())
+    assert len(set(compiled)) == 1, compiled
+    assert all(donor.outcome == "donated" for donor in donation_report().donors)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["read", "written_again"])
@@ -568,32 +516,25 @@ def test_a_cache_whose_new_value_cannot_be_had_stops_no_step(make):
             use()
 
 
+@in_process
 def test_what_a_handler_raises_meanwhile_reaches_the_program():
-    run_script(
-        """
-        import collections, ctypes, functools, operator, signal
-        import pytest, torch, torch_xla
-        from torch_xla_donate import DonatedBufferError, donate_buffer
-
-        cache, other = torch.zeros(4, 4).to("xla"), torch.zeros(3).to("xla")
-        torch_xla.sync(wait=True)
-        donate_buffer(cache)
-        view = cache[:2]
-        result = cache * 2
-        torch_xla.sync(wait=True)
-        with pytest.raises(DonatedBufferError):
-            view.fill_(3)
-        donate_buffer(other)
-        new = other + 1
-        # No bytecode runs between the signal and the step, which finds the cache. The text of its error is Python's.
-        send = functools.partial(ctypes.CDLL(None)["raise"], int(signal.SIGINT))
-        step = functools.partial(torch_xla._XLAC._xla_step_marker, "xla:0", [], True)
-        calls = map(operator.methodcaller("__call__"), [send, step])
-        with pytest.raises(KeyboardInterrupt):
-            collections.deque(calls, maxlen=0)
-        torch_xla.sync(wait=True)
-        assert new.tolist() == [1, 1, 1] and result.tolist() == [[0] * 4] * 4
-        with pytest.raises(DonatedBufferError):
-            other + 1
-        """
-    )
+    cache, other = torch.zeros(4, 4).to("xla"), torch.zeros(3).to("xla")
+    torch_xla.sync(wait=True)
+    donate_buffer(cache)
+    view = cache[:2]
+    result = cache * 2
+    torch_xla.sync(wait=True)
+    with pytest.raises(DonatedBufferError):
+        view.fill_(3)
+    donate_buffer(other)
+    new = other + 1
+    # No bytecode runs between the signal and the step, which finds the cache. The text of its error is Python's.
+    send = functools.partial(ctypes.CDLL(None)["raise"], int(signal.SIGINT))
+    step = functools.partial(torch_xla._XLAC._xla_step_marker, "xla:0", [], True)
+    calls = map(operator.methodcaller("__call__"), [send, step])
+    with pytest.raises(KeyboardInterrupt):
+        collections.deque(calls, maxlen=0)
+    torch_xla.sync(wait=True)
+    assert new.tolist() == [1, 1, 1] and result.tolist() == [[0] * 4] * 4
+    with pytest.raises(DonatedBufferError):
+        other + 1
