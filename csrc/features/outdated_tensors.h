@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "host/torch_xla_abi.h"
-#include "step/hook.h"
+#include "step/hooks.h"
 
 namespace torch_xla_donate {
 

@@ -7,7 +7,6 @@
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <atomic>
 #include <stdexcept>
 #include <utility>
 
@@ -38,10 +37,10 @@ bool IsToReplace(const at::Tensor& tensor) { return tensor.defined() && tensor.i
 template <typename Op, typename... Rest>
 struct Overwrite<Op, at::Tensor(const at::Tensor&, Rest...)> {
   using Function = at::Tensor (*)(const at::Tensor&, Rest...);
-  static inline std::atomic<void*> original{nullptr};
+  static inline Original original;
 
   static at::Tensor Call(const at::Tensor& self, Rest... rest) {
-    const auto call = reinterpret_cast<Function>(original.load(std::memory_order_acquire));
+    const auto call = original.As<Function>();
     if (DonationRegistry::Armed() && IsToReplace(self)) {
       return call(EmptyLike(self), std::forward<Rest>(rest)...);
     }
@@ -53,10 +52,10 @@ struct Overwrite<Op, at::Tensor(const at::Tensor&, Rest...)> {
 template <typename Op>
 struct Overwrite<Op, std::vector<at::Tensor>(at::TensorList)> {
   using Function = std::vector<at::Tensor> (*)(at::TensorList);
-  static inline std::atomic<void*> original{nullptr};
+  static inline Original original;
 
   static std::vector<at::Tensor> Call(at::TensorList tensors) {
-    const auto call = reinterpret_cast<Function>(original.load(std::memory_order_acquire));
+    const auto call = original.As<Function>();
     if (!DonationRegistry::Armed() || std::none_of(tensors.begin(), tensors.end(), IsToReplace)) {
       return call(tensors);
     }
@@ -71,10 +70,10 @@ struct Overwrite<Op, std::vector<at::Tensor>(at::TensorList)> {
 
 struct Replacement {
   using Function = void (*)(const at::Tensor&, const at::Tensor&);
-  static inline std::atomic<void*> original{nullptr};
+  static inline Original original;
 
   static void Call(const at::Tensor& before, const at::Tensor& after) {
-    const auto call = reinterpret_cast<Function>(original.load(std::memory_order_acquire));
+    const auto call = original.As<Function>();
     if (!DonationRegistry::Armed()) {
       call(before, after);
       return;
@@ -86,32 +85,42 @@ struct Replacement {
 };
 
 template <typename Function>
-PatchSpec SpecOf(Function function, void* replacement, std::atomic<void*>* original) {
+Hook Row(const char* name, Function function, void* replacement, Original& original, const char* purpose) {
   Dl_info found{};
   if (dladdr(reinterpret_cast<void*>(function), &found) == 0 || found.dli_sname == nullptr) {
     throw std::runtime_error("libtorch does not export what functionalization calls for an update in place");
   }
-  return {found.dli_sname, reinterpret_cast<void*>(function), replacement, original};
+  return {name, HookedLibrary::kTorch, {found.dli_sname}, replacement, &original, purpose};
 }
 
-template <typename... Ops>
-std::vector<PatchSpec> SpecsOf() {
-  return {SpecOf(&Ops::call, reinterpret_cast<void*>(&Overwrite<Ops>::Call), &Overwrite<Ops>::original)...};
+template <typename Op>
+Hook RowOf(const char* name) {
+  return Row(name, &Op::call, reinterpret_cast<void*>(&Overwrite<Op>::Call), Overwrite<Op>::original,
+             "overwrites a donated tensor as a whole: no use");
 }
 
 }  // namespace
 
-std::vector<GotPatch> InstallOverwriteHooks() {
-  using at::_ops::_propagate_xla_data;
-  std::vector<PatchSpec> specs =
-      SpecsOf<at::_ops::zero, at::_ops::_foreach_zero, at::_ops::uniform, at::_ops::normal_functional,
-              at::_ops::bernoulli_Tensor, at::_ops::bernoulli_p, at::_ops::exponential, at::_ops::geometric,
-              at::_ops::log_normal, at::_ops::cauchy, at::_ops::random, at::_ops::random_from, at::_ops::random_to>();
-  specs.push_back(
-      SpecOf(&_propagate_xla_data::call, reinterpret_cast<void*>(&Replacement::Call), &Replacement::original));
-  Dl_info library{};
-  dladdr(specs.back().expected, &library);
-  return InstallAll(ElfImage::Find(library.dli_fname), specs);
+std::vector<Hook> OverwriteHooks() {
+  namespace ops = at::_ops;
+  return {
+      RowOf<ops::zero>("_ops::zero::call"),
+      RowOf<ops::_foreach_zero>("_ops::_foreach_zero::call"),
+      RowOf<ops::uniform>("_ops::uniform::call"),
+      RowOf<ops::normal_functional>("_ops::normal_functional::call"),
+      RowOf<ops::bernoulli_Tensor>("_ops::bernoulli_Tensor::call"),
+      RowOf<ops::bernoulli_p>("_ops::bernoulli_p::call"),
+      RowOf<ops::exponential>("_ops::exponential::call"),
+      RowOf<ops::geometric>("_ops::geometric::call"),
+      RowOf<ops::log_normal>("_ops::log_normal::call"),
+      RowOf<ops::cauchy>("_ops::cauchy::call"),
+      RowOf<ops::random>("_ops::random::call"),
+      RowOf<ops::random_from>("_ops::random_from::call"),
+      RowOf<ops::random_to>("_ops::random_to::call"),
+      Row("_ops::_propagate_xla_data::call", &ops::_propagate_xla_data::call,
+          reinterpret_cast<void*>(&Replacement::Call), Replacement::original,
+          "torch_xla asks what an update replaces: no read"),
+  };
 }
 
 bool IsReplacing() { return is_replacing; }

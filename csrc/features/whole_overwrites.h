@@ -8,15 +8,14 @@
 // Threads: all functions may be called from any thread.
 #pragma once
 
-#include <string>
 #include <vector>
 
-#include "elf/patch.h"
+#include "step/hooks.h"
 
 namespace torch_xla_donate {
 
-// The hooks, to be installed in libtorch. Throws std::runtime_error if libtorch does not export one of the functions.
-std::vector<GotPatch> InstallOverwriteHooks();
+// Rows of the table of hooks. Throws std::runtime_error if libtorch does not export one of the functions.
+std::vector<Hook> OverwriteHooks();
 
 // Whether torch_xla looks at a tensor of this thread only to learn what another one replaces.
 bool IsReplacing();

@@ -2,7 +2,6 @@
 #include "step/sync_hooks.h"
 
 #include <c10/util/ScopeExit.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <map>
@@ -13,14 +12,12 @@
 #include <unordered_set>
 #include <utility>
 
-#include "elf/patch.h"
 #include "features/auto_donors.h"
 #include "features/backward_threads.h"
 #include "features/graph_wiring.h"
 #include "features/outdated_tensors.h"
 #include "features/whole_overwrites.h"
 #include "features/would_be.h"
-#include "step/hook.h"
 #include "step/parameter_order.h"
 
 namespace torch_xla_donate {
@@ -1035,95 +1032,33 @@ void MarkStep(void* arena, const lazy::BackendDevice& device) {
   }
 }
 
-// ---- The table ----
-
-const std::vector<Hook>& Table() {
-  static const std::vector<Hook> table = [] {
-    const auto extension = [](const char* name, const char* symbol, auto* replacement, Original& original,
-                              const char* purpose) {
-      return Hook{name,   HookedLibrary::kExtension, {symbol}, reinterpret_cast<void*>(replacement), &original.address,
-                  purpose};
-    };
-    std::vector<Hook> hooks = {
-        extension("DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts, &ForAllDeviceContexts,
-                  for_all_device_contexts, "a list of live tensors begins"),
-        extension("LazyTensor::LazyTensor", abi::kLazyTensorConstructor, &LazyTensorConstructor,
-                  lazy_tensor_constructor, "notes the live tensors"),
-        extension("LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, &CurrentDataHandle, current_data_handle,
-                  "finds reads of donated tensors"),
-        extension("LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, &RunPostOrder, run_post_order,
-                  "chooses the donors of a step"),
-        extension("LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier, &TensorCollectionBarrier,
-                  tensor_collection_barrier, "compiled: gives rewritten infos back"),
-        extension("LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, &AsyncConstructor, async_constructor,
-                  "the step will run: donors are committed"),
-        extension("MultiWait::Completer", abi::kCompleter, &Completer, completer,
-                  "the step has run: outcomes are read"),
-        extension("DeviceContextArena::MarkStep", abi::kMarkStep, &MarkStep, mark_step,
-                  "end of the step: unusable donations are told"),
-        extension("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
-                  "finds ops on donated tensors"),
-    };
-    for (Hook& hook : FunctionalHooks()) {
-      hooks.push_back(std::move(hook));
-    }
-    return hooks;
-  }();
-  return table;
-}
-
-struct Installation {
-  std::mutex mutex;
-  std::vector<GotPatch> patches;  // in the order of the table
-};
-Installation& TheInstallation() {
-  static Installation* installation = new Installation();
-  return *installation;
-}
-
-// A hook's function in libtorch: the one that the dynamic linker must have put into the slots, of libtorch too.
-struct Import {
-  const char* symbol;
-  void* address;
-};
-Import Find(const Hook& hook) {
-  // Python loads extension modules, and what they need, with RTLD_LOCAL: then ask the library this file was linked to.
-  void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
-  Import found{hook.symbols.front(), nullptr};
-  for (const char* symbol : hook.symbols) {
-    void* address = dlsym(RTLD_DEFAULT, symbol);
-    if (address == nullptr && torch != nullptr) {
-      address = dlsym(torch, symbol);
-    }
-    if (address != nullptr) {
-      found = {symbol, address};
-      break;
-    }
-  }
-  if (torch != nullptr) {
-    dlclose(torch);
-  }
-  return found;
-}
-
-Import FindOrThrow(const Hook& hook) {
-  const Import found = Find(hook);
-  if (found.address == nullptr) {
-    throw std::runtime_error(std::string("libtorch does not export ") + found.symbol);
-  }
-  return found;
-}
-
-// The file of the library that a function lies in.
-std::string FileOf(const void* function) {
-  Dl_info info;
-  if (dladdr(function, &info) == 0 || info.dli_fname == nullptr) {
-    throw std::runtime_error("the dynamic linker does not know the file of libtorch_cpu");
-  }
-  return info.dli_fname;
-}
-
 }  // namespace
+
+std::vector<Hook> ExecutorHooks() {
+  const auto row = [](const char* name, const char* symbol, auto* replacement, Original& original,
+                      const char* purpose) {
+    return Hook{name, HookedLibrary::kExtension, {symbol}, reinterpret_cast<void*>(replacement), &original, purpose};
+  };
+  return {
+      row("DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts, &ForAllDeviceContexts,
+          for_all_device_contexts, "a list of live tensors begins"),
+      row("LazyTensor::LazyTensor", abi::kLazyTensorConstructor, &LazyTensorConstructor, lazy_tensor_constructor,
+          "notes the live tensors"),
+      row("LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, &CurrentDataHandle, current_data_handle,
+          "finds reads of donated tensors"),
+      row("LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, &RunPostOrder, run_post_order,
+          "chooses the donors of a step"),
+      row("LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier, &TensorCollectionBarrier,
+          tensor_collection_barrier, "compiled: gives rewritten infos back"),
+      row("LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, &AsyncConstructor, async_constructor,
+          "the step will run: donors are committed"),
+      row("MultiWait::Completer", abi::kCompleter, &Completer, completer, "the step has run: outcomes are read"),
+      row("DeviceContextArena::MarkStep", abi::kMarkStep, &MarkStep, mark_step,
+          "end of the step: unusable donations are told"),
+      row("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
+          "finds ops on donated tensors"),
+  };
+}
 
 PyObject* DonatedBufferAccess::python_type() { return Callbacks().donated_buffer_error; }
 
@@ -1311,64 +1246,6 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   if (found.first != nullptr) {
     throw DonatedBufferAccess(Callbacks().describe_use(*found.first, found.second));
   }
-}
-
-void InstallHooks(const std::string& library_path) {
-  Installation& installation = TheInstallation();
-  std::lock_guard<std::mutex> lock(installation.mutex);
-  if (!installation.patches.empty()) {
-    return;
-  }
-  std::vector<PatchSpec> in_extension, in_torch;  // as the table has them
-  for (const Hook& hook : Table()) {
-    const Import import = FindOrThrow(hook);
-    (hook.library == HookedLibrary::kTorch ? in_torch : in_extension)
-        .push_back({import.symbol, import.address, hook.replacement, hook.original});
-  }
-  std::vector<GotPatch> patches = InstallAll(ElfImage::Find(library_path), in_extension);
-  for (GotPatch& patch : InstallAll(ElfImage::Find(FileOf(in_torch.front().expected)), in_torch)) {
-    patches.push_back(std::move(patch));
-  }
-  for (GotPatch& patch : InstallOverwriteHooks()) {
-    patches.push_back(std::move(patch));
-  }
-  installation.patches = std::move(patches);
-}
-
-std::size_t UninstallHooks() {
-  Installation& installation = TheInstallation();
-  std::lock_guard<std::mutex> lock(installation.mutex);
-  std::size_t left = 0;
-  for (auto patch = installation.patches.rbegin(); patch != installation.patches.rend(); ++patch) {
-    left += patch->Undo();
-  }
-  if (left == 0) {
-    installation.patches.clear();
-  }
-  return left;
-}
-
-bool HooksInstalled() {
-  Installation& installation = TheInstallation();
-  std::lock_guard<std::mutex> lock(installation.mutex);
-  return !installation.patches.empty();
-}
-
-std::vector<HookInfo> Hooks() {
-  Installation& installation = TheInstallation();
-  std::lock_guard<std::mutex> lock(installation.mutex);
-  std::vector<HookInfo> result;
-  for (std::size_t i = 0; i < Table().size(); ++i) {
-    const Hook& hook = Table()[i];
-    HookInfo info{hook.name, hook.library == HookedLibrary::kTorch ? "libtorch_cpu" : "_XLAC", Find(hook).symbol,
-                  hook.purpose};
-    if (i < installation.patches.size()) {
-      info.slots = installation.patches[i].SlotCount();
-      info.in_place = installation.patches[i].InPlace();
-    }
-    result.push_back(std::move(info));
-  }
-  return result;
 }
 
 }  // namespace torch_xla_donate

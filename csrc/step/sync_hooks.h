@@ -32,25 +32,12 @@
 
 #include "features/output_check.h"
 #include "registry/registry.h"
+#include "step/hooks.h"
 
 namespace torch_xla_donate {
 
-struct HookInfo {
-  std::string name;     // "LazyGraphExecutor::RunPostOrder"
-  std::string library;  // whose calls are intercepted: "_XLAC" or "libtorch_cpu"
-  std::string symbol;   // mangled
-  std::string purpose;
-  std::size_t slots = 0;  // 0 while not installed
-  std::size_t in_place = 0;
-};
-
-// Patches the library whose file is given (torch_xla's extension module), and libtorch_cpu. A second call does nothing.
-void InstallHooks(const std::string& library_path);
-// Puts both back. Marks stay, but no step sees them. Returns the number of slots that a stranger holds.
-std::size_t UninstallHooks();
-bool HooksInstalled();
-// The table, installed or not.
-std::vector<HookInfo> Hooks();
+// The rows of the table of hooks that this file implements.
+std::vector<Hook> ExecutorHooks();
 
 // What the Python side lends to the hooks. Each is set once, before the hooks are installed.
 struct HookCallbacks {

@@ -172,17 +172,17 @@ def python_messages() -> Iterator[tuple[str, str]]:
 
 
 def reasons_of_the_hooks() -> Iterator[tuple[str, str]]:
-    source = (ROOT / "csrc" / "step" / "sync_hooks.cpp").read_text(encoding="utf-8")
-    source = re.sub(r'"\s*\n\s*"', "", source)  # strings over several lines
-    for match in re.finditer(r'(?:refusal\s*=\s*|Abandon\(|runtime_error\(std::string\()"([^"]+)"', source):
-        yield f"sync_hooks.cpp: {match[1][:40]}", match[1]
+    for path in sorted((ROOT / "csrc" / "step").glob("*.cpp")):
+        source = re.sub(r'"\s*\n\s*"', "", path.read_text(encoding="utf-8"))  # strings over several lines
+        for match in re.finditer(r'(?:refusal\s*=\s*|Abandon\(|runtime_error\(std::string\()"([^"]+)"', source):
+            yield f"csrc: {path.name}: {match[1][:40]}", match[1]
 
 
 MESSAGES = [*python_messages(), *reasons_of_the_hooks()]
 
 
 def test_the_messages_of_the_code_are_found() -> None:
-    assert len([where for where, _ in MESSAGES if where.startswith("sync_hooks.cpp")]) >= 8
+    assert len([where for where, _ in MESSAGES if where.startswith("csrc")]) >= 8
     assert len(MESSAGES) >= 30
 
 

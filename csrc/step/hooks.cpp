@@ -1,0 +1,133 @@
+// Collects the rows of the table, and patches the slots they name.
+#include "step/hooks.h"
+
+#include <dlfcn.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "elf/patch.h"
+#include "features/outdated_tensors.h"
+#include "features/whole_overwrites.h"
+#include "step/sync_hooks.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+const std::vector<Hook>& Table() {
+  static const std::vector<Hook> table = [] {
+    std::vector<Hook> hooks = ExecutorHooks();
+    for (const auto& rows : {FunctionalHooks(), OverwriteHooks()}) {
+      hooks.insert(hooks.end(), rows.begin(), rows.end());
+    }
+    return hooks;
+  }();
+  return table;
+}
+
+struct Installation {
+  std::mutex mutex;
+  std::vector<GotPatch> patches;  // in the order of the table
+};
+Installation& TheInstallation() {
+  static Installation* installation = new Installation();
+  return *installation;
+}
+
+// A hook's function in libtorch: the one that the dynamic linker must have put into the slots, of libtorch too.
+struct Import {
+  const char* symbol;
+  void* address;
+};
+Import Find(const Hook& hook) {
+  // Python loads extension modules, and what they need, with RTLD_LOCAL: then ask the library this file was linked to.
+  void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  Import found{hook.symbols.front(), nullptr};
+  for (const char* symbol : hook.symbols) {
+    void* address = dlsym(RTLD_DEFAULT, symbol);
+    if (address == nullptr && torch != nullptr) {
+      address = dlsym(torch, symbol);
+    }
+    if (address != nullptr) {
+      found = {symbol, address};
+      break;
+    }
+  }
+  if (torch != nullptr) {
+    dlclose(torch);
+  }
+  return found;
+}
+
+// The file of the library that a function lies in.
+std::string FileOf(const void* function) {
+  Dl_info info;
+  if (dladdr(function, &info) == 0 || info.dli_fname == nullptr) {
+    throw std::runtime_error("the dynamic linker does not know the file of libtorch_cpu");
+  }
+  return info.dli_fname;
+}
+
+}  // namespace
+
+void InstallHooks(const std::string& library_path) {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  if (!installation.patches.empty()) {
+    return;
+  }
+  std::vector<PatchSpec> in_extension, in_torch;  // as the table has them
+  for (const Hook& hook : Table()) {
+    const Import import = Find(hook);
+    if (import.address == nullptr) {
+      throw std::runtime_error(std::string("libtorch does not export ") + import.symbol);
+    }
+    (hook.library == HookedLibrary::kTorch ? in_torch : in_extension)
+        .push_back({import.symbol, import.address, hook.replacement, &hook.original->address});
+  }
+  std::vector<GotPatch> patches = InstallAll(ElfImage::Find(library_path), in_extension);
+  for (GotPatch& patch : InstallAll(ElfImage::Find(FileOf(in_torch.front().expected)), in_torch)) {
+    patches.push_back(std::move(patch));
+  }
+  installation.patches = std::move(patches);
+}
+
+std::size_t UninstallHooks() {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  std::size_t left = 0;
+  for (auto patch = installation.patches.rbegin(); patch != installation.patches.rend(); ++patch) {
+    left += patch->Undo();
+  }
+  if (left == 0) {
+    installation.patches.clear();
+  }
+  return left;
+}
+
+bool HooksInstalled() {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  return !installation.patches.empty();
+}
+
+std::vector<HookInfo> Hooks() {
+  Installation& installation = TheInstallation();
+  std::lock_guard<std::mutex> lock(installation.mutex);
+  std::vector<HookInfo> result;
+  for (std::size_t i = 0; i < Table().size(); ++i) {
+    const Hook& hook = Table()[i];
+    HookInfo info{hook.name, hook.library == HookedLibrary::kTorch ? "libtorch_cpu" : "_XLAC", Find(hook).symbol,
+                  hook.purpose};
+    if (i < installation.patches.size()) {
+      info.slots = installation.patches[i].SlotCount();
+      info.in_place = installation.patches[i].InPlace();
+    }
+    result.push_back(std::move(info));
+  }
+  return result;
+}
+
+}  // namespace torch_xla_donate
