@@ -1,4 +1,4 @@
-# Types of the extension module; csrc/python/bindings.cpp documents each function beside its binding.
+# Types of the extension module; csrc/python/bind_*.cpp document each function beside its binding.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict
 
