@@ -11,6 +11,15 @@
 namespace torch_xla_donate {
 
 void BindAuto(py::module_& m) {
+  py::class_<HeldInput>(m, "HeldInput", "An input that automatic donation has left alone.")
+      .def_readonly("array", &HeldInput::array, "As XLA writes it, without layout.")
+      .def_readonly("bytes", &HeldInput::bytes, "Of the whole array.")
+      .def_property_readonly(
+          "device", [](const HeldInput& input) { return input.device.toString(); }, "Such as CPU:0.")
+      .def_readonly("by_tensor", &HeldInput::by_tensor, "Whether a live tensor holds it; else pending work reads it.")
+      .def_property_readonly(
+          "buffer", [](const HeldInput& input) { return reinterpret_cast<std::uintptr_t>(input.buffer.lock().get()); },
+          "As in identity; 0 if it is gone.");
   m.def("set_auto_donate", &SetAutoDonate, py::arg("on"), "Whether steps of all threads donate by liveness.");
   m.def("auto_donate_is_default", &AutoDonateIsDefault, "What set_auto_donate has set.");
   m.def("push_auto_donate", &PushAutoDonate, py::arg("on"),
@@ -25,18 +34,9 @@ void BindAuto(py::module_& m) {
       "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
       "How many steps automatic donation has left alone, by reason.");
   m.def(
-      "auto_held",
-      [] {
-        py::list result;
-        for (const HeldInput& input : AutoPlans::Get().LastHeld()) {
-          result.append(py::make_tuple(input.array, input.bytes, input.device.toString(), input.by_tensor,
-                                       reinterpret_cast<std::uintptr_t>(input.buffer.lock().get())));
-        }
-        return result;
-      },
+      "auto_held", [] { return AutoPlans::Get().LastHeld(); },
       "Inputs of each device's last step that an output could have taken, had nobody held them; none where that step "
-      "donated nothing automatically: (array, bytes, device, "
-      "whether a live tensor holds it; otherwise pending work reads it, the buffer as in identity, or 0).");
+      "donated nothing automatically.");
   m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
         "Whether other processes run the same program, whose steps must have the same donors.");
 }

@@ -76,15 +76,17 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   }
 }
 
-py::object Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names,
-                const py::dict& targets) {
+Call Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names,
+          const py::dict& targets) {
   DeferredDecrefs::Get().Run();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
   resolved.reserve(static_cast<std::size_t>(count));
   for (py::ssize_t i = 0; i < count; ++i) {
-    const auto refuse = [i](const char* obstacle) { return py::make_tuple(i, obstacle); };
+    const auto refuse = [i](const char* obstacle) {
+      return Call({static_cast<std::size_t>(i), obstacle, std::nullopt});
+    };
     if (items[i] == Py_None) {
       continue;
     }
@@ -106,11 +108,11 @@ py::object Mark(const py::sequence& leaves, const std::string& where, bool stric
   for (const DonationRegistry::Leaf& leaf : resolved) {
     call.buffers.push_back(leaf.buffer);
   }
-  return py::cast(std::move(call));
+  return call;
 }
 
-py::object MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict,
-                         bool held, py::object names) {
+Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict, bool held,
+                   py::object names) {
   DeferredDecrefs::Get().Run();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
@@ -126,7 +128,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
     abi::Resolution leaf = abi::Resolve(tensor);
     const char* obstacle = leaf.state == abi::TensorState::kReadOnly ? "" : Obstacle(leaf);
     if (*obstacle != '\0') {
-      return py::make_tuple(i, obstacle);
+      return Call({i, obstacle, std::nullopt});
     }
     by_buffer.emplace(leaf.buffer.get(), i);
     if (leaf.state == abi::TensorState::kReadOnly) {
@@ -140,7 +142,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       const auto found = by_buffer.find(abi::Resolve(THPVariable_Unpack(item)).buffer.get());
       const auto* info = found == by_buffer.end() ? nullptr : abi::InfoOf(*found->first);
       if (found != by_buffer.end() && found->first != nullptr && (info == nullptr || !info->read_only)) {
-        return py::make_tuple(found->second, i, "also_kept");
+        return Call({found->second, "also_kept", i});
       }
     }
   }
@@ -160,7 +162,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       }
     }
   }
-  return py::cast(std::move(call));
+  return call;
 }
 
 // Takes back the marks of the buffers that the outputs hold.
@@ -181,19 +183,24 @@ void KeepReturned(const py::list& outputs) {
 }  // namespace
 
 void BindMarks(py::module_& m) {
+  py::class_<Refusal>(m, "Refusal", "Why a call has marked nothing.")
+      .def_readonly("leaf", &Refusal::leaf, "Position of the first leaf that cannot be marked.")
+      .def_readonly("obstacle", &Refusal::obstacle, "What state says of it, or 'not_tensor' or 'also_kept'.")
+      .def_readonly("kept", &Refusal::kept, "Of 'also_kept': position of the leaf of kept that holds the same buffer.");
+  py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, or why there are none.")
+      .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
+      .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
-        "should take the buffers over. Returns a Call, or (index, obstacle) of the first leaf that cannot be marked. "
+        "should take the buffers over. The first leaf that cannot be marked is the refusal of the call. "
         "Raises DonatedBufferError for a leaf that was donated before.");
-  py::class_<Call>(m, "Call", "The marks of one call of mark_arguments.")
-      .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
       "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
       py::arg("held"), py::arg("names"),
       "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Held marks are for "
-      "arm_run alone, steps pass them over. Returns a Call, or (index, obstacle) of the first leaf that cannot be "
-      "marked, or (index, index in kept, 'also_kept') of a buffer that a leaf of kept holds, too. Cached constants are "
-      "marked; the step refuses them, with a reason.");
+      "arm_run alone, steps pass them over. The first leaf that cannot be marked, or whose buffer a leaf of kept "
+      "holds, "
+      "too, is the refusal of the call. Cached constants are marked; the step refuses them, with a reason.");
   m.def(
       "cancel",
       [](const py::sequence& leaves) {

@@ -18,6 +18,14 @@
 namespace torch_xla_donate {
 
 void BindRuns(py::module_& m) {
+  py::class_<abi::CompiledGraph>(m, "CompiledGraph", "What XLA says of a graph that it has compiled.")
+      .def_readonly("text", &abi::CompiledGraph::text, "Its optimised HLO.")
+      .def_readonly("memory", &abi::CompiledGraph::memory, "Its memory statistics.");
+  py::class_<Signature>(m, "Signature", "What a graph is compiled for, of its inputs.")
+      .def_readonly("key", &Signature::key, "Bytes that differ if a graph traced for these tensors does.")
+      .def_readonly("pending", &Signature::pending, "Whether a tensor has no value yet.")
+      .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of one.")
+      .def_readonly("others", &Signature::others, "What is not a tensor.");
   m.def(
       "perhaps_shared",
       [](const Call& call) {
@@ -107,13 +115,8 @@ void BindRuns(py::module_& m) {
       "number of the output computed from it if it is a donor.");
   m.def("inspect_next_run", &InspectNextRun,
         "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
-  m.def(
-      "take_inspected",
-      []() -> py::object {
-        const auto graph = TakeInspected();
-        return graph.has_value() ? py::object(py::make_tuple(graph->text, graph->memory)) : py::none();
-      },
-      "(optimised HLO, memory statistics) of the run that inspect_next_run has stopped; None if there was none.");
+  m.def("take_inspected", &TakeInspected,
+        "The graph of the run that inspect_next_run has stopped; None if there was none.");
   m.def("refuse_runs", &RefuseRuns, py::arg("on"),
         "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
@@ -125,8 +128,7 @@ void BindRuns(py::module_& m) {
         "anything else in it.");
   m.def("unflatten", &Unflatten, py::arg("leaves"), py::arg("tokens"),
         "The tree of a structure that flatten gave, with other leaves.");
-  m.def("signature", &Signature, py::arg("leaves"),
-        "(bytes that differ if a graph traced for these tensors does, whether one is pending, what is no tensor).");
+  m.def("signature", &SignatureOf, py::arg("leaves"), "What a graph of these inputs is compiled for.");
 }
 
 }  // namespace torch_xla_donate

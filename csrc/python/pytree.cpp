@@ -97,12 +97,10 @@ py::object Unflatten(const py::list& leaves, const py::tuple& tokens) {
   return UnflattenFrom(leaves, tokens, leaf, token);
 }
 
-// What a graph is compiled for, of its tensor inputs: sizes, dtype, device, whether a gradient is wanted, and which of
-// them share a buffer. None for the rest.
-py::tuple Signature(const py::list& leaves) {
+Signature SignatureOf(const py::list& leaves) {
+  Signature signature;
   std::string key;
   key.reserve(leaves.size() * 5 * sizeof(std::int64_t));
-  bool pending = false;
   std::vector<const at::Tensor*> tensors;
   tensors.reserve(leaves.size());
   for (std::size_t i = 0; i < leaves.size(); ++i) {
@@ -114,21 +112,19 @@ py::tuple Signature(const py::list& leaves) {
   abi::Prefetch(tensors);
   ska::flat_hash_map<const torch::lazy::BackendData*, std::size_t> first;
   first.reserve(leaves.size());
-  py::list others;
   const auto put = [&key](std::int64_t value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     PyObject* item = PyList_GET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(i));
     if (!THPVariable_Check(item)) {
       put(-1);
-      others.append(py::handle(item));
+      signature.others.append(py::handle(item));
       continue;
     }
     const at::Tensor& tensor = THPVariable_Unpack(item);
     const abi::Resolution resolved = abi::Resolve(tensor);
     if (resolved.state == abi::TensorState::kDynamic) {
-      throw py::value_error(
-          "an argument's size is known to the device alone, and a graph is compiled for sizes. Use the lazy backend, "
-          "without pure=True.");
+      signature.dynamic = true;
+      continue;
     }
     put(tensor.dim());
     for (std::int64_t size : tensor.sizes()) {
@@ -138,13 +134,14 @@ py::tuple Signature(const py::list& leaves) {
         (resolved.state == abi::TensorState::kNotXla ? 2 : 0));
     put(tensor.device().has_index() ? tensor.device().index() : -1);
     if (resolved.buffer == nullptr) {
-      pending = pending || resolved.state != abi::TensorState::kNotXla;
+      signature.pending = signature.pending || resolved.state != abi::TensorState::kNotXla;
       put(-1);
     } else {
       put(static_cast<std::int64_t>(first.emplace(resolved.buffer.get(), i).first->second));
     }
   }
-  return py::make_tuple(py::bytes(key), pending, others);
+  signature.key = py::bytes(key);
+  return signature;
 }
 
 }  // namespace torch_xla_donate

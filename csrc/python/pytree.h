@@ -13,6 +13,15 @@ namespace py = pybind11;
 py::object Flatten(py::handle tree);
 // The inverse, with other leaves.
 py::object Unflatten(const py::list& leaves, const py::tuple& tokens);
-py::tuple Signature(const py::list& leaves);
+
+// What a graph is compiled for, of its inputs: of the tensors sizes, dtype, device, whether a gradient is wanted, and
+// which of them share a buffer.
+struct Signature {
+  py::bytes key;
+  bool pending = false;  // one of them has no value yet
+  bool dynamic = false;  // one of them has a size that only the device knows: no graph is compiled for it
+  py::list others;       // what is not a tensor
+};
+Signature SignatureOf(const py::list& leaves);
 
 }  // namespace torch_xla_donate
