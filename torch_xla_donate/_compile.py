@@ -91,14 +91,15 @@ class Donated:
         """
         strict = self._compiled.is_strict()
         marked = _C.mark_arguments(self.leaves, self._kept, where, strict, held, self.names)
-        if not isinstance(marked, _C.Call) and marked[1] == "not_xla":
+        if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
             self.leaves = [_leaves.without_wrapper(leaf) for leaf in self.leaves]
             marked = _C.mark_arguments(self.leaves, self._kept, where, strict, held, self.names)
-        if isinstance(marked, _C.Call):
+        why = marked.refusal
+        if why is None:
             return marked
-        if len(marked) == 3:
-            self._passed_twice(marked[0], marked[1], args, kwargs)
-        raise _donate.refusal(self.leaves[marked[0]], marked[1], self.names.name(marked[0]))
+        if why.kept is not None:
+            self._passed_twice(why.leaf, why.kept, args, kwargs)
+        raise _donate.refusal(self.leaves[why.leaf], why.obstacle, self.names.name(why.leaf))
 
     def _passed_twice(self, donated: int, kept: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
         parts = []

@@ -98,15 +98,14 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         names = paired
 
     marked = _C.mark(leaves, where, strict, names, targets)
-    if isinstance(marked, tuple) and isinstance(names, _leaves.Positions):
+    if marked.refusal is not None and isinstance(names, _leaves.Positions):
         leaves, names = _leaves.flatten(tensors)
         marked = _C.mark(leaves, where, strict, names, targets)
-    if isinstance(marked, tuple) and marked[1] == "not_xla":
+    if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
         leaves = [_leaves.without_wrapper(leaf) for leaf in leaves]
         marked = _C.mark(leaves, where, strict, names, targets)
-    if isinstance(marked, tuple):
-        index, obstacle = marked
-        raise refusal(leaves[index], obstacle, _leaves.label("tensors", names.name(index)))
+    if (why := marked.refusal) is not None:
+        raise refusal(leaves[why.leaf], why.obstacle, _leaves.label("tensors", names.name(why.leaf)))
     if paired is not None:
         _into.watch(paired, where)
     return Marks(marked)
@@ -176,9 +175,8 @@ def mark_all(donations: Sequence[Donation]) -> None:
             paired, wanted = _into.pair(leaves, names, [given.target for given in free], wish.where)
             names = paired
         marked = _C.mark(leaves, wish.where, wish.is_strict(), names, wanted)
-        if isinstance(marked, tuple):
-            index, obstacle = marked
-            raise refusal(leaves[index], obstacle, free[index].name)
+        if (why := marked.refusal) is not None:
+            raise refusal(leaves[why.leaf], why.obstacle, free[why.leaf].name)
         if paired is not None:
             _into.watch(paired, wish.where)
     if body is not None:
@@ -197,7 +195,7 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
         leaves = [given.tensor for given in group]
         names = _leaves.Listed([given.name for given in group])
         call = _C.mark_arguments(leaves, [], wish.where, wish.is_strict(), True, names)
-        assert isinstance(call, _C.Call), "the leaves have been checked"
+        assert call.refusal is None, "the leaves have been checked"
         _C.end_call(call, {}, off or reason, tell=not off)
         _C.expect_run()  # these donors are the next run's, for the report
     _report.tell()

@@ -902,10 +902,10 @@ def describe_graph(graph_hash: bytes) -> tuple[str, str]:
     try:
         xlac()._run_cached_graph(graph_hash, [])
     except RuntimeError:
-        described: tuple[str, str] | None = _C.take_inspected()
+        described = _C.take_inspected()
         if described is None:
             raise
-        return described
+        return described.text, described.memory
     finally:
         _C.take_inspected()
     raise AssertionError("unreachable: the hook stops the run")

@@ -1,9 +1,9 @@
 """donate_buffer(..., into=...): which output should take a buffer over, and whether it did.
 
-The hooks order the graph's parameters so that XLA pairs each donor with its target (csrc/step/parameter_order.h). Whether
-the pair was kept is read from the addresses of the two buffers. That means to wait for both, so it is done for the
-first step of each place in the code; later steps are compared when their buffers happen to be ready, and answer by the
-graph otherwise: a compiled graph pairs alike at every run.
+The hooks order the graph's parameters so that XLA pairs each donor with its target (csrc/step/parameter_order.h).
+Whether the pair was kept is read from the addresses of the two buffers. That means to wait for both, so it is done for
+the first step of each place in the code; later steps are compared when their buffers happen to be ready, and answer by
+the graph otherwise: a compiled graph pairs alike at every run.
 """
 
 from __future__ import annotations

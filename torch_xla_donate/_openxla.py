@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from torch_xla_donate import _C, _errors, _host, _leaves, _runs
+from torch_xla_donate import _errors, _host, _leaves, _runs, _signatures
 from torch_xla_donate._arguments import Arguments, Plan
 from torch_xla_donate._compile import NOT_READ, Compiled, Donated
 
@@ -57,7 +57,7 @@ class Graph:
                 offer.refuse(args, self._refusal)
             positions = offer.positions(args) if offer is not None else ()
             # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
-            key = (positions, _C.signature(list(args))[0], *_host.graph_key(args))
+            key = (positions, _signatures.signature_of(list(args)).key, *_host.graph_key(args))
             variant = self._variants.get(key)
             if variant is None:
                 variant = self._variants[key] = self._extract(args, positions)

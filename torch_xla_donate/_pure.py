@@ -27,6 +27,7 @@ from torch_xla_donate import (
     _log,
     _numbers,
     _runs,
+    _signatures,
 )
 from torch_xla_donate._arguments import Arguments, CallNames, Plan
 from torch_xla_donate._compile import Compiled, Donated
@@ -480,8 +481,8 @@ class Program:
         return Slot("copied value", leaf)
 
     def _sign(self) -> tuple[Hashable, bool]:
-        signature, pending, _ = _C.signature(self.captured)
-        return (signature, _host.graph_key(self.captured)), pending
+        found = _signatures.signature_of(self.captured)
+        return (found.key, _host.graph_key(self.captured)), found.pending
 
     def is_current(self) -> bool:
         """Whether what the function closes over is still of the kind that the graph was traced for."""
@@ -732,7 +733,8 @@ class _Call:
         self.sign()
 
     def sign(self) -> None:
-        self.signature, self.pending, self.others = _C.signature(self.leaves)
+        found = _signatures.signature_of(self.leaves)
+        self.signature, self.pending, self.others = found.key, found.pending, found.others
 
 
 class PureCompiled(Compiled):

@@ -224,10 +224,15 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     pending = [_donor(raw, None, outlook) for raw in marks]
     tell(everywhere=True)
     left_alone = _C.auto_held()
-    holders = holders_of([buffer for *_, by_tensor, buffer in left_alone if by_tensor and buffer])
+    holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
     held = tuple(
-        HeldInput(array, size, device, holders.get(buffer, UNKNOWN) if by_tensor else "work that stays pending")
-        for array, size, device, by_tensor, buffer in left_alone
+        HeldInput(
+            raw.array,
+            raw.bytes,
+            raw.device,
+            holders.get(raw.buffer, UNKNOWN) if raw.by_tensor else "work that stays pending",
+        )
+        for raw in left_alone
     )
     backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
     return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals(), held, tuple(summary), backward_threads)

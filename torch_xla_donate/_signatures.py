@@ -8,11 +8,22 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _leaves
+from torch_xla_donate import _C, _leaves
 from torch_xla_donate._errors import warn
 
 LIMIT = 10  # of the signatures of one function, before it warns
 _SHOWN = 4
+
+
+def signature_of(leaves: list[Any]) -> _C.Signature:
+    """What a graph of these inputs is compiled for. ValueError if only the device knows the size of one."""
+    found = _C.signature(leaves)
+    if found.dynamic:
+        raise ValueError(
+            "an argument's size is known to the device alone, and a graph is compiled for sizes. Use the lazy backend, "
+            "without pure=True."
+        )
+    return found
 
 
 class Signatures:

@@ -37,7 +37,7 @@ struct CallSite {
   std::string where;            // "train.py:12"
   bool strict = false;          // an unusable donation is an error, not a warning
   bool held = false;            // meant for one run of a compiled graph: steps leave the marks alone
-  std::shared_ptr<void> names;  // gives a leaf its name; opaque here (a Python object, see bindings.cpp)
+  std::shared_ptr<void> names;  // gives a leaf its name; opaque here (a Python object, see callbacks.h)
 };
 
 // One leaf that was marked: which tensor, by which call.

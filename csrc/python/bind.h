@@ -1,0 +1,28 @@
+// The parts of the module, one for each file bind_*.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <string>
+
+namespace torch_xla_donate {
+
+namespace py = pybind11;
+
+void BindHooks(py::module_& m);
+void BindMarks(py::module_& m);
+void BindRuns(py::module_& m);
+void BindReport(py::module_& m);
+void BindSwitches(py::module_& m);
+void BindAuto(py::module_& m);
+void BindTesting(py::module_& m);
+
+inline const at::Tensor& TensorOf(py::handle object) {
+  if (!THPVariable_Check(object.ptr())) {
+    throw py::type_error(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
+  }
+  return THPVariable_Unpack(object.ptr());
+}
+
+}  // namespace torch_xla_donate

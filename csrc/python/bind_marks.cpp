@@ -1,0 +1,301 @@
+// Marking tensors, taking marks back, and what a tensor holds.
+#include <c10/util/flat_hash_map.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/lazy/core/ir_util.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "features/outdated_tensors.h"
+#include "host/torch_xla_abi.h"
+#include "python/bind.h"
+#include "python/call.h"
+#include "python/deferred_decref.h"
+#include "registry/registry.h"
+#include "step/sync_hooks.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// What stands in the way of marking a leaf; "" is nothing.
+const char* Obstacle(const abi::Resolution& resolved) {
+  switch (resolved.state) {
+    case abi::TensorState::kMaterialized: return "";
+    case abi::TensorState::kPending: return "pending";
+    case abi::TensorState::kReadOnly: return "read_only";
+    case abi::TensorState::kViewed: return "viewed";
+    case abi::TensorState::kDynamic: return "dynamic";
+    case abi::TensorState::kNotXla: return "not_xla";
+  }
+  return "not_xla";
+}
+
+// Whether the tensor has work that replaces a buffer which it had before, and which that work reads.
+bool UpdatedInPlace(const at::Tensor& tensor) {
+  const abi::Resolution resolved = abi::Resolve(tensor);
+  if (resolved.state != abi::TensorState::kPending || !resolved.tensor->ir_value) {
+    return false;
+  }
+  const std::int64_t id = abi::AliasId(*resolved.tensor);
+  for (const lazy::Node* node : lazy::Util::ComputePostOrder({resolved.tensor->ir_value.node.get()})) {
+    const lazy::BackendDataPtr buffer = lazy::getBackend()->GetComputationDataFromNode(node);
+    const abi::DeviceDataInfo* info = buffer == nullptr ? nullptr : abi::InfoOf(*buffer);
+    if (info != nullptr && !info->read_only && info->tensor_id == id) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::object names) {
+  auto site = std::make_shared<CallSite>();
+  site->where = where;
+  site->strict = strict;
+  site->names = Share(std::move(names));
+  return site;
+}
+
+// Marks leaves that have been found fit, of which the items are the tensors.
+void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** items,
+            const std::shared_ptr<const CallSite>& site) {
+  // One look at all of them. Where a step is still running with one, its end tells whether the buffer was used.
+  for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
+    ThrowIfConsumed(resolved[i].buffer.get());
+  }
+  if (DonationRegistry::Get().HasSpared()) {
+    for (const DonationRegistry::Leaf& leaf : resolved) {
+      ReportReuse(leaf.buffer.get());
+    }
+  }
+  OutdatedTensors::FollowAliases();
+  DonationRegistry::Get().Mark(resolved, site);
+  for (const DonationRegistry::Leaf& leaf : resolved) {
+    abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
+  }
+}
+
+Call Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names,
+          const py::dict& targets) {
+  DeferredDecrefs::Get().Run();
+  const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
+  PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
+  std::vector<DonationRegistry::Leaf> resolved;
+  resolved.reserve(static_cast<std::size_t>(count));
+  for (py::ssize_t i = 0; i < count; ++i) {
+    const auto refuse = [i](const char* obstacle) {
+      return Call({static_cast<std::size_t>(i), obstacle, std::nullopt});
+    };
+    if (items[i] == Py_None) {
+      continue;
+    }
+    if (!THPVariable_Check(items[i])) {
+      return refuse("not_tensor");
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    abi::Resolution leaf = abi::Resolve(tensor);
+    const char* obstacle = Obstacle(leaf);
+    if (*obstacle != '\0') {
+      return refuse(obstacle);
+    }
+    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
+                        static_cast<std::uint32_t>(i),
+                        targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
+  }
+  Call call(SiteOf(where, strict, std::move(names)));
+  Commit(resolved, items, call.site);
+  for (const DonationRegistry::Leaf& leaf : resolved) {
+    call.buffers.push_back(leaf.buffer);
+  }
+  return call;
+}
+
+Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict, bool held,
+                   py::object names) {
+  DeferredDecrefs::Get().Run();
+  PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
+  std::vector<DonationRegistry::Leaf> resolved;
+  std::vector<std::uint32_t> constants;
+  ska::flat_hash_map<const lazy::BackendData*, std::size_t> by_buffer;
+  resolved.reserve(donated.size());
+  by_buffer.reserve(donated.size());
+  for (std::size_t i = 0; i < donated.size(); ++i) {
+    if (!THPVariable_Check(items[i])) {
+      continue;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    abi::Resolution leaf = abi::Resolve(tensor);
+    const char* obstacle = leaf.state == abi::TensorState::kReadOnly ? "" : Obstacle(leaf);
+    if (*obstacle != '\0') {
+      return Call({i, obstacle, std::nullopt});
+    }
+    by_buffer.emplace(leaf.buffer.get(), i);
+    if (leaf.state == abi::TensorState::kReadOnly) {
+      constants.push_back(static_cast<std::uint32_t>(i));
+    }
+    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
+                        static_cast<std::uint32_t>(i), nullptr});
+  }
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
+      const auto found = by_buffer.find(abi::Resolve(THPVariable_Unpack(item)).buffer.get());
+      const auto* info = found == by_buffer.end() ? nullptr : abi::InfoOf(*found->first);
+      if (found != by_buffer.end() && found->first != nullptr && (info == nullptr || !info->read_only)) {
+        return Call({found->second, "also_kept", i});
+      }
+    }
+  }
+  if (!resolved.empty()) {
+    NoteDevice(resolved.front().buffer->device());
+  }
+  Call call(SiteOf(where, strict, std::move(names)));
+  call.constants = std::move(constants);
+  call.is_scope = true;
+  call.site->held = held;
+  Commit(resolved, items, call.site);
+  // An argument that is a view has its value, which it would work out again from a base that the call consumes.
+  for (const py::list* arguments : {&donated, &kept}) {
+    for (const py::handle argument : *arguments) {
+      if (THPVariable_Check(argument.ptr())) {
+        abi::KeepValue(THPVariable_Unpack(argument.ptr()));
+      }
+    }
+  }
+  return call;
+}
+
+// Takes back the marks of the buffers that the outputs hold.
+void KeepReturned(const py::list& outputs) {
+  std::vector<lazy::BackendDataPtr> buffers;
+  for (py::handle item : outputs) {
+    if (THPVariable_Check(item.ptr())) {
+      if (abi::Resolution output = abi::Resolve(THPVariable_Unpack(item.ptr())); output.buffer != nullptr) {
+        buffers.push_back(std::move(output.buffer));
+      }
+    }
+  }
+  if (!buffers.empty()) {
+    DonationRegistry::Get().Cancel(buffers);
+  }
+}
+
+}  // namespace
+
+void BindMarks(py::module_& m) {
+  py::class_<Refusal>(m, "Refusal", "Why a call has marked nothing.")
+      .def_readonly("leaf", &Refusal::leaf, "Position of the first leaf that cannot be marked.")
+      .def_readonly("obstacle", &Refusal::obstacle, "What state says of it, or 'not_tensor' or 'also_kept'.")
+      .def_readonly("kept", &Refusal::kept, "Of 'also_kept': position of the leaf of kept that holds the same buffer.");
+  py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, or why there are none.")
+      .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
+      .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
+  m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
+        "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
+        "should take the buffers over. The first leaf that cannot be marked is the refusal of the call. "
+        "Raises DonatedBufferError for a leaf that was donated before.");
+  m.def(
+      "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
+      py::arg("held"), py::arg("names"),
+      "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Held marks are for "
+      "arm_run alone, steps pass them over. The first leaf that cannot be marked, or whose buffer a leaf of kept "
+      "holds, "
+      "too, is the refusal of the call. Cached constants are marked; the step refuses them, with a reason.");
+  m.def(
+      "cancel",
+      [](const py::sequence& leaves) {
+        std::vector<lazy::BackendDataPtr> buffers;
+        for (py::handle leaf : leaves) {
+          abi::Resolution resolved = abi::Resolve(TensorOf(leaf));
+          if (resolved.buffer != nullptr) {
+            buffers.push_back(std::move(resolved.buffer));
+          }
+        }
+        return DonationRegistry::Get().Cancel(buffers);
+      },
+      py::arg("leaves"), "Takes the marks of the tensors' buffers back; how many were pending.");
+  m.def(
+      "cancel_call", [](const Call& call) { DonationRegistry::Get().CancelCall(call.site.get()); }, py::arg("call"),
+      "Takes back what is still pending of a call's marks.");
+  m.def(
+      "cancel_marks",
+      [](const Call& call) {
+        std::vector<lazy::BackendDataPtr> buffers;
+        for (const std::weak_ptr<lazy::BackendData>& weak : call.buffers) {
+          if (lazy::BackendDataPtr buffer = weak.lock(); buffer != nullptr) {
+            buffers.push_back(std::move(buffer));
+          }
+        }
+        DonationRegistry::Get().Cancel(buffers);
+      },
+      py::arg("call"), "Takes back what is still pending of the marks of the buffers that a call of mark was given.");
+  m.def(
+      "end_call",
+      [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
+         bool tell) { DonationRegistry::Get().EndCall(call.site.get(), reasons, reason, tell); },
+      py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("tell"),
+      "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
+  m.def("keep_returned", &KeepReturned, py::arg("outputs"),
+        "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
+  m.def(
+      "state",
+      [](py::handle tensor) -> std::string {
+        const DonationRegistry& registry = DonationRegistry::Get();
+        // To resolve a view of a consumed tensor is to compute it, which is an error.
+        if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
+          return "donated";
+        }
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        const char* obstacle = Obstacle(resolved);
+        if (resolved.buffer == nullptr) {
+          return obstacle;
+        }
+        return registry.IsConsumed(resolved.buffer.get())  ? "donated"
+               : registry.IsPending(resolved.buffer.get()) ? "marked"
+               : *obstacle != '\0'                         ? obstacle
+                                                           : "materialized";
+      },
+      py::arg("tensor"),
+      "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");
+  m.def(
+      "is_donated",
+      [](py::handle tensor) {
+        const lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(tensor));
+        return buffer != nullptr && DonationRegistry::Get().IsConsumed(buffer.get());
+      },
+      py::arg("tensor"), "Whether a step has consumed what a tensor holds, or is computed from. Never waits.");
+  m.def(
+      "has_value",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        return resolved.buffer != nullptr && resolved.buffer->HasValue();
+      },
+      py::arg("tensor"), "Whether the device has computed the tensor's buffer, and it is still there.");
+  m.def(
+      "identity",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        return std::make_pair(reinterpret_cast<std::uintptr_t>(resolved.tensor.get()),
+                              reinterpret_cast<std::uintptr_t>(resolved.buffer.get()));
+      },
+      py::arg("tensor"), "Numbers that tell apart what a tensor shares with its aliases, and its buffer; 0 for none.");
+  m.def(
+      "holds",
+      [](py::handle tensor) {
+        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
+        return reinterpret_cast<std::uintptr_t>(data == nullptr ? nullptr : abi::BufferOf(*data).get());
+      },
+      py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying what is pending; or 0.");
+  m.def(
+      "has_graph",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        return resolved.tensor != nullptr && resolved.buffer == nullptr && bool(resolved.tensor->ir_value);
+      },
+      py::arg("tensor"), "Whether the tensor is the result of operations that have not run.");
+  m.def(
+      "updated_in_place", [](py::handle tensor) { return UpdatedInPlace(TensorOf(tensor)); }, py::arg("tensor"),
+      "Whether pending work replaces the tensor's value, and reads the buffer that it had before.");
+}
+
+}  // namespace torch_xla_donate

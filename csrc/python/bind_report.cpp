@@ -1,0 +1,225 @@
+// What became of the donors, as the report reads it.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "features/prediction.h"
+#include "host/array_text.h"
+#include "host/torch_xla_abi.h"
+#include "python/bind.h"
+#include "python/callbacks.h"
+#include "registry/registry.h"
+#include "step/donor_pairs.h"
+#include "step/sync_hooks.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// A donor as XLA writes it. What is consumed is not looked at.
+std::string ArrayOf(const Donor& donor) {
+  const lazy::BackendDataPtr buffer =
+      donor.array.empty() && donor.state != DonorState::kDonated ? donor.buffer.lock() : nullptr;
+  return buffer == nullptr ? donor.array : abi::DescribeBuffer(*buffer);
+}
+
+py::dict DonorDict(const Donor& donor) {
+  static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
+  py::dict result;
+  result["name"] = NamesOf(donor);
+  py::list holders;
+  for (const Holder& holder : donor.holders) {
+    holders.append(py::make_tuple(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(holder.site->names.get())),
+                                  holder.leaf));
+  }
+  result["holders"] = holders;
+  result["where"] = WhereOf(donor);
+  result["strict"] = donor.Strict();
+  result["shape"] = donor.Shape();
+  result["bytes"] = donor.bytes;
+  const std::string array = ArrayOf(donor);
+  result["array"] = array;
+  result["bytes_per_device"] = BytesPerDevice(array).value_or(donor.bytes);
+  result["buffer"] = reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get());
+  result["device"] = donor.device.toString();
+  result["outcome"] = states[static_cast<int>(donor.state)];
+  result["reason"] = donor.reason;
+  result["told"] = donor.told;
+  result["automatic"] = donor.automatic;
+  result["parameter"] = donor.parameter;
+  result["successor"] = donor.successor;
+  return result;
+}
+
+py::list StepDicts(const std::vector<StepSnapshot>& steps) {
+  py::list result;
+  for (const StepSnapshot& step : steps) {
+    py::list donors;
+    for (const Donor& donor : step.donors) {
+      donors.append(DonorDict(donor));
+    }
+    py::dict item;
+    item["number"] = step.number;
+    item["graph"] = step.graph_hash;
+    item["status"] = step.status;
+    item["failure"] = step.failure;
+    item["donors"] = donors;
+    item["outputs"] = step.outputs;
+    item["plain_before"] = step.plain_before;
+    item["after_backward_thread"] = step.after_backward_thread;
+    result.append(item);
+  }
+  return result;
+}
+
+// What the next step would do with the pending marks; see prediction.h.
+py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of) {
+  const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
+  ShardingOf ask;
+  if (!sharding_of.is_none()) {
+    ask = [&](const std::shared_ptr<abi::TensorData>& tensor) {
+      const abi::StandIn stands_for(stand_in, tensor);
+      return sharding_of().cast<std::string>();
+    };
+  }
+  const Outlook outlook = LookAhead(live, ask);
+  std::map<const lazy::BackendData*, Donor> marked;
+  for (const Donor& donor : DonationRegistry::Get().Pending()) {
+    if (!donor.Held()) {
+      marked.emplace(donor.buffer.lock().get(), donor);
+    }
+  }
+  py::set shared;
+  for (const std::shared_ptr<abi::TensorData>& tensor : live) {
+    const auto found = tensor == nullptr ? marked.end() : marked.find(tensor->handle.get());
+    if (found != marked.end() && !found->second.HeldBy(tensor.get())) {
+      shared.add(reinterpret_cast<std::uintptr_t>(found->first));
+    }
+  }
+  const std::size_t count = outlook.parameters.size();
+  std::vector<lazy::BackendDataPtr> parameters;
+  std::vector<std::string> arrays;
+  std::vector<std::optional<std::int64_t>> bytes, output_bytes;  // as a step compares them before it is compiled
+  std::vector<bool> donors(count);
+  std::vector<std::optional<std::size_t>> wanted(count);
+  for (const std::string& output : outlook.outputs) {
+    output_bytes.push_back(BytesPerDevice(ask ? WithoutLayout(output) : output));
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& [buffer, own] = outlook.parameters[i];
+    parameters.push_back(buffer);
+    arrays.push_back(abi::DescribeBuffer(*buffer));
+    bytes.push_back(BytesPerDevice(ask ? WithoutLayout(arrays.back()) : arrays.back()));
+    const auto found = marked.find(buffer.get());
+    const bool is_marked = found != marked.end() && !shared.contains(reinterpret_cast<std::uintptr_t>(buffer.get()));
+    donors[i] = own.has_value() || is_marked;
+    wanted[i] = own;
+    const auto target = is_marked ? found->second.Target() : nullptr;
+    const auto output = std::find(outlook.tensors.begin(), outlook.tensors.end(), target.get());
+    if (target != nullptr && output != outlook.tensors.end()) {
+      wanted[i] = static_cast<std::size_t>(output - outlook.tensors.begin());
+    }
+  }
+  std::vector<std::size_t> order = PairDonors({parameters, outlook.roots, bytes, output_bytes,
+                                               /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
+                                               /*offered=*/std::vector<bool>(count, false), wanted})
+                                       .parameter_order;
+  std::vector<bool> ordered(count);
+  for (const std::size_t i : order) {
+    ordered[i] = true;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!ordered[i] && (donors[i] || marked.count(parameters[i].get()) != 0)) {
+      order.push_back(i);
+    }
+  }
+  py::list inputs;
+  for (const std::size_t i : order) {
+    inputs.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(parameters[i].get()), BytesPerDevice(arrays[i])));
+  }
+  py::dict result;
+  result["inputs"] = inputs;
+  result["outputs"] = outlook.outputs;
+  result["shared"] = shared;
+  result["complete"] = outlook.complete;
+  return result;
+}
+
+py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
+  py::list result;
+  for (const BadOutput& output : outputs) {
+    py::dict item;
+    item["compiled"] = output.compiled;
+    item["index"] = output.index;
+    item["outputs"] = output.outputs;
+    item["array"] = output.array;
+    item["values"] = output.values;
+    item["nans"] = output.nans;
+    item["infs"] = output.infs;
+    result.append(item);
+  }
+  return result;
+}
+
+}  // namespace
+
+void BindReport(py::module_& m) {
+  m.def(
+      "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
+      "The last steps that read marked buffers, oldest first.");
+  m.def(
+      "pending",
+      [] {
+        py::list result;
+        for (const Donor& donor : DonationRegistry::Get().Pending()) {
+          result.append(DonorDict(donor));
+        }
+        return result;
+      },
+      "The marks that no step has read yet.");
+  m.def(
+      "take_notices",
+      [](bool everywhere) {
+        return StepDicts(DonationRegistry::Get().TakeNotices(everywhere ? std::nullopt : LastDevice()));
+      },
+      py::arg("everywhere") = true,
+      "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True. Not everywhere: "
+      "those of the device that this thread has stepped last, if it has.");
+  m.def(
+      "has_notices", [] { return DonationRegistry::Get().HasNotices(); },
+      "Whether take_notices has something to give.");
+  m.def(
+      "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
+      "Waits until the outcome of every step is known.");
+  m.def("plain_steps", [] { return DonationRegistry::Get().PlainSteps(); }, "How many steps without donors have run.");
+  m.def(
+      "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
+      "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
+  m.def("look_ahead", &LookAheadWith, py::arg("stand_in"), py::arg("sharding_of"),
+        "Right after a list of live tensors: the arrays that their pending work will make, and of its parameters the "
+        "donors, each with its buffer (as in identity), its bytes per device and whether an output is to take it over. "
+        "sharding_of (None without SPMD) is called while stand_in, a tensor of nobody else, stands for an output.");
+  m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
+        "Of an array as XLA writes it, with its sharding; None if the text is not understood.");
+  m.def("is_even", &IsEven, py::arg("array"), "Whether its sharding cuts such an array into pieces of one size.");
+  m.def(
+      "take_bad_outputs",
+      [](bool infs) {
+        std::vector<BadOutput> bad;
+        {
+          const py::gil_scoped_release release;
+          bad = TakeBadOutputs(infs);
+        }
+        return BadOutputDicts(bad);
+      },
+      py::arg("infs"),
+      "The outputs of this thread's runs since the last call that hold a NaN (or infinity); waits for them.");
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,138 @@
+// Contexts, and the switches that keep a thread or the process from donating.
+#include <c10/util/ScopeExit.h>
+#include <pybind11/stl.h>
+
+#include <cstdlib>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "python/bind.h"
+#include "step/sync_hooks.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// One wish for donation to be disabled.
+class DisablingScope {
+ public:
+  DisablingScope(bool report_reuse, bool check_outputs) : wishes_{report_reuse, check_outputs} {}
+  void On() {
+    if (!std::exchange(on_, true)) {
+      PushDonationDisabled(wishes_);
+    }
+  }
+  void Off() {
+    if (std::exchange(on_, false)) {
+      PopDonationDisabled(wishes_);
+    }
+  }
+
+ private:
+  Disabling wishes_;
+  bool on_ = false;
+};
+
+// A context whose entering and leaving no interrupt can cut in two. Python looks for signals between calls and at the
+// begin of each function, so that a context manager written in Python may be interrupted after it has done its work and
+// before `with` knows of it, or before the first line of its __exit__. Here Python enters and leaves functions that are
+// none of its own. `leave` is called again if an interrupt stops it, and so has to bear that.
+struct Scope {
+  py::object lock;  // held inside; None for none
+  int held = 0;
+
+  void Acquire() {
+    if (!lock.is_none()) {
+      lock.attr("acquire")();
+      ++held;
+    }
+  }
+  void Release() {
+    if (held > 0) {
+      --held;
+      lock.attr("release")();
+    }
+  }
+};
+
+void Leave(const py::object& self, bool raised) {
+  constexpr int kAttempts = 10;
+  const auto release = c10::make_scope_exit([&self] { self.cast<Scope&>().Release(); });
+  std::optional<py::error_already_set> interrupt;
+  for (int attempt = 1; attempt <= kAttempts; ++attempt) {
+    try {
+      self.attr("leave")(raised);
+      break;
+    } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_Exception)) {
+        throw;
+      }
+      interrupt.emplace(error);
+    }
+  }
+  if (interrupt.has_value()) {
+    throw py::error_already_set(*interrupt);
+  }
+}
+
+py::object Enter(const py::object& self) {
+  self.cast<Scope&>().Acquire();
+  try {
+    self.attr("enter")();
+  } catch (const py::error_already_set&) {
+    Leave(self, /*raised=*/true);
+    throw;
+  }
+  return self;
+}
+
+void Exit(const py::object& self, const py::object& kind, const py::object&, const py::object&) {
+  const bool raised = !kind.is_none();
+  try {
+    if (!raised) {
+      self.attr("finish")();
+    }
+  } catch (const py::error_already_set&) {
+    Leave(self, /*raised=*/true);
+    throw;
+  }
+  Leave(self, raised);
+}
+
+}  // namespace
+
+void BindSwitches(py::module_& m) {
+  py::class_<Scope>(m, "Scope", py::dynamic_attr(),
+                    "Base of contexts that an interrupt cannot leave half entered or half left: subclasses have "
+                    "enter(), leave(raised), which may be called again, and finish(), before leave() if nothing was "
+                    "raised. A lock is held inside.")
+      .def(py::init([](py::object lock) { return Scope{std::move(lock)}; }), py::arg("lock") = py::none())
+      .def("enter", [](const py::object&) {})
+      .def(
+          "leave", [](const py::object&, bool) {}, py::arg("raised"))
+      .def("finish", [](const py::object&) {})
+      .def("__enter__", &Enter)
+      .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
+  py::class_<DisablingScope>(m, "Disabling",
+                             "While it is on, this thread's steps donate nothing; both switches may be thrown again.")
+      .def(py::init<bool, bool>(), py::arg("report_reuse"), py::arg("check_outputs"))
+      .def("on", &DisablingScope::On)
+      .def("off", &DisablingScope::Off);
+  m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
+  m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
+  m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
+        "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
+  m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
+  m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
+        "Whether donation is disabled, uses are reported and outputs noted on every thread.");
+  m.def(
+      "environment",
+      [](const std::string& name) {
+        const char* const value = std::getenv(name.c_str());
+        return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+      },
+      py::arg("name"), "A variable of the environment, where torch_xla reads it; None if it is not set.");
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,28 @@
+// Counts by which tests see that nothing is left behind.
+#include "features/auto_donors.h"
+#include "features/outdated_tensors.h"
+#include "python/bind.h"
+#include "registry/registry.h"
+
+namespace torch_xla_donate {
+
+void BindTesting(py::module_& m) {
+  m.def(
+      "sizes",
+      [] {
+        const DonationRegistry::Counts counts = DonationRegistry::Get().Size();
+        py::dict result;
+        result["pending"] = counts.pending;
+        result["consumed"] = counts.consumed;
+        result["spared"] = counts.spared;
+        result["steps"] = counts.steps;
+        result["outcomes"] = counts.outcomes;
+        result["auto_plans"] = AutoPlans::Get().Size();
+        result["bases"] = OutdatedTensors::Get().Size().bases;
+        result["outdated"] = OutdatedTensors::Get().Size().outdated;
+        return result;
+      },
+      "How many entries the registry holds.");
+}
+
+}  // namespace torch_xla_donate

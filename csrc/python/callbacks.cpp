@@ -1,0 +1,121 @@
+// Wraps Python's functions for the hooks.
+#include "python/callbacks.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <utility>
+
+#include "step/sync_hooks.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// What has been raised travels as torch's own exception, which holds it through any host code.
+[[noreturn]] void PassOn(py::error_already_set& error) {
+  error.restore();
+  python_error ours;
+  ours.persist();
+  throw ours;
+}
+
+std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object& format) {
+  if (Py_IsInitialized() == 0) {
+    return donor.Shape() + " was donated at " + WhereOf(donor);
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    // A signal may have come while the step was waited for. It goes first, not within what asks for names.
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+    return format(NamesOf(donor), donor.Shape(), WhereOf(donor), step).cast<std::string>();
+  } catch (py::error_already_set& error) {
+    PassOn(error);
+  }
+}
+
+// A filter may make the warning an error.
+void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report) {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    report(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
+  } catch (py::error_already_set& error) {
+    PassOn(error);
+  }
+}
+
+}  // namespace
+
+std::string NamesOf(const Donor& donor) {
+  std::string result;
+  for (const Holder& holder : donor.holders) {
+    try {
+      const py::handle names(static_cast<PyObject*>(holder.site->names.get()));
+      const auto name = names.attr("name")(holder.leaf).cast<std::string>();
+      if (!name.empty()) {
+        result += (result.empty() ? "" : ", ") + name;
+      }
+    } catch (py::error_already_set& error) {  // of the user's own containers
+      if (!error.matches(PyExc_Exception)) {
+        throw;
+      }
+    } catch (const py::cast_error&) {
+    }
+  }
+  return result;
+}
+
+std::string WhereOf(const Donor& donor) { return donor.holders.empty() ? "" : donor.holders.front().site->where; }
+
+void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
+                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token) {
+  HookCallbacks callbacks;
+  callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
+  // Kept for the life of the process, as the hooks are.
+  auto* format = new py::object(std::move(format_use));
+  auto* reuse = new py::object(std::move(report_reuse));
+  auto* ended = new py::object(std::move(step_ended));
+  auto* prepare = new py::object(std::move(prepare_auto));
+  auto* set_token = new py::object(std::move(set_collectives_token));
+  callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
+    return DescribeUse(donor, step, *format);
+  };
+  callbacks.report_reuse = [reuse](const Donor& donor, std::uint64_t step) { TellReuse(donor, step, *reuse); };
+  callbacks.step_ended = [ended] {
+    py::gil_scoped_acquire gil;
+    (*ended)();
+  };
+  callbacks.prepare_auto = [prepare]() -> std::string {
+    py::gil_scoped_acquire gil;
+    try {
+      return (*prepare)().cast<std::string>();
+    } catch (py::error_already_set& error) {
+      PassOn(error);
+    }
+  };
+  callbacks.forget_collectives = [set_token](const std::string& device) {
+    py::gil_scoped_acquire gil;
+    (*set_token)(device, py::none());
+  };
+  SetHookCallbacks(std::move(callbacks));
+}
+
+void RegisterExceptions() {
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(error);
+      }
+    } catch (DonatedBufferAccess& access) {
+      PyErr_SetString(access.python_type(), access.what());
+    } catch (python_error& raised) {
+      raised.restore();
+    }
+  });
+}
+
+}  // namespace torch_xla_donate

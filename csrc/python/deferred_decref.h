@@ -1,0 +1,44 @@
+// Python objects whose last owner let them go without the GIL.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace torch_xla_donate {
+
+namespace py = pybind11;
+
+// A call's `names` object may lose its last owner on a thread without the GIL. It is parked here, and dropped by
+// the next call that marks tensors.
+struct DeferredDecrefs {
+  std::mutex mutex;
+  std::vector<PyObject*> objects;
+
+  static DeferredDecrefs& Get() {
+    static DeferredDecrefs* decrefs = new DeferredDecrefs();
+    return *decrefs;
+  }
+  void Defer(PyObject* object) {
+    std::lock_guard<std::mutex> lock(mutex);
+    objects.push_back(object);
+  }
+  void Run() {
+    std::vector<PyObject*> taken;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      taken.swap(objects);
+    }
+    for (PyObject* object : taken) {
+      Py_DECREF(object);
+    }
+  }
+};
+
+inline std::shared_ptr<void> Share(py::object names) {
+  return {names.release().ptr(), [](void* object) { DeferredDecrefs::Get().Defer(static_cast<PyObject*>(object)); }};
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,13 @@
+// The Python module torch_xla_donate._C: typed in _C.pyi, every function documented beside its binding.
+#include "python/bind.h"
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Hooks into torch_xla's lazy graph executor, and the registry of donation marks.";
+  torch_xla_donate::BindHooks(m);
+  torch_xla_donate::BindMarks(m);
+  torch_xla_donate::BindRuns(m);
+  torch_xla_donate::BindReport(m);
+  torch_xla_donate::BindSwitches(m);
+  torch_xla_donate::BindAuto(m);
+  torch_xla_donate::BindTesting(m);
+}
