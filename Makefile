@@ -30,7 +30,7 @@ test-fast: build  ## what an edit needs: the tests that start no process
 	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
 
 test-all: build test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) soak fuzz
 ifdef UPSTREAM
 	$(BIN)/python test/upstream/run.py $(UPSTREAM)
