@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pytest
+from line_coverage import run
 from line_coverage.run import BEGIN, END, Lines, cpp_lines, percentage, python_lines, ranges, with_result
 
 
@@ -41,3 +47,35 @@ def test_the_result_is_rounded_down_and_stands_in_its_place() -> None:
 def test_a_readme_without_the_comments_is_refused() -> None:
     with pytest.raises(ValueError, match="found 0 places for the result, expected 1"):
         with_result("nothing", 96.0, 96.0)
+
+
+PROGRAM = """
+    import os
+
+    if os.fork() == 0:
+        print("in a fork")
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_fork_that_ends_by_os_exit_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[tool.coverage.run]\nparallel = true\ninclude = ['*/program.py']\n", encoding="utf-8")
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("COVER")},
+        "PYTHONPATH": str(Path(run.__file__).parent / "startup"),
+        "COVERED_MODULE": "/not/loaded.so",
+        "COVERAGE_PROCESS_START": str(settings),
+        "COVERAGE_FILE": str(tmp_path / "lines"),
+    }
+    command = [sys.executable, "-m", "coverage"]
+    for words in (
+        [sys.executable, "program.py"],
+        [*command, "combine", "-q"],
+        [*command, "json", "-q", "-o", "report.json"],
+    ):
+        subprocess.run(words, cwd=tmp_path, env=environment, check=True)
+    (found,) = python_lines((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert (found.path, found.run, found.missing) == ("program.py", 5, ())
