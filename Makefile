@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo test test-fast test-all test-cpp lint format bench soak fuzz build env clean
+.PHONY: help demo test test-fast test-all test-cpp coverage lint format bench soak fuzz build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,7 +30,7 @@ test-fast: build  ## what an edit needs: the tests that start no process
 	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
 
 test-all: build test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
-	$(PYTEST) $(PYTEST_ARGS)
+	$(PYTEST) --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) soak fuzz
 ifdef UPSTREAM
 	$(BIN)/python test/upstream/run.py $(UPSTREAM)
@@ -42,6 +42,14 @@ test-cpp: build  ## the C++ tests of the ELF part
 	$(BIN)/cmake -B build -DTORCH_XLA_DONATE_BUILD_TESTS=ON > build/cmake.log || { cat build/cmake.log; exit 1; }
 	$(BIN)/cmake --build build | tail -n 1
 	$(BIN)/ctest --test-dir build --output-on-failure --no-tests=error
+
+# A build of its own: the module in the package stays as it is.
+coverage: build  ## which of our Python and C++ lines `make test` runs; writes it to the README
+	$(BIN)/cmake -S . -B build-coverage -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/build-coverage/module \
+	  -DTORCH_XLA_DONATE_COVERAGE=ON -DTORCH_XLA_DONATE_BUILD_TESTS=ON
+	$(BIN)/cmake --build build-coverage
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python test/line_coverage/run.py $(PYTEST_ARGS)
 
 lint: env  ## ruff, mypy and clang-format; changes nothing
 	$(BIN)/ruff check .
@@ -90,4 +98,4 @@ $(VENV)/installed: requirements.txt pyproject.toml
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv
-	rm -rf build torch_xla_donate/_C*.so $(VENV)/configured
+	rm -rf build build-coverage torch_xla_donate/_C*.so $(VENV)/configured

@@ -22,8 +22,13 @@ for setting in (
 ):
     os.environ.pop(setting, None)
 
+import hypothesis
 import pytest
 
+# `make test-all` chooses the long one.
+for profile, examples in (("short", 60), ("long", 300)):
+    hypothesis.settings.register_profile(profile, max_examples=examples, deadline=None)
+hypothesis.settings.load_profile("short")
 pytest.register_assert_rewrite("helpers")
 
 import tiers

@@ -30,17 +30,11 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, TextIO
 
 HERE = Path(__file__).resolve().parent
-
-# A child calls them in turn: at its start, when its environment is set and before it imports the test's module; at
-# its end, because os._exit skips atexit. Coverage belongs here.
-at_start: list[Callable[[], None]] = []
-at_exit: list[Callable[[], None]] = []
 
 
 def main() -> None:
@@ -163,11 +157,7 @@ def _child(request: dict[str, Any], rewriting: Any) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     children.in_child = True
-    for function in at_start:
-        function()
     outcome, code = _run(pickle.loads((folder / "request").read_bytes()), rewriting)
-    for function in reversed(at_exit):
-        function()
     if os.getpid() == own:  # and not a process that the test has forked
         (folder / "outcome").write_bytes(pickle.dumps(outcome))
     return code

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import bare
 import pytest
 from children import in_process, run_in_child
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_xla_donate import _hlo, hlo
@@ -685,7 +685,6 @@ def written(module: HloModule) -> str:
 
 
 @given(modules())
-@settings(max_examples=200, deadline=None)
 def test_a_written_module_is_read_back_as_it_was(module: HloModule) -> None:
     read = hlo.parse(written(module))
     assert read == module
@@ -694,7 +693,6 @@ def test_a_written_module_is_read_back_as_it_was(module: HloModule) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
 def test_a_damaged_text_is_read_or_refused_with_a_value_error(data: st.DataObject) -> None:
     text = data.draw(modules().map(written) | st.just(ENTRY))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -710,7 +708,6 @@ def test_a_damaged_text_is_read_or_refused_with_a_value_error(data: st.DataObjec
 
 
 @given(st.text() | st.text().map("HloModule m, ".__add__))
-@settings(max_examples=200, deadline=None)
 def test_any_text_is_refused_with_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         hlo.parse(text)
