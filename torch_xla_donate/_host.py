@@ -698,7 +698,8 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
             around: dict[str, None] = {}
 
             def note(variable: Any, returned: set[str] = returned, around: dict[str, None] = around) -> None:
-                node = getattr(getattr(variable, "proxy", None), "node", None)
+                # Through vars(): an attribute of what torch.compile has not looked at yet would add it to the graph.
+                node = getattr(vars(variable).get("proxy"), "node", None)
                 if node is not None and node.op == "placeholder" and node.name in read:
                     returned.add(node.name)
                 elif variable.source is not None:
