@@ -1,0 +1,3 @@
+"""Modes of a thread or the process: automatic donation, checks for NaN, donation disabled."""
+
+from torch_xla_donate._modes.debug import check_outputs
