@@ -52,13 +52,13 @@ def state():
         "gradients": torch.is_grad_enabled(),
         "flags of modes": [getattr(_python_dispatch, name) for name in FLAGS],
         "module hooks": len(modules._global_forward_pre_hooks),
-        "inside": _marks.inside(),
+        "inside": _marks.is_inside_call(),
         "body": _marks.current_body(),
         "watcher": _trace.current_watcher(),
         "postponed": _report.is_postponed(),
         "quiet": _report.reuse._local.quiet,
         "disabled": _C.disabled_reason(),
-        "infs": list(_modes.debug._wishes.infs),
+        "infs": list(_modes.debug._infinities.contexts),
         "auto": (_C.auto_donate_depth(), _C.auto_donates()),
         "eager": _XLAC._get_use_eager_mode(),
         "executes": _XLAC._get_allow_execution(),
@@ -180,9 +180,9 @@ def test_nested_contexts_end_in_their_order():
     with donation_disabled() as outer:
         assert _C.disabled()
         with outer, debug_nans(infs=True):
-            assert _modes.debug._wishes.infs
+            assert _modes.debug._infinities.contexts
         assert _C.disabled()
-        assert not _modes.debug._wishes.infs
+        assert not _modes.debug._infinities.contexts
     assert not _C.disabled()
 
     @donation_disabled()

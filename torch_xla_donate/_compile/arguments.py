@@ -19,7 +19,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-class Slot(NamedTuple):
+class Argument(NamedTuple):
     """Where one argument stands in a call, and what messages call it."""
 
     key: int | str  # position in args, or name in kwargs
@@ -31,24 +31,24 @@ class Slot(NamedTuple):
         return kwargs[self.key] if isinstance(self.key, str) else args[self.key]
 
 
-class Plan(NamedTuple):
+class ArgumentRoles(NamedTuple):
     """The arguments of calls with so many positions and these names."""
 
-    donated: tuple[Slot, ...]
-    kept: tuple[Slot, ...]
-    static: tuple[Slot, ...]
+    donated: tuple[Argument, ...]
+    kept: tuple[Argument, ...]
+    static: tuple[Argument, ...]
 
 
 class CallNames:
     """Names of the donated leaves of a call, argument after argument. Holds no tensor."""
 
-    def __init__(self, parts: Sequence[tuple[Slot, int, _trees.Names]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Argument, int, _trees.Names]]) -> None:
         self._parts = parts
 
     def name(self, index: int) -> str:
-        for slot, count, names in self._parts:
+        for argument, count, names in self._parts:
             if index < count:
-                return f"{_trees.qualified_name(slot.name, names.name(index), '.')} ({slot.place})"
+                return f"{_trees.qualified_name(argument.name, names.name(index), '.')} ({argument.place})"
             index -= count
         raise IndexError(index)
 
@@ -126,7 +126,7 @@ class Arguments:
         )
         if both:
             raise self._static_and_donated(both[0])
-        self._plans: dict[tuple[int, tuple[str, ...]], Plan] = {}
+        self._known_roles: dict[tuple[int, tuple[str, ...]], ArgumentRoles] = {}
 
     def _static_and_donated(self, argument: str | int) -> ValueError:
         return ValueError(
@@ -168,15 +168,15 @@ class Arguments:
                 numbers.add(self._positional.index(name))
         return numbers, names
 
-    def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    def roles(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentRoles:
         """The arguments of a call. ValueError for a number beyond those given, where f takes any number of them."""
         key = (len(args), tuple(kwargs))
-        found = self._plans.get(key)
+        found = self._known_roles.get(key)
         if found is None:
-            found = self._plans[key] = self._plan(len(args), key[1])
+            found = self._known_roles[key] = self._make_roles(len(args), key[1])
         return found
 
-    def _plan(self, count: int, keywords: tuple[str, ...]) -> Plan:
+    def _make_roles(self, count: int, keywords: tuple[str, ...]) -> ArgumentRoles:
         # Negative numbers are left only where f takes any number of arguments: they count from the call's end.
         donated_numbers, static_numbers = (
             {number + count if number < 0 else number for number in numbers}
@@ -192,17 +192,17 @@ class Arguments:
                     )
             if both := donated_numbers & static_numbers:
                 raise self._static_and_donated(min(both))
-        donated: list[Slot] = []
-        kept: list[Slot] = []
-        static: list[Slot] = []
+        donated: list[Argument] = []
+        kept: list[Argument] = []
+        static: list[Argument] = []
         for number in range(count):
-            slot = Slot(number, self._name(number), f"argument {number} of {self.function}")
-            (static if number in static_numbers else donated if number in donated_numbers else kept).append(slot)
+            argument = Argument(number, self._name(number), f"argument {number} of {self.function}")
+            (static if number in static_numbers else donated if number in donated_numbers else kept).append(argument)
         for name in keywords:
-            slot = Slot(name, name, f"argument {name!r} of {self.function}")
+            argument = Argument(name, name, f"argument {name!r} of {self.function}")
             static_name, donated_name = name in self._static_names, name in self._donated_names
-            (static if static_name else donated if donated_name else kept).append(slot)
-        return Plan(tuple(donated), tuple(kept), tuple(static))
+            (static if static_name else donated if donated_name else kept).append(argument)
+        return ArgumentRoles(tuple(donated), tuple(kept), tuple(static))
 
     def _name(self, number: int) -> str:
         if number < len(self._positional):

@@ -14,7 +14,7 @@ import torch
 
 from torch_xla_donate import _C, _config, _frames, _marks, _modes, _report, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import Arguments, CallNames, Plan, Slot
+from torch_xla_donate._compile.arguments import Argument, ArgumentRoles, Arguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
 from torch_xla_donate._compile.signatures import Signatures
 from torch_xla_donate._errors import DonationError, DonationWarning
@@ -59,9 +59,9 @@ class Compiled:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = _frames.call_site()
         _marks.prepare(where)
-        plan = self._arguments.plan(args, kwargs)
-        for slot in plan.static:
-            _check_static(slot, slot.value(args, kwargs))
+        roles = self._arguments.roles(args, kwargs)
+        for argument in roles.static:
+            _check_static(argument, argument.value(args, kwargs))
         _marks.call_scope.inside = True
         try:
             # What the step has to tell waits until torch_xla has put its own state in order. Threads of autograd would
@@ -71,20 +71,20 @@ class Compiled:
                 log.compilations(self.function) as compiled,
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                result = self._run(plan, args, kwargs, where)
+                result = self._run(roles, args, kwargs, where)
         finally:
             _marks.call_scope.inside = False
         try:
-            if plan.donated and self.is_strict():
+            if roles.donated and self.is_strict():
                 # Else the error would come out of some later step, and without this call's result.
                 _C.wait_for_steps()
             if _C.has_notices():
-                _report.tell()
+                _report.warn_or_raise()
             if _C.disabled():
                 _modes.check_outputs()
             if compiled.value or self.has_captured:
                 self.has_captured = False
-                self.note_compilation(plan, args, kwargs, where)
+                self.note_compilation(roles, args, kwargs, where)
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):
                 error.result = result
@@ -121,40 +121,44 @@ class Compiled:
             DonationError: the function reads a value on the host.
         """
         _marks.prepare(_frames.call_site())
-        return Lowered(self, self._arguments.plan(args, kwargs), args, kwargs)
+        return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
 
-    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         """Runs the step, and ends the marks that it has made. Returns f's result."""
         raise NotImplementedError
 
-    def note_compilation(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    def note_compilation(
+        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str
+    ) -> None:
         """Counts the signature of a call that has compiled a graph."""
-        self.note_signature(plan, args, kwargs, where)
+        self.note_signature(roles, args, kwargs, where)
 
-    def note_signature(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    def note_signature(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
         """Counts a signature, and warns at the tenth."""
-        slots = (*plan.donated, *plan.kept)
-        flat = [_trees.flatten(slot.value(args, kwargs)) for slot in slots]
-        names = CallNames([(slot, len(leaves), names) for slot, (leaves, names) in zip(slots, flat)])
+        arguments = (*roles.donated, *roles.kept)
+        flat = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
+        names = CallNames([(argument, len(leaves), names) for argument, (leaves, names) in zip(arguments, flat)])
         leaves = itertools.chain.from_iterable(leaves for leaves, _ in flat)
-        static = [(f"{slot.name} ({slot.place})", slot.value(args, kwargs)) for slot in plan.static]
+        static = [(f"{argument.name} ({argument.place})", argument.value(args, kwargs)) for argument in roles.static]
         self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
 
     def is_strict(self) -> bool:
         """Whether an unusable donation of this function is an error."""
         return _config.strict_by_default() if self._strict is None else self._strict
 
-    def names(self, plan: Plan, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
+    def names(self, roles: ArgumentRoles, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
         """The names of a call's donated leaves; worked out once for each structure, since that takes a while.
 
         Raises:
             TypeError: a leaf is an object that might hold tensors.
         """
-        key = (id(plan), *structures)
+        key = (id(roles), *structures)
         found = self._names.get(key)
         if found is None:
             flat = [_trees.flatten(value) for value in values]
-            found = CallNames([(slot, len(leaves), names) for slot, (leaves, names) in zip(plan.donated, flat)])
+            found = CallNames(
+                [(argument, len(leaves), names) for argument, (leaves, names) in zip(roles.donated, flat)]
+            )
             _refuse_opaque([leaf for leaves, _ in flat for leaf in leaves], found)
             self._names[key] = found
         return found
@@ -171,11 +175,11 @@ def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
             raise _marks.refusal(leaf, "not_tensor", names.name(index))
 
 
-def _check_static(slot: Slot, value: Any) -> None:
+def _check_static(argument: Argument, value: Any) -> None:
     try:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"{slot.name} ({slot.place}) is static, and {type(value).__name__} cannot be hashed. Static arguments are "
-            "told apart by their hash; pass something that has one."
+            f"{argument.name} ({argument.place}) is static, and {type(value).__name__} cannot be hashed. Static "
+            "arguments are told apart by their hash; pass something that has one."
         ) from None

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _frames, _numbers, _trace, _trees
-from torch_xla_donate._compile.arguments import CallNames, Plan
+from torch_xla_donate._compile.arguments import ArgumentRoles, CallNames
 
 
 def upload_floats(leaves: Sequence[Any]) -> torch.Tensor:
@@ -20,20 +20,20 @@ def upload_floats(leaves: Sequence[Any]) -> torch.Tensor:
 
 
 def put_numbers(
-    function: str, plan: Plan, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor
+    function: str, roles: ArgumentRoles, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor
 ) -> list[_numbers.Number]:
     """Puts numbers in the place of the floats among the arguments, and returns them; `values` as uploaded."""
-    slots = plan.donated + plan.kept
-    parts = [_trees.flatten(slot.value(args, kwargs)) for slot in slots]
-    names = CallNames([(slot, len(found), names) for slot, (found, names) in zip(slots, parts)])
+    arguments = roles.donated + roles.kept
+    parts = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
+    names = CallNames([(argument, len(found), names) for argument, (found, names) in zip(arguments, parts)])
     leaves = itertools.chain.from_iterable(found for found, _ in parts)
     texts = [names.name(position) for position, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
-    numbers = _numbers.stand_ins(values, texts, lambda used: _reads_float(function, used))
+    numbers = _numbers.numbers_for(values, texts, lambda used: _reads_float(function, used))
     following = iter(numbers)
-    for slot in slots:
-        into: Any = kwargs if isinstance(slot.key, str) else args
-        into[slot.key] = pytree.tree_map(
-            lambda leaf: next(following) if _numbers.is_float(leaf) else leaf, into[slot.key]
+    for argument in arguments:
+        into: Any = kwargs if isinstance(argument.key, str) else args
+        into[argument.key] = pytree.tree_map(
+            lambda leaf: next(following) if _numbers.is_float(leaf) else leaf, into[argument.key]
         )
     return numbers
 

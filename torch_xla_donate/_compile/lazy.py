@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_xla_donate import _C, _trees
-from torch_xla_donate._compile.arguments import Arguments, Plan
+from torch_xla_donate._compile.arguments import ArgumentRoles, Arguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import NOT_READ, Donated
+from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 
 
 class LazyCompiled(Compiled):
@@ -21,10 +21,10 @@ class LazyCompiled(Compiled):
         options.setdefault("name", arguments.function)
         self._step = torch_xla.compile(self._trace, **options)
 
-    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
         calls: list[_C.Call] = []
         try:
-            result = self._step(plan, args, kwargs, where, calls)
+            result = self._step(roles, args, kwargs, where, calls)
         except BaseException:
             # f has returned, and its step was refused (max_different_graphs) or has failed.
             for call in calls:
@@ -35,12 +35,12 @@ class LazyCompiled(Compiled):
         return result
 
     def _trace(
-        self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, calls: list[_C.Call]
+        self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, calls: list[_C.Call]
     ) -> Any:
         # Here torch_xla has run what was pending, so a mark can only be meant for the step of this function.
-        if not plan.donated:
+        if not roles.donated:
             return self._f(*args, **kwargs)
-        call = Donated(self, plan, args, kwargs).mark(args, kwargs, where, held=False)
+        call = DonatedArguments(self, roles, args, kwargs).mark(args, kwargs, where, for_compiled_run=False)
         try:
             result = self._f(*args, **kwargs)
         except BaseException:

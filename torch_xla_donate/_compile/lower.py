@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import Plan
+from torch_xla_donate._compile.arguments import ArgumentRoles
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError
 from torch_xla_donate._host import interrupts
@@ -61,13 +61,13 @@ class MemoryAnalysis:
 class Lowered:
     """A function traced for certain arguments. `Compiled.lower` makes it."""
 
-    def __init__(self, compiled: Compiled, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, compiled: Compiled, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compiled = compiled
-        self._plan = plan
+        self._roles = roles
         _refuse_others(compiled.function, [*args, *kwargs.values()])
         # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
         self._args, self._kwargs = pytree.tree_map(Placeholders(), (args, kwargs))
-        self._types = Types(plan, args, kwargs, floats_are_inputs=compiled.traces_floats)
+        self._types = Types(roles, args, kwargs, floats_are_inputs=compiled.traces_floats)
         with self._traced() as (outputs, donors):
             self._text = _host.hlo_text(outputs, donors)
         log.dump_lowered(compiled.function, self.as_text)
@@ -77,15 +77,15 @@ class Lowered:
         """What a step would compute, and the tensors whose buffers it would donate (none if donors are ignored)."""
         function = self._compiled.function
         leaves: dict[bool, list[Any]] = {}
-        for donated, slots in ((True, self._plan.donated), (False, self._plan.kept)):
-            values = [slot.value(self._args, self._kwargs) for slot in slots]
+        for donated, arguments in ((True, self._roles.donated), (False, self._roles.kept)):
+            values = [argument.value(self._args, self._kwargs) for argument in arguments]
             leaves[donated] = [leaf for value in values for leaf in _trees.leaves_of(value)]
         flat = [*leaves[True], *leaves[False]]
         takes_floats = self._compiled.traces_floats and any(map(_numbers.is_float, flat))
         floats = upload_floats(flat) if takes_floats else None
         with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
             args, kwargs = list(self._args), dict(self._kwargs)
-            numbers = put_numbers(function, self._plan, args, kwargs, floats) if floats is not None else []
+            numbers = put_numbers(function, self._roles, args, kwargs, floats) if floats is not None else []
             observer = Observer(function, flat)
             observer.has_numbers = bool(numbers)
             given = [_host.same_buffer(leaf) for leaf in leaves[True] if _is_materialised(leaf)]
@@ -183,15 +183,15 @@ class Types:
     """What the arguments of a call are, leaf by leaf."""
 
     def __init__(
-        self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
+        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
     ) -> None:
-        static = {slot.key for slot in plan.static}
+        static = {argument.key for argument in roles.static}
         self._inputs = [
             floats_are_inputs and key not in static and _numbers.is_float(leaf)
             for key, value in (*enumerate(args), *kwargs.items())
             for leaf in pytree.tree_leaves(value)
         ]
-        donated = set() if _host.ignores_donors() else {slot.key for slot in plan.donated}
+        donated = set() if _host.ignores_donors() else {argument.key for argument in roles.donated}
         self._infos = [
             _info(leaf, key in donated)
             for key, value in (*enumerate(args), *kwargs.items())
@@ -231,7 +231,9 @@ class Observer(_trace.Recorder):
         super().__init__(function, arguments)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
-        self._before += [_trace.Before(grad) for grad in gradients if grad is not None and _is_materialised(grad)]
+        self._snapshots += [
+            _trace.TensorSnapshot(grad) for grad in gradients if grad is not None and _is_materialised(grad)
+        ]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
@@ -252,13 +254,13 @@ class Observer(_trace.Recorder):
 
     def changed(self) -> list[torch.Tensor]:
         """Tensors from outside that the trace has given new values, and gradients that it has added to."""
-        tensors = [before.tensor for before in self._before]
+        tensors = [snapshot.tensor for snapshot in self._snapshots]
         gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
         return [*tensors, *gradients]
 
     def replaced(self) -> list[torch.Tensor]:
         """The buffers of tensors that have new values: torch_xla donates them by itself."""
-        return [before.same for before in self._before if before.is_replaced()]
+        return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
 
 
 @contextmanager

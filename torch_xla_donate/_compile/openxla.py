@@ -15,15 +15,15 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
 from torch_xla_donate import _C, _host, _trees
-from torch_xla_donate._compile.arguments import Arguments, Plan
+from torch_xla_donate._compile.arguments import ArgumentRoles, Arguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import NOT_READ, Donated
-from torch_xla_donate._compile.run_donation import Offer, new_graph_name
+from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
+from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
 from torch_xla_donate._errors import DonationError
 
 
 class _Current(threading.local):
-    offer: Offer | None = None
+    donation: RunDonation | None = None
 
 
 _current = _Current()
@@ -50,41 +50,41 @@ class Graph:
         self._variants: dict[Any, Variant] = {}
 
     def __call__(self, *args: Any) -> Any:
-        offer = _current.offer
-        if offer is not None and offer.unread in (_NO_GRAPH, NOT_READ):
-            offer.unread = self._unread
-        if offer is not None and not self._refusal:
-            self._refuse_kept(offer, args)
+        donation = _current.donation
+        if donation is not None and donation.unread in (_NO_GRAPH, NOT_READ):
+            donation.unread = self._unread
+        if donation is not None and not self._refusal:
+            self._refuse_kept(donation, args)
         while True:
-            if offer is not None and self._refusal:  # known from the start, or found out while extracting
-                offer.refuse(args, self._refusal)
-            positions = offer.positions(args) if offer is not None else ()
+            if donation is not None and self._refusal:  # known from the start, or found out while extracting
+                donation.refuse(args, self._refusal)
+            positions = donation.positions(args) if donation is not None else ()
             # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
             key = (positions, _C.signature(list(args))[0], *_host.graph_key(args))
             variant = self._variants.get(key)
             if variant is None:
                 variant = self._variants[key] = self._extract(args, positions)
-            if offer is None:
+            if donation is None:
                 return variant.run(*args)
             refused = bool(positions and self._refusal)
-            if not offer.refuse([args[i] for i in variant.returned], _STILL_NEEDED) and not refused:
+            if not donation.refuse([args[i] for i in variant.returned], _STILL_NEEDED) and not refused:
                 break
         if self._refusal:
             return variant.run(*args)
-        donors = positions or offer.spared(args)
+        donors = positions or donation.spared(args)
         places = variant.places if positions else [(None, None)] * len(donors)
-        with offer.consumed([args[i] for i in donors], variant.name, places):
+        with donation.consumed([args[i] for i in donors], variant.name, places):
             return variant.run(*args)
 
-    def _refuse_kept(self, offer: Offer, args: Sequence[Any]) -> None:
+    def _refuse_kept(self, donation: RunDonation, args: Sequence[Any]) -> None:
         """What outlives the graph, as far as that can be told before it is extracted."""
-        offer.refuse([args[i] for i in self._kept], _STILL_NEEDED)
+        donation.refuse([args[i] for i in self._kept], _STILL_NEEDED)
         try:
             around = self._frame.values_around() if self._frame is not None else []
         except Exception as error:  # of torch.compile's own expressions
-            offer.refuse_all(f"what the function returns without computing it could not be told: {error!r}")
+            donation.refuse_all(f"what the function returns without computing it could not be told: {error!r}")
             return
-        offer.refuse(_trees.tensors_in(around), _STILL_NEEDED)
+        donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
 
     def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Variant:
         # Extraction rewrites the graph it is given, and there may be another variant later.
@@ -118,21 +118,21 @@ class OpenxlaCompiled(Compiled):
         self._module = f if isinstance(f, torch.nn.Module) else None
         self._compiled = torch.compile(f, backend=self._capture, **options)
 
-    def _run(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        if not plan.donated:
+    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+        if not roles.donated:
             return self._compiled(*args, **kwargs)
-        offer = Offer(Donated(self, plan, args, kwargs), args, kwargs, where)
-        offer.unread = _NO_GRAPH  # until one runs
-        outer, _current.offer = _current.offer, offer
+        donation = RunDonation(DonatedArguments(self, roles, args, kwargs), args, kwargs, where)
+        donation.unread = _NO_GRAPH  # until one runs
+        outer, _current.donation = _current.donation, donation
         try:
             result = self._compiled(*args, **kwargs)
         except BaseException:
-            offer.cancel()
+            donation.cancel()
             raise
         finally:
-            _current.offer = outer
-        offer.keep_returned(_trees.tensors_in(result))
-        offer.end()
+            _current.donation = outer
+        donation.keep_returned(_trees.tensors_in(result))
+        donation.end()
         return result
 
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import Plan
+from torch_xla_donate._compile.arguments import ArgumentRoles
 from torch_xla_donate._compile.floats import upload_floats
-from torch_xla_donate._compile.proxies import StandIns
+from torch_xla_donate._compile.proxies import ArgumentProxies
 from torch_xla_donate._compile.run_donation import new_graph_name
 from torch_xla_donate._errors import DonationError
 from torch_xla_donate._host import interrupts
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch_xla_donate._compile.pure import PureCompiled
 
 
-class Slot(NamedTuple):
+class ValueSource(NamedTuple):
     """Where a result, or an input of the graph, comes from."""
 
     kind: str  # "graph", "argument", "detached argument", "value", "detached value", "copied value" or "floats"
@@ -30,23 +30,25 @@ class Slot(NamedTuple):
     like: Any = None  # Parameter or requires_grad, of a result that is one
 
 
-class Program:
+class TracedProgram:
     """A traced function: its compiled graph, and where inputs and results come from."""
 
-    def __init__(self, compiled: PureCompiled, plan: Plan, args: Any, kwargs: Any, offered: Sequence[int]) -> None:
+    def __init__(
+        self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any, offered: Sequence[int]
+    ) -> None:
         self.name = new_graph_name()
-        stand_ins = StandIns(compiled, plan, args, kwargs)
-        while self._trace_once(compiled, stand_ins, offered):
-            stand_ins.separate()
-        stand_ins.refuse_kept(compiled.function)
+        proxies = ArgumentProxies(compiled, roles, args, kwargs)
+        while self._trace_once(compiled, proxies, offered):
+            proxies.separate()
+        proxies.refuse_kept(compiled.function)
 
-    def _trace_once(self, compiled: PureCompiled, stand_ins: StandIns, offered: Sequence[int]) -> bool:
+    def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
         """True if the buffer of an argument is another input, too, which the graph takes for the same one."""
         with _host.tracing():
-            args, kwargs, leaves = stand_ins.make()
+            args, kwargs, leaves = proxies.make()
             recorder = _trace.Recorder(compiled.function, leaves)
-            recorder.inseparable = stand_ins.inseparable()
-            recorder.has_numbers = bool(stand_ins.floats)
+            recorder.inseparable = proxies.inseparable()
+            recorder.has_numbers = bool(proxies.floats)
             with _trace.Restoring(recorder):
                 reads = recorder.reads = _trace.HostReads(compiled.function)
                 watched = _trace.watched(recorder)
@@ -62,7 +64,7 @@ class Program:
                 recorder.note_returned(results)
                 recorder.check()
                 # A float that the function returns as it came is that of the call.
-                passed_on = {id(leaf): stand_ins.floats.get(id(leaf)) for leaf in results}
+                passed_on = {id(leaf): proxies.floats.get(id(leaf)) for leaf in results}
                 own = [
                     leaf if passed_on[id(leaf)] is not None else self._own(_numbers.as_result(leaf), recorder)
                     for leaf in results
@@ -76,13 +78,13 @@ class Program:
                 for i, leaf in enumerate(leaves):
                     if isinstance(leaf, torch.Tensor):
                         given.setdefault(_C.identity(leaf)[0], i)
-                stand_ins.note_made(recorder.made())
-                if stand_ins.are_shared(recorder.captured.values(), leaves):
+                proxies.note_made(recorder.made())
+                if proxies.are_shared(recorder.captured.values(), leaves):
                     return True
                 self._results = [
                     self._result(leaf, places, given, leaves, recorder)
                     if (index := passed_on.get(id(leaf))) is None
-                    else Slot("argument", index)
+                    else ValueSource("argument", index)
                     for leaf in own
                 ]
                 # By buffer: several arguments may hold one. Which of them do is a part of the signature.
@@ -94,18 +96,18 @@ class Program:
                 log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
                 graph = _host.compile_graph(pending, given_up, recorder.seed_buffer)
         self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
-        by_buffer: dict[int, Slot] = {}
-        if stand_ins.values is not None:
-            by_buffer[_C.identity(stand_ins.values)[1]] = Slot("floats", None)
+        by_buffer: dict[int, ValueSource] = {}
+        if proxies.values is not None:
+            by_buffer[_C.identity(proxies.values)[1]] = ValueSource("floats", None)
         for tensor in recorder.captured.values():
-            by_buffer[_C.identity(tensor)[1]] = Slot("value", tensor)
+            by_buffer[_C.identity(tensor)[1]] = ValueSource("value", tensor)
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                by_buffer.setdefault(_C.identity(leaf)[1], Slot("argument", i))
-        sources = [by_buffer.get(_C.identity(tensor)[1], Slot("value", tensor)) for tensor in graph.inputs]
-        self._inputs = [None if slot.kind == "argument" else slot.source for slot in sources]
-        self._floats = next((place for place, slot in enumerate(sources) if slot.kind == "floats"), None)
-        self._arguments = [(place, slot.source) for place, slot in enumerate(sources) if slot.kind == "argument"]
+                by_buffer.setdefault(_C.identity(leaf)[1], ValueSource("argument", i))
+        sources = [by_buffer.get(_C.identity(tensor)[1], ValueSource("value", tensor)) for tensor in graph.inputs]
+        self._inputs = [None if one.kind == "argument" else one.source for one in sources]
+        self._floats = next((place for place, one in enumerate(sources) if one.kind == "floats"), None)
+        self._arguments = [(place, one.source) for place, one in enumerate(sources) if one.kind == "argument"]
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()
         self._modules = recorder.modules.found
@@ -125,20 +127,20 @@ class Program:
     @staticmethod
     def _result(
         leaf: Any, places: Mapping[int, int], given: Mapping[int, int], leaves: Sequence[Any], recorder: _trace.Recorder
-    ) -> Slot:
+    ) -> ValueSource:
         if not isinstance(leaf, torch.Tensor):
-            return Slot("value", leaf)
+            return ValueSource("value", leaf)
         identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
         like = torch.nn.Parameter if isinstance(leaf, torch.nn.Parameter) else True if leaf.requires_grad else None
         if identity in places:
-            return Slot("graph", places[identity], like)
+            return ValueSource("graph", places[identity], like)
         if identity in given:
             same = leaf is leaves[given[identity]]
-            return Slot("argument" if same else "detached argument", given[identity], None if same else like)
+            return ValueSource("argument" if same else "detached argument", given[identity], None if same else like)
         known = recorder.captured.get(identity)
         if known is not None:
-            return Slot("value" if leaf is known else "detached value", known, None if leaf is known else like)
-        return Slot("copied value", leaf)
+            return ValueSource("value" if leaf is known else "detached value", known, None if leaf is known else like)
+        return ValueSource("copied value", leaf)
 
     def _sign(self) -> tuple[Hashable, bool]:
         signature, pending, _ = _C.signature(self.captured)

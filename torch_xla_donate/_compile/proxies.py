@@ -11,14 +11,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
-from torch_xla_donate._compile.arguments import Plan
+from torch_xla_donate._compile.arguments import ArgumentRoles
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 
 if TYPE_CHECKING:
     from torch_xla_donate._compile.pure import PureCompiled
 
 
-class StandIns:
+class ArgumentProxies:
     """The tensors that the trace is given for the arguments: others of the same buffers.
 
     So a tensor that is an argument of this call and that the function closes over, too, is told apart from it. Tensors
@@ -29,15 +29,15 @@ class StandIns:
         floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
     """
 
-    def __init__(self, compiled: PureCompiled, plan: Plan, args: Any, kwargs: Any) -> None:
-        self._compiled, self._plan, self._args, self._kwargs = compiled, plan, args, kwargs
+    def __init__(self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any) -> None:
+        self._compiled, self._roles, self._args, self._kwargs = compiled, roles, args, kwargs
         self._plain: dict[int, torch.Tensor] = {}
-        for slot in plan.donated + plan.kept:
-            for leaf in pytree.tree_leaves(slot.value(args, kwargs)):
+        for argument in roles.donated + roles.kept:
+            for leaf in pytree.tree_leaves(argument.value(args, kwargs)):
                 tensor = _trees.without_wrapper(leaf)
                 if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
                     self._plain[id(leaf)] = tensor
-        leaves = compiled.leaves(plan, args, kwargs)
+        leaves = compiled.leaves(roles, args, kwargs)
         self._float_positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
         self.values = upload_floats(leaves) if self._float_positions else None
         self.floats: dict[int, int] = {}
@@ -64,20 +64,20 @@ class StandIns:
     def make(self) -> tuple[list[Any], dict[str, Any], list[Any]]:
         """Arguments, keyword arguments, and their leaves."""
         args, kwargs = list(self._args), dict(self._kwargs)
-        made = {i: self._stand_in(leaf) for i, leaf in self._plain.items()}
+        made = {i: self._proxy_of(leaf) for i, leaf in self._plain.items()}
         self._given = [] if self._spmd else [weakref.ref(leaf) for leaf in made.values()]
-        for slot in self._plan.donated + self._plan.kept:
-            value = slot.value(args, kwargs)
-            into: Any = kwargs if isinstance(slot.key, str) else args
-            into[slot.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
-        leaves = self._compiled.leaves(self._plan, args, kwargs)
+        for argument in self._roles.donated + self._roles.kept:
+            value = argument.value(args, kwargs)
+            into: Any = kwargs if isinstance(argument.key, str) else args
+            into[argument.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+        leaves = self._compiled.leaves(self._roles, args, kwargs)
         if self.values is not None:
-            numbers = put_numbers(self._compiled.function, self._plan, args, kwargs, self.values)
+            numbers = put_numbers(self._compiled.function, self._roles, args, kwargs, self.values)
             self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
             self._given += [weakref.ref(one) for one in numbers]
         return args, kwargs, leaves
 
-    def _stand_in(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
         made = leaf.detach() if self._spmd else _host.same_buffer(source)
         if isinstance(leaf, torch.nn.Parameter):

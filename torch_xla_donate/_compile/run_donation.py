@@ -11,7 +11,7 @@ import torch
 import torch_xla
 
 from torch_xla_donate import _C, _host
-from torch_xla_donate._compile.donated import NOT_READ, Donated
+from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 from torch_xla_donate._errors import HELD_BY_OTHERS, DonationError
 
 _numbers = itertools.count(1)
@@ -22,21 +22,21 @@ def new_graph_name() -> str:
     return f"run-{next(_numbers)}"
 
 
-class Offer:
+class RunDonation:
     """The donated leaves of one call, to be consumed by the runs of compiled graphs in it.
 
     A step knows all live tensors and what is pending; a run of a compiled graph knows its arguments alone. So before
     anything is offered it is made sure that nobody else needs these buffers.
     """
 
-    def __init__(self, donated: Donated, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    def __init__(self, donated: DonatedArguments, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
         self._refused: dict[int, str] = {}
         self._count = len(donated.leaves)
         try:
-            self._call = donated.mark(args, kwargs, where, held=True)
+            self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
         except DonationError:
             torch_xla.sync()  # an argument that was pending is none any more, as with the lazy backend
-            self._call = donated.mark(args, kwargs, where, held=True)
+            self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
         try:
             self._refuse_shared()
         except BaseException:

@@ -196,12 +196,12 @@ def to_donate(
             Neither of them with ``strict=False``, which warns. In eager mode both warn, and a strict donation is an
             error.
     """
-    if not donors or _marks.inside():
+    if not donors or _marks.is_inside_call():
         return []
     _marks.prepare(where)
     eager = _host.in_eager_mode()
-    wish = _marks.Wish(where, strict)
-    may_warn = strict is False or (eager and not wish.is_strict())
+    request = _marks.DonationRequest(where, strict)
+    may_warn = strict is False or (eager and not request.is_strict())
     body = _marks.current_body()
     kept = {
         _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
@@ -214,7 +214,7 @@ def to_donate(
         tensor = _trees.without_wrapper(tensors[index])
         argument = body.argument(tensor) if body is not None else None
         if body is not None and argument is not None:
-            body.donate(argument, wish)
+            body.donate(argument, request)
             continue
         error = _obstacle(tensor, index, kept, names)
         if error is None:
@@ -232,7 +232,7 @@ def to_donate(
             where,
         )
     if eager and free:
-        _marks.refuse_all([_marks.Donation(names.name(index), tensors[index], wish) for index in free], _EAGER)
+        _marks.refuse_all([_marks.Donation(names.name(index), tensors[index], request) for index in free], _EAGER)
         return []
     return free
 
@@ -257,7 +257,7 @@ def give(
 ) -> None:
     """Marks what `to_donate` has found; targets are the outputs that should take buffers over."""
     if donated:
-        wish = _marks.Wish(where, strict)
+        request = _marks.DonationRequest(where, strict)
         _marks.mark_all(
-            [_marks.Donation(names.name(index), tensors[index], wish, targets.get(index)) for index in donated]
+            [_marks.Donation(names.name(index), tensors[index], request, targets.get(index)) for index in donated]
         )

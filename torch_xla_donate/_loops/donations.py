@@ -19,44 +19,46 @@ def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) ->
     return names
 
 
-def _settle(
-    wanted: Mapping[int, _marks.Wish], found: Mapping[int, _marks.Wish | None], strict: bool | None
-) -> tuple[dict[int, _marks.Wish], list[int]]:
+def _combine(
+    wanted: Mapping[int, _marks.DonationRequest],
+    found: Mapping[int, _marks.DonationRequest | None],
+    strict: bool | None,
+) -> tuple[dict[int, _marks.DonationRequest], list[int]]:
     """What is donated of a loop's arguments, and what the body has taken back; all by their numbers.
 
     wanted: from outside of the body.
-    found: the body's wishes.
-    strict: the loop's, for wishes of the body that do not say.
+    found: the body's requests.
+    strict: the loop's, for requests of the body that do not say.
     """
-    wishes = dict(wanted)
-    for number, wish in found.items():
-        if wish is not None:
-            wishes[number] = wish if wish.strict is not None else wish._replace(strict=strict)
-    cancelled = [number for number, wish in found.items() if wish is None]
-    return {number: wish for number, wish in wishes.items() if number not in cancelled}, cancelled
+    requests = dict(wanted)
+    for number, request in found.items():
+        if request is not None:
+            requests[number] = request if request.strict is not None else request._replace(strict=strict)
+    cancelled = [number for number, request in found.items() if request is None]
+    return {number: request for number, request in requests.items() if number not in cancelled}, cancelled
 
 
-def of_a_loop(
+def loop_donations(
     arguments: Iterable[tuple[str, Sequence[Any], _trees.Names]],
     chosen: Sequence[str],
-    outside: _marks.Wish,
-    found: Mapping[int, _marks.Wish | None],
+    outside: _marks.DonationRequest,
+    found: Mapping[int, _marks.DonationRequest | None],
 ) -> list[_marks.Donation]:
     """What a loop donates of its arguments. Marks that the body has taken back are taken back.
 
     arguments: the name of each, its leaves and their names, in the order that the body counts in.
     chosen: the arguments that are donated from outside of the body.
-    outside: their wish; its ``strict`` holds for wishes of the body that do not say.
-    found: the body's wishes, by the number of the leaf.
+    outside: their request; its ``strict`` holds for requests of the body that do not say.
+    found: the body's requests, by the number of the leaf.
     """
     flat = [(name, names, index, leaf) for name, leaves, names in arguments for index, leaf in enumerate(leaves)]
     wanted = {number: outside for number, (name, *_) in enumerate(flat) if name in chosen}
-    wishes, cancelled = _settle(wanted, found, outside.strict)
+    requests, cancelled = _combine(wanted, found, outside.strict)
     _marks.cancel_donation([flat[number][-1] for number in cancelled])
     donations = []
-    for number, wish in wishes.items():
+    for number, request in requests.items():
         name, names, index, leaf = flat[number]
-        donations.append(_marks.Donation(_trees.qualified_name(name, names.name(index)), leaf, wish))
+        donations.append(_marks.Donation(_trees.qualified_name(name, names.name(index)), leaf, request))
     return donations
 
 

@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
 from torch_xla_donate._errors import DonationError
-from torch_xla_donate._loops.donations import chosen_arguments, of_a_loop, refuse_eager_mode
+from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
 
@@ -58,24 +58,24 @@ def gradient_accumulation(
     where = _frames.call_site()
     chosen = chosen_arguments(donate, _ARGUMENTS)
     _refuse_twice(carried_tensors)
-    found: dict[int, _marks.Wish | None] = {}
+    found: dict[int, _marks.DonationRequest | None] = {}
 
     def step(*traced: torch.Tensor) -> Any:
-        body = _marks.Body("gradient_accumulation", traced)
+        body = _marks.LoopBody("gradient_accumulation", traced)
         before = _C.runs_begun()
         with _marks.trace_body(body):
             result = train_step(*traced)
         _refuse_runs(_C.runs_begun() - before)
         loss, *rest = result if carried_tensors else (result,)
         _refuse_other_precision(loss)
-        found.update(body.wishes)
+        found.update(body.requests)
         return (loss, *rest) if carried_tensors else loss
 
     with _gradients_aside(model):
         result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
     given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
     arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
-    _marks.mark_all(of_a_loop(arguments, chosen, _marks.Wish(where, strict), found))
+    _marks.mark_all(loop_donations(arguments, chosen, _marks.DonationRequest(where, strict), found))
     return result
 
 

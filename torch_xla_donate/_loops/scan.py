@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
 from torch_xla_donate._loops import nested
-from torch_xla_donate._loops.donations import chosen_arguments, of_a_loop, refuse_eager_mode
+from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("init", "xs")
 
@@ -27,7 +27,7 @@ class _Wrapped:
 
     def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
         self._find = function
-        self.wishes: dict[Any, dict[int, _marks.Wish | None]] = {}  # by `_kind` of the arguments
+        self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_kind` of the arguments
         self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
 
     def _function(self) -> Callable[..., Any]:
@@ -36,10 +36,10 @@ class _Wrapped:
         return fn
 
     def __call__(self, carry: Any, x: Any) -> Any:
-        body = _marks.Body("scan", [leaf for tree in (carry, x) for leaf in _trees.leaves_of(tree)])
+        body = _marks.LoopBody("scan", [leaf for tree in (carry, x) for leaf in _trees.leaves_of(tree)])
         with _marks.trace_body(body):
             result = self._function()(carry, x)
-        self.wishes[_kind(carry, x)] = body.wishes
+        self.requests[_kind(carry, x)] = body.requests
         return result
 
 
@@ -122,8 +122,8 @@ def scan(
             raise
     _keep_loops(result, body.loops)
     arguments = [(argument, *_trees.flatten(tree)) for argument, tree in zip(_ARGUMENTS, (init, xs))]
-    found = body.wishes.get(_kind(init, xs, rows=1), {})
-    donations = of_a_loop(arguments, chosen, _marks.Wish(where, strict), found)
+    found = body.requests.get(_kind(init, xs, rows=1), {})
+    donations = loop_donations(arguments, chosen, _marks.DonationRequest(where, strict), found)
     _donate_leaves(donations, result)
     return result
 

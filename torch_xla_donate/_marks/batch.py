@@ -11,7 +11,7 @@ from torch_xla_donate import _C, _report, _trees
 from torch_xla_donate._marks.into import pair_leaves
 from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import refusal
-from torch_xla_donate._marks.request import Wish
+from torch_xla_donate._marks.request import DonationRequest
 from torch_xla_donate._marks.traced_body import current_body
 
 
@@ -24,7 +24,7 @@ class Donation(NamedTuple):
 
     name: str
     tensor: Any
-    wish: Wish
+    request: DonationRequest
     target: torch.Tensor | None = None
 
 
@@ -37,24 +37,24 @@ def mark_all(donations: Sequence[Donation]) -> None:
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     if _report.open_pairs():
         _report.resolve_pairs(wait=False)
-    for wish, free in _by_wish([given for given, argument in zip(donations, arguments) if argument is None]):
+    for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         leaves = [given.tensor for given in free]
         names: _trees.Names = _trees.FixedNames([given.name for given in free])
         paired: _report.Paired | None = None
         wanted: dict[int, torch.Tensor] = {}
         if any(given.target is not None for given in free):
-            paired, wanted = pair_leaves(leaves, names, [given.target for given in free], wish.where)
+            paired, wanted = pair_leaves(leaves, names, [given.target for given in free], request.where)
             names = paired
-        marked = _C.mark(leaves, wish.where, wish.is_strict(), names, wanted)
+        marked = _C.mark(leaves, request.where, request.is_strict(), names, wanted)
         if isinstance(marked, tuple):
             index, obstacle = marked
             raise refusal(leaves[index], obstacle, free[index].name)
         if paired is not None:
-            _report.watch_pairs(paired, wish.where)
+            _report.watch_pairs(paired, request.where)
     if body is not None:
         for given, argument in zip(donations, arguments):
             if argument is not None:
-                body.donate(argument, given.wish)
+                body.donate(argument, given.request)
 
 
 def refuse_all(donations: Sequence[Donation], reason: str) -> None:
@@ -63,23 +63,23 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
     Raises DonationError if one is strict; inside of a compiled function, at the end of its call.
     """
     off = _C.disabled_reason()
-    for wish, group in _by_wish(donations):
+    for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
         names = _trees.FixedNames([given.name for given in group])
-        call = _C.mark_arguments(leaves, [], wish.where, wish.is_strict(), True, names)
+        call = _C.mark_arguments(leaves, [], request.where, request.is_strict(), True, names)
         assert isinstance(call, _C.Call), "the leaves have been checked"
         _C.end_call(call, {}, off or reason, tell=not off)
         _C.expect_run()  # these donors are the next run's, for the report
-    _report.tell()
+    _report.warn_or_raise()
 
 
-def _by_wish(donations: Sequence[Donation]) -> Iterator[tuple[Wish, list[Donation]]]:
-    """The donations of each wish, without wrappers, once it is known that all can be marked."""
+def _by_request(donations: Sequence[Donation]) -> Iterator[tuple[DonationRequest, list[Donation]]]:
+    """The donations of each request, without wrappers, once it is known that all can be marked."""
     plain = [given._replace(tensor=_trees.without_wrapper(given.tensor)) for given in donations]
     for given in plain:
         obstacle = _C.state(given.tensor) if isinstance(given.tensor, torch.Tensor) else "not_tensor"
         if obstacle not in ("materialized", "marked", "donated"):  # what has been donated raises when it is marked
             raise refusal(given.tensor, obstacle, given.name)
-    for wish in dict.fromkeys(given.wish for given in plain):
-        prepare(wish.where)
-        yield wish, [given for given in plain if given.wish == wish]
+    for request in dict.fromkeys(given.request for given in plain):
+        prepare(request.where)
+        yield request, [given for given in plain if given.request == request]

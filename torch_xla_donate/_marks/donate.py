@@ -13,7 +13,7 @@ from torch_xla_donate._marks.batch import Donation, mark_all
 from torch_xla_donate._marks.into import pair_leaves, targets_in_order
 from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import describe, refusal
-from torch_xla_donate._marks.request import Wish
+from torch_xla_donate._marks.request import DonationRequest
 from torch_xla_donate._marks.traced_body import current_body
 
 
@@ -69,7 +69,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
     where = _frames.call_site()
     body = current_body()
     if body is not None:
-        donations = _donations(tensors, Wish(where, strict))
+        donations = _donations(tensors, DonationRequest(where, strict))
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
             raise ValueError(
@@ -116,10 +116,10 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
     return Marks(marked)
 
 
-def _donations(tensors: Any, wish: Wish) -> list[Donation]:
+def _donations(tensors: Any, request: DonationRequest) -> list[Donation]:
     leaves, names = _trees.flatten(tensors)
     return [
-        Donation(_trees.qualified_name("tensors", names.name(index)), _trees.without_wrapper(leaf), wish)
+        Donation(_trees.qualified_name("tensors", names.name(index)), _trees.without_wrapper(leaf), request)
         for index, leaf in enumerate(leaves)
         if leaf is not None
     ]

@@ -20,8 +20,8 @@ def prepare(where: str) -> None:
         )
     _host.verify_layouts()
     setting = _host.ignores_donors()
-    if setting and setting not in _switch_told:
-        _switch_told.add(setting)
+    if setting and setting not in _warned_settings:
+        _warned_settings.add(setting)
         warn(
             f"{setting} switches donation off in torch_xla for the whole process: marked buffers will be "
             "read and kept. Unset it to donate.",
@@ -29,7 +29,7 @@ def prepare(where: str) -> None:
         )
     if _C.has_notices() and _host.in_eager_mode():
         # There may be no step at whose end this would be told.
-        _report.tell()
+        _report.warn_or_raise()
 
 
-_switch_told: set[str] = set()
+_warned_settings: set[str] = set()

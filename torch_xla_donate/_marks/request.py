@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch_xla_donate import _config
 
 
-class Wish(NamedTuple):
+class DonationRequest(NamedTuple):
     """A donation that waits for its loop to be called.
 
     where: its ``file:line``.

@@ -15,6 +15,6 @@ call_scope = _Scope()
 interrupts.restore(call_scope, "inside")
 
 
-def inside() -> bool:
+def is_inside_call() -> bool:
     """Whether this thread is tracing a compiled function, whose arguments alone are donated."""
     return call_scope.inside

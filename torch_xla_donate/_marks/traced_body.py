@@ -10,10 +10,10 @@ from typing import Any
 from torch_xla_donate import _host, _trees
 from torch_xla_donate._errors import DonationError
 from torch_xla_donate._host import interrupts
-from torch_xla_donate._marks.request import Wish
+from torch_xla_donate._marks.request import DonationRequest
 
 
-class Body:
+class LoopBody:
     """The trace of one body, and what it has asked for.
 
     Args:
@@ -21,14 +21,14 @@ class Body:
         leaves: the traced tensors, each in the place of the loop's argument that it stands for.
 
     Attributes:
-        wishes: by the number of the argument; None for one whose donation the body has taken back, whoever had asked
+        requests: by the number of the argument; None for one whose donation the body has taken back, whoever had asked
             for it.
     """
 
     def __init__(self, loop: str, leaves: Iterable[Any]) -> None:
         self.loop = loop
         self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
-        self.wishes: dict[int, Wish | None] = {}
+        self.requests: dict[int, DonationRequest | None] = {}
 
     def find(self, tensor: Any) -> int | None:
         """The number of the loop's argument that a tensor stands for, if it does."""
@@ -48,31 +48,31 @@ class Body:
             "the body as it came. Nothing was marked."
         )
 
-    def donate(self, number: int, wish: Wish) -> None:
-        """Notes the wish for an argument of the loop. The first one holds, as a mark does."""
-        if self.wishes.get(number) is None:
-            self.wishes[number] = wish
+    def donate(self, number: int, request: DonationRequest) -> None:
+        """Notes the request for an argument of the loop. The first one holds, as a mark does."""
+        if self.requests.get(number) is None:
+            self.requests[number] = request
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """The arguments of the loop are not donated."""
-        self.wishes.update(dict.fromkeys(numbers))
+        self.requests.update(dict.fromkeys(numbers))
 
 
 class _Current(threading.local):
-    body: Body | None = None
+    body: LoopBody | None = None
 
 
 _current = _Current()
 interrupts.restore(_current, "body")
 
 
-def current_body() -> Body | None:
+def current_body() -> LoopBody | None:
     """The body that this thread is tracing; None outside of one."""
     return _current.body
 
 
 @contextlib.contextmanager
-def trace_body(body: Body) -> Iterator[None]:
+def trace_body(body: LoopBody) -> Iterator[None]:
     outer, _current.body = _current.body, body
     try:
         yield

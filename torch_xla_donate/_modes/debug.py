@@ -13,12 +13,12 @@ from torch_xla_donate._errors import DonationError, DonationWarning
 from torch_xla_donate._modes.disabled import donation_disabled
 
 
-class _Wishes(threading.local):
+class _Infinities(threading.local):
     def __init__(self) -> None:
-        self.infs: list[debug_nans] = []  # contexts of this thread that ask for infinities
+        self.contexts: list[debug_nans] = []  # contexts of this thread that ask for infinities
 
 
-_wishes = _Wishes()
+_infinities = _Infinities()
 _SHOWN = 5
 
 
@@ -56,20 +56,20 @@ class debug_nans(donation_disabled):
     def enter(self) -> None:
         super().enter()
         if self._infs:
-            _wishes.infs.append(self)
+            _infinities.contexts.append(self)
 
     def finish(self) -> None:
         check_outputs()
 
     def leave(self, raised: bool) -> None:
-        if self in _wishes.infs:
-            _wishes.infs.remove(self)
+        if self in _infinities.contexts:
+            _infinities.contexts.remove(self)
         super().leave(raised)
 
 
 def check_outputs() -> None:
     """Raises FloatingPointError if an output that was noted since the last check is not finite."""
-    bad = _C.take_bad_outputs(bool(_wishes.infs))
+    bad = _C.take_bad_outputs(bool(_infinities.contexts))
     if bad:
         error = FloatingPointError(_text(bad))
         error.outputs = tuple(_line(raw) for raw in bad)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def step_ended() -> None:
     if _report.is_postponed():
         return
     try:
-        _report.tell()
+        _report.warn_or_raise()
     except (DonationError, DonationWarning):
         check_outputs()
         raise

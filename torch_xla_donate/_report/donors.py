@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch_xla_donate import _C, hlo
 from torch_xla_donate._report.explain import explain, split_sharding
 from torch_xla_donate._report.pairs import pair_kept
-from torch_xla_donate._report.predict import Outlook, Prediction
+from torch_xla_donate._report.predict import Prediction, StepPrediction
 from torch_xla_donate.hlo.dump import copied_parameters
 
 Outcome = Literal["donated", "unusable", "pending"]
@@ -104,14 +104,14 @@ _KEPT_FACTS = 64
 def describe_donor(
     raw: Mapping[str, Any],
     step: Mapping[str, Any] | None,
-    outlook: Outlook | None = None,
+    next_step: StepPrediction | None = None,
     facts: _Facts | None = None,
 ) -> Donor:
     kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     prediction: Prediction | None = None
     if step is None:
-        outcome, (prediction, reason) = "pending", _expect(raw, outlook)
+        outcome, (prediction, reason) = "pending", _expect(raw, next_step)
     elif raw["outcome"] == "donated":
         outcome, reason = "donated", ""
     else:
@@ -137,14 +137,14 @@ def describe_donor(
     )
 
 
-def _expect(raw: Mapping[str, Any], outlook: Outlook | None) -> tuple[Prediction | None, str]:
+def _expect(raw: Mapping[str, Any], next_step: StepPrediction | None) -> tuple[Prediction | None, str]:
     """The prediction for a pending mark, and its reason."""
     unread = "no step has read it yet"
-    if outlook is None:
+    if next_step is None:
         return None, unread
-    prediction, why = outlook.predict(raw)
+    prediction, why = next_step.predict(raw)
     if prediction == "donated":
         return prediction, f"{unread}; the next one will donate it"
     if prediction == "unusable":
-        return prediction, f"{unread}; the next one will not use it: {why or explain(raw, outlook.as_step())}"
+        return prediction, f"{unread}; the next one will not use it: {why or explain(raw, next_step.as_step())}"
     return prediction, f"{unread}; {why}"

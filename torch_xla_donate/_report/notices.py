@@ -48,7 +48,7 @@ def warn_once(message: str, where: str) -> None:
         warn(message, where)
 
 
-def tell(*, everywhere: bool = False) -> None:
+def warn_or_raise(*, everywhere: bool = False) -> None:
     """Warns of unusable donations, once for each place in the code; raises where a donation was strict.
 
     The hooks call this at the end of a step, if there is something to tell. Inside of `later` it waits.
@@ -87,11 +87,11 @@ def tell(*, everywhere: bool = False) -> None:
 
 
 @atexit.register
-def _tell_at_exit() -> None:
+def _warn_at_exit() -> None:
     # The last step of a program has no next one at whose end it could be told.
     _C.wait_for_steps()
     try:
-        tell(everywhere=True)
+        warn_or_raise(everywhere=True)
     except (DonationError, DonationWarning) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
 

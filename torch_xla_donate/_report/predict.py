@@ -15,7 +15,7 @@ from torch_xla_donate._errors import HELD_BY_OTHERS
 Prediction = Literal["donated", "unusable", "unknown"]
 
 
-class Outlook:
+class StepPrediction:
     """A look at the work that is pending on the device, as a step of this thread would run it now.
 
     XLA gives a donor to an output of the same bytes on each device, and pairs those of equal bytes in their order. With
@@ -73,11 +73,11 @@ class Outlook:
 
 
 def _look_ahead() -> Any:
-    sharding_of, stand_in = None, torch.zeros(1, device="cpu").to(torch_xla.device())
+    sharding_of, probe = None, torch.zeros(1, device="cpu").to(torch_xla.device())
     if _host.runtime().is_spmd():
 
         def sharding_of() -> str:
-            return _host.sharding_spec(stand_in)
+            return _host.sharding_spec(probe)
 
     _host.list_live_tensors()
-    return _C.look_ahead(stand_in, sharding_of)
+    return _C.look_ahead(probe, sharding_of)

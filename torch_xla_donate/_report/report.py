@@ -10,9 +10,9 @@ from torch_xla_donate import _C
 from torch_xla_donate._report import table
 from torch_xla_donate._report.donors import Donor, describe_donor, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of
-from torch_xla_donate._report.notices import tell
+from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.pairs import resolve_pairs
-from torch_xla_donate._report.predict import Outlook
+from torch_xla_donate._report.predict import StepPrediction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +166,9 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         summary.append(Step(step["number"], len(own), crossed, None if facts is None else facts.copied_bytes))
         donors += own
     marks = _C.pending()
-    outlook = Outlook() if predict and marks else None
-    pending = [describe_donor(raw, None, outlook) for raw in marks]
-    tell(everywhere=True)
+    next_step = StepPrediction() if predict and marks else None
+    pending = [describe_donor(raw, None, next_step) for raw in marks]
+    warn_or_raise(everywhere=True)
     left_alone = _C.auto_held()
     holders = holders_of([buffer for *_, by_tensor, buffer in left_alone if by_tensor and buffer])
     held = tuple(

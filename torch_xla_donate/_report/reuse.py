@@ -11,7 +11,7 @@ from torch_xla_donate import _frames
 from torch_xla_donate._errors import DonationWarning, describe_reuse
 from torch_xla_donate._host import interrupts
 
-_told: set[tuple[str, str, int]] = set()
+_reported: set[tuple[str, str, int]] = set()
 
 
 class _Local(threading.local):
@@ -47,8 +47,8 @@ def report_reuse(name: str, array: str, where: str, step: int) -> None:
         filename, lineno = frame.f_code.co_filename, frame.f_lineno
         module = frame.f_globals.get("__name__", "<unknown>")
     key = (where, filename, lineno)
-    if key in _told:
+    if key in _reported:
         return
     warnings.warn_explicit(describe_reuse(name, array, where, step), DonationWarning, filename, lineno, module)
     # Not if it was raised: then each use is an error.
-    _told.add(key)
+    _reported.add(key)

@@ -13,7 +13,7 @@ from torch_xla_donate import _C, _frames, _host, _numbers, _trees
 from torch_xla_donate._trace.host_reads import HostReads
 from torch_xla_donate._trace.modules import ModulesCalled
 from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
-from torch_xla_donate._trace.snapshot import Before
+from torch_xla_donate._trace.snapshot import TensorSnapshot
 
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _GRAD, _REQUIRES_GRAD = torch._C.TensorBase.grad, torch._C.TensorBase.requires_grad
@@ -44,7 +44,7 @@ class Recorder(TorchFunctionMode):
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
         self.inseparable: set[int] = set()
-        self._before = [Before(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
+        self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
         self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self._outside_ids = {id(leaf) for leaf in self._arguments}
@@ -160,7 +160,7 @@ class Recorder(TorchFunctionMode):
         if buffer:
             known = self.captured.get(identity)
             if known is None:
-                self._before.append(Before(tensor))
+                self._snapshots.append(TensorSnapshot(tensor))
             if known is None or isinstance(tensor, torch.nn.Parameter):
                 self.captured[identity] = tensor
                 self._outside_ids.add(id(tensor))
@@ -192,12 +192,12 @@ class Recorder(TorchFunctionMode):
                 )
 
     def _check_gradients(self, where: str) -> None:
-        for before in self._before:
-            if before.has_new_gradient():
+        for snapshot in self._snapshots:
+            if snapshot.has_new_gradient():
                 raise impure(
                     self._function,
                     where,
-                    f"adds to the gradient of {_trees.dtype_and_shape(before.tensor)}, a tensor from outside",
+                    f"adds to the gradient of {_trees.dtype_and_shape(snapshot.tensor)}, a tensor from outside",
                     "Use torch.autograd.grad, or call backward() on .detach().requires_grad_() of it",
                 )
 
@@ -226,8 +226,8 @@ class Recorder(TorchFunctionMode):
 
     def restore(self) -> None:
         """Gives the tensors from outside back what they held before the trace."""
-        for before in self._before:
-            before.restore()
+        for snapshot in self._snapshots:
+            snapshot.restore()
 
     def check(self) -> None:
         """DonationError if the trace has changed something outside in a way that was not seen when it happened."""

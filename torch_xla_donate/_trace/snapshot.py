@@ -7,7 +7,7 @@ import torch
 from torch_xla_donate import _C, _host
 
 
-class Before:
+class TensorSnapshot:
     """What a tensor from outside held when the trace came upon it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
