@@ -13,16 +13,16 @@ from torch_xla_donate._errors import DonationWarning as DonationWarning
 from torch_xla_donate._loops.gradient_accumulation import gradient_accumulation as gradient_accumulation
 from torch_xla_donate._loops.scan import scan as scan
 from torch_xla_donate._loops.scan import scan_layers as scan_layers
-from torch_xla_donate._marks.donate import cancel_donation as cancel_donation
-from torch_xla_donate._marks.donate import donate_buffer as donate_buffer
-from torch_xla_donate._marks.donate import is_donated as is_donated
-from torch_xla_donate._modes.auto import auto_donate as auto_donate
-from torch_xla_donate._modes.debug import debug_nans as debug_nans
-from torch_xla_donate._modes.disabled import donation_disabled as donation_disabled
-from torch_xla_donate._report.donors import Donor as Donor
-from torch_xla_donate._report.report import DonationReport as DonationReport
-from torch_xla_donate._report.report import HeldInput as HeldInput
-from torch_xla_donate._report.report import donation_report as donation_report
+from torch_xla_donate._marks import cancel_donation as cancel_donation
+from torch_xla_donate._marks import donate_buffer as donate_buffer
+from torch_xla_donate._marks import is_donated as is_donated
+from torch_xla_donate._modes import auto_donate as auto_donate
+from torch_xla_donate._modes import debug_nans as debug_nans
+from torch_xla_donate._modes import donation_disabled as donation_disabled
+from torch_xla_donate._report import Donor as Donor
+from torch_xla_donate._report import DonationReport as DonationReport
+from torch_xla_donate._report import HeldInput as HeldInput
+from torch_xla_donate._report import donation_report as donation_report
 
 __version__ = "0.1.0"
 
