@@ -338,7 +338,7 @@ def ignore(tensors: Any, into: Any = None) -> None:
 
 def copied_bytes(entry: str) -> int:
     """Bytes of the entry computation's copies: what XLA moves because it must not write where a value is."""
-    return sum(torch_xla_donate._hlo.parse_shape(found).bytes for found in re.findall(r"= (\S+) copy\(", entry))
+    return sum(torch_xla_donate.hlo.parser.parse_shape(found).bytes for found in re.findall(r"= (\S+) copy\(", entry))
 
 
 def measure(pattern: str, variant: str, size: int) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 import torch_xla
 
 import torch_xla_donate
-from torch_xla_donate import _C, _compile
+from torch_xla_donate import _C
+from torch_xla_donate._compile.donated import DonatedArguments
 
 AIM_MS = 1.0
 
@@ -56,8 +57,10 @@ def arguments_alone(leaves: int) -> _common.Timed:
 
     def run() -> float:
         start = time.thread_time_ns()
-        plan = compiled._arguments.plan((state,), {})
-        marks = _compile.Donated(compiled, plan, (state,), {}).mark((state,), {}, "call_cost.py:1", held=False)
+        roles = compiled._arguments.roles((state,), {})
+        marks = DonatedArguments(compiled, roles, (state,), {}).mark(
+            (state,), {}, "call_cost.py:1", for_compiled_run=False
+        )
         taken = time.thread_time_ns() - start
         _C.cancel_call(marks)
         return taken / 1e9

@@ -73,7 +73,7 @@ def _runtime_comes_first() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """After each test: no new mark, no notice, hooks in place, donation enabled."""
-    from torch_xla_donate import _C, _report, _reuse
+    from torch_xla_donate import _C, _report
 
     # The traceback of a failed test keeps its tensors, and so its marks.
     before = len(_C.pending())
@@ -81,8 +81,8 @@ def _nothing_is_left_behind() -> Iterator[None]:
     _C.wait_for_steps()
     gc.collect()
     marks, notices = _C.pending(), _C.take_notices()
-    _report._warned_sites.clear()
-    _reuse._told.clear()
+    _report.notices._warned_sites.clear()
+    _report.reuse._reported.clear()
     assert _C.installed()
     assert not _C.disabled()
     assert all(hook["slots"] == hook["in_place"] for hook in _C.hooks())

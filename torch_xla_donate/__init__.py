@@ -1,30 +1,28 @@
 """Buffer donation for PyTorch/XLA: mark tensors with `donate_buffer`, and the next step may reuse their memory."""
 
-from torch_xla_donate import _host
+from torch_xla_donate import _host  # first: it checks the versions and loads `_C`
 
-_C = _host.load()
-
-from torch_xla_donate import _auto, _debug, _errors, _reuse
+from torch_xla_donate import _C, _errors, _modes, _report
 from torch_xla_donate import hlo as hlo
-from torch_xla_donate._auto import auto_donate as auto_donate
-from torch_xla_donate._call_jax import call_jax as call_jax
-from torch_xla_donate._compile import compile as compile
-from torch_xla_donate._debug import debug_nans as debug_nans
-from torch_xla_donate._donate import cancel_donation as cancel_donation
-from torch_xla_donate._donate import donate_buffer as donate_buffer
-from torch_xla_donate._donate import donation_disabled as donation_disabled
-from torch_xla_donate._donate import is_donated as is_donated
+from torch_xla_donate._compile.api import compile as compile
+from torch_xla_donate._computations.call_jax import call_jax as call_jax
+from torch_xla_donate._computations.user_computation import user_computation as user_computation
 from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
 from torch_xla_donate._errors import DonationError as DonationError
 from torch_xla_donate._errors import DonationWarning as DonationWarning
-from torch_xla_donate._gradient_accumulation import gradient_accumulation as gradient_accumulation
-from torch_xla_donate._report import DonationReport as DonationReport
+from torch_xla_donate._loops.gradient_accumulation import gradient_accumulation as gradient_accumulation
+from torch_xla_donate._loops.scan import scan as scan
+from torch_xla_donate._loops.scan import scan_layers as scan_layers
+from torch_xla_donate._marks import cancel_donation as cancel_donation
+from torch_xla_donate._marks import donate_buffer as donate_buffer
+from torch_xla_donate._marks import is_donated as is_donated
+from torch_xla_donate._modes import auto_donate as auto_donate
+from torch_xla_donate._modes import debug_nans as debug_nans
+from torch_xla_donate._modes import donation_disabled as donation_disabled
 from torch_xla_donate._report import Donor as Donor
+from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import HeldInput as HeldInput
 from torch_xla_donate._report import donation_report as donation_report
-from torch_xla_donate._scan import scan as scan
-from torch_xla_donate._scan import scan_layers as scan_layers
-from torch_xla_donate._user_computation import user_computation as user_computation
 
 __version__ = "0.1.0"
 
@@ -54,11 +52,11 @@ __all__ = [
 _C.set_callbacks(
     DonatedBufferError,
     _errors.describe_use,
-    _reuse.report,
-    _debug.step_ended,
-    _auto.prepare,
+    _report.report_reuse,
+    _modes.debug.step_ended,
+    _modes.auto.prepare,
     _host.set_collectives_token(),
 )
 _host.install_hooks()
-_debug.start()
-_auto.start()
+_modes.debug.start()
+_modes.auto.start()

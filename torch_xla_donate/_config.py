@@ -43,28 +43,12 @@ def auto_donate() -> bool:
     return flag("TORCH_XLA_DONATE_AUTO")
 
 
-# By name: what each has to be, and is by default.
-_NEEDED_TO_DONATE = {"XLA_ENABLE_PARAM_ALIASING": True, "XLA_STABLEHLO_COMPILE": False, "XLA_AUTO_SPMD": False}
-
-
-def ignoring_donors() -> list[str]:
-    """The settings that make torch_xla ignore every donor, such as ``XLA_ENABLE_PARAM_ALIASING=0``."""
-    from torch_xla_donate import _C
-
-    # At every donation, for which os.environ is slow.
-    return [
-        f"{name}={value}"
-        for name, needed in _NEEDED_TO_DONATE.items()
-        if (value := _C.environment(name)) is not None and _is_yes(value) is not needed
-    ]
-
-
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on, so that views share graphs instead of being worked out anew."""
-    return _is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
+    return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
 
 
-def _is_yes(value: str) -> bool:
+def is_yes(value: str) -> bool:
     """A yes or no as torch_xla reads it (2.9.0: a word, else C's atoi)."""
     number = re.match(r"\s*[+-]?\d+", value)
     return value == "true" or (number is not None and int(number.group()) != 0)

@@ -7,7 +7,8 @@ import platform
 
 from rich.table import Table
 
-from torch_xla_donate import _C, _config, _host, _tables
+from torch_xla_donate import _C, _config, _host
+from torch_xla_donate._report import table as tables
 
 
 def examine() -> tuple[list[str], bool]:
@@ -37,7 +38,7 @@ def examine() -> tuple[list[str], bool]:
         for hook in hooks:
             if hook["library"] == library:
                 table.add_row(hook["name"], str(hook["slots"]), str(hook["in_place"]), hook["purpose"])
-        lines.append(_tables.render(table))
+        lines.append(tables.render(table))
     in_place = all(hook["slots"] > 0 and hook["slots"] == hook["in_place"] for hook in hooks)
     if not in_place:
         lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla since")
@@ -48,7 +49,7 @@ def examine() -> tuple[list[str], bool]:
 
 def settings() -> list[str]:
     """The settings of this environment that keep donations from happening."""
-    found = [f"{setting} switches donation off; unset it" for setting in _config.ignoring_donors()]
+    found = [f"{setting} switches donation off; unset it" for setting in _host.ignoring_donors()]
     if _config.debug_nans():
         found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")
     return found

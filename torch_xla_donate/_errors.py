@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import traceback
-import types
 import warnings
 from typing import Any
 
@@ -65,40 +62,3 @@ def describe_reuse(name: str, array: str, where: str, step: int) -> str:
         "out. "
         "See docs/debug_nans.md."
     )
-
-
-def is_internal(frame: types.FrameType) -> bool:
-    """Whether a frame is not the user's: of this package, torch, torch_xla, or what stands between them."""
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
-    return generated or package in (
-        "torch",
-        "torch_xla",
-        "torch_xla_donate",
-        "contextlib",
-        "functools",
-        "typing_extensions",
-    )
-
-
-def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of the user's code that an error has passed."""
-    found = "unknown line"
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if not is_internal(frame):
-            found = f"{frame.f_code.co_filename}:{line}"
-    return found
-
-
-def forget_values(error: BaseException) -> None:
-    """Drops what the frames that an error has passed hold, but for those of the user's code.
-
-    Where torch_xla fails in a trace, they hold placeholders, and a sync ends the process if these are alive.
-    """
-    found: BaseException | None = error
-    while found is not None:
-        for frame, _ in traceback.walk_tb(found.__traceback__):
-            if is_internal(frame):
-                with contextlib.suppress(RuntimeError):  # it is running
-                    frame.clear()
-        found = found.__context__

@@ -53,7 +53,7 @@ def number(tensor: torch.Tensor, origin: tuple[str, ...], refuse: Callable[[Sequ
     return made
 
 
-def stand_ins(
+def numbers_for(
     values: torch.Tensor, names: Sequence[str], refuse: Callable[[Sequence[Number]], Exception]
 ) -> list[Number]:
     """A number for each element of a float64 vector."""

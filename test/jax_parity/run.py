@@ -18,7 +18,7 @@ def observe(side: Side, case: Case) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if isinstance(side, Ours):
-            side.package._report._warned_sites.clear()
+            side.package._report.notices._warned_sites.clear()
         found = dict(case.run(side))
         side.settle()
     told = [w for w in caught if str(w.message).startswith(UNUSABLE)]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def sources(tmp_path_factory):
     return target
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def environment(tmp_path_factory):
     """An environment of its own that sees torch, torch_xla and the build tools of this one, but not this package."""
     folder = tmp_path_factory.mktemp("environment")
@@ -50,6 +51,7 @@ def environment(tmp_path_factory):
 
 def run(arguments, **options):
     environment = {**os.environ, **options.pop("env", {})}
+    environment.pop("PYTHONPATH", None)  # what is installed is meant, not what lies beside it
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     return subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=environment, **options)
 
@@ -68,6 +70,34 @@ def test_pip_installs_beside_torch_and_torch_xla(sources, environment, tmp_path,
     assert done.returncode == 0, done.stdout + done.stderr
     used = run([python, "-c", DONATE, str(sources if editable else site)], cwd=tmp_path)
     assert used.returncode == 0, used.stdout + used.stderr
+
+
+def test_a_wheel_is_complete_and_runs_the_quickstart(sources, environment, tmp_path):
+    # GIVEN a wheel, installed in a clean environment
+    folder, site = environment
+    pip = [folder / "bin" / "python", "-m", "pip"]
+    done = run(
+        [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(tmp_path), str(sources)],
+        env={"TORCH_XLA_DONATE_BUILD_DIR": str(sources.parent / "shared_build")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    done = run([*pip, "install", "--no-deps", "--no-index", str(wheel)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    # THEN it has every file of the package, the stub, the marker and the module
+    found = set(zipfile.ZipFile(wheel).namelist())
+    files = (sources / "torch_xla_donate").rglob("*")
+    expected = {str(file.relative_to(sources)) for file in files if file.suffix in (".py", ".pyi", ".typed")}
+    assert {"torch_xla_donate/_C.pyi", "torch_xla_donate/py.typed", "torch_xla_donate/_host/load.py"} <= expected
+    assert expected <= found
+    assert sum(name.startswith("torch_xla_donate/_C.") and name.endswith(".so") for name in found) == 1
+    # AND the README's quickstart prints there what the README says
+    used = run([pip[0], str(sources / "examples" / "quickstart.py")], cwd=tmp_path)
+    assert used.returncode == 0, used.stdout + used.stderr
+    printed = "\n".join(line.rstrip() for line in used.stdout.splitlines())
+    assert f"```console\n$ python examples/quickstart.py\n{printed}\n```" in (sources / "README.md").read_text()
+    where = run([pip[0], "-c", "import torch_xla_donate as txd; print(txd.__file__)"], cwd=tmp_path)
+    assert where.stdout.startswith(str(site))
 
 
 def test_building_without_torch_says_what_to_do(sources, tmp_path):

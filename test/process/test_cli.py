@@ -9,7 +9,7 @@ import pytest
 import torch
 from children import Ended, Environment, run_in_child
 
-from torch_xla_donate import _C, _config
+from torch_xla_donate import _C, _host
 
 
 def run(*words: str, env: Environment | None = None, exit_code: int = 0) -> Ended:
@@ -58,11 +58,11 @@ def test_an_unknown_command_is_an_error():
     [(value, True) for value in ("1", "true", "2", " 3x")] + [(value, False) for value in ("0", "false", "x", "")],
 )
 def test_settings_are_read_as_torch_xla_reads_them(monkeypatch, value, on):
-    assert _config.ignoring_donors() == []
+    assert _host.ignoring_donors() == []
     monkeypatch.setenv("XLA_ENABLE_PARAM_ALIASING", value)
-    assert _config.ignoring_donors() == [f"XLA_ENABLE_PARAM_ALIASING={value}"] * (not on)
+    assert _host.ignoring_donors() == [f"XLA_ENABLE_PARAM_ALIASING={value}"] * (not on)
     monkeypatch.delenv("XLA_ENABLE_PARAM_ALIASING")
     for name in ("XLA_STABLEHLO_COMPILE", "XLA_AUTO_SPMD"):
         monkeypatch.setenv(name, value)
-        assert _config.ignoring_donors() == [f"{name}={value}"] * on
+        assert _host.ignoring_donors() == [f"{name}={value}"] * on
         monkeypatch.delenv(name)

@@ -94,7 +94,9 @@ def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
 
 def test_a_package_that_was_not_built_says_so(tmp_path):
     shutil.copytree(
-        Path(_host.__file__).parent, tmp_path / "torch_xla_donate", ignore=shutil.ignore_patterns("_C*", "__pycache__")
+        Path(_C.__file__).parent,
+        tmp_path / "torch_xla_donate",
+        ignore=shutil.ignore_patterns("_C*", "__pycache__"),
     )
     done = run_script(
         "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
@@ -218,7 +220,7 @@ def test_threads_may_install_and_uninstall_while_steps_run():
 
 
 def answering(question: str, answer: object) -> type:
-    """A class in place of `_host.xlac`: torch_xla's module, which answers one question differently."""
+    """A class in place of `_host.load.xlac`: torch_xla's module, which answers one question differently."""
 
     class Xlac:
         def __getattr__(self, name):
@@ -239,7 +241,7 @@ def answering(question: str, answer: object) -> type:
 def test_a_layout_that_differs_takes_the_hooks_out_again(question, answer, found):
     before = unhooked()
     t = make(4)
-    _host.xlac = answering(question, answer)
+    _host.hooks.xlac = _host.settings.xlac = answering(question, answer)
     with pytest.raises(ImportError, match=f"laid out differently.*{found}"):
         donate_buffer(t)
     assert state() == before
@@ -348,7 +350,7 @@ def test_the_layouts_are_right_in_the_trace_of_a_loop(first):
 
 @in_process
 def test_a_layout_that_differs_is_a_reason_of_automatic_donation():
-    _host.xlac = answering("_xla_get_tensor_id", -1)
+    _host.hooks.xlac = _host.settings.xlac = answering("_xla_get_tensor_id", -1)
     p = make(4)
     with auto_donate():
         for _ in range(3):
@@ -365,7 +367,7 @@ def test_the_layouts_are_right_after_graph_names_of_all_lengths():
     t = make(4)
     for name in ("", "f", "f" * 15, "f" * 16, "f" * 300, "f"):
         with torch_xla.compile(name=name):
-            _host._verified = False
+            _host.hooks._verified = False
             donate_buffer(t)
             cancel_donation(t)
             t = t + 1

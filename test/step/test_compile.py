@@ -424,7 +424,7 @@ def test_a_cached_constant_stays_right_with_a_warning(make):
     with pytest.warns(DonationWarning, match=r"x \(argument 0 of add\): torch_xla shares this buffer between tensors"):
         out = f(scale, make(2))
         _C.wait_for_steps()
-        torch_xla_donate._report.tell()
+        torch_xla_donate._report.warn_or_raise()
     assert not is_donated(scale)
     assert (scale + 0).item() == (torch.tensor(42.0, device="xla") + 0).item() == 42.0
     assert out.tolist() == [42, 43]

@@ -24,9 +24,7 @@ from torch_xla_donate import (
     DonatedBufferError,
     DonationError,
     DonationWarning,
-    _into,
     _report,
-    _reuse,
     debug_nans,
     donate_buffer,
     donation_disabled,
@@ -371,13 +369,13 @@ def test_other_threads_are_not_checked(make):
 
 
 def test_an_error_about_the_steps_donations_is_the_context(make, monkeypatch):
-    def tell():
+    def warn_or_raise():
         raise DonationError("a strict donation was unusable")
 
     t = make(4)
     with debug_nans():
         _bad = torch.log(t - 1)
-        monkeypatch.setattr(_report, "tell", tell)
+        monkeypatch.setattr(_report, "warn_or_raise", warn_or_raise)
         with pytest.raises(FloatingPointError) as caught:
             torch_xla.sync()
     assert str(caught.value.__context__) == "a strict donation was unusable"
@@ -614,7 +612,7 @@ def test_the_prediction_is_what_a_step_with_donation_does(make):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             t.cpu()
-        _reuse._told.clear()
+        _report.reuse._reported.clear()
         return bool(caught)
 
     with warnings.catch_warnings():
@@ -676,7 +674,7 @@ def test_what_shows_the_warning_may_use_the_tensor(make, monkeypatch):
 
 def test_a_late_look_at_the_target_of_into_is_not_a_use(make, reuses):
     old, new = make(4), make(4)
-    pair = _into.Pair(old, new, may_wait=True)
+    pair = _report.pairs.Pair(old, new, may_wait=True)
     spare(new)
     assert pair.resolve(wait=True)
     assert pair.kept is False

@@ -19,12 +19,11 @@ from torch_xla._dynamo import dynamo_bridge
 
 from torch_xla_donate import (
     _C,
-    _bodies,
-    _compile,
-    _debug,
     _host,
+    _marks,
+    _modes,
     _report,
-    _reuse,
+    _trace,
     auto_donate,
     compile,
     debug_nans,
@@ -38,9 +37,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarnin
 # Entering and leaving, of this package, of torch's modes and of contextlib, and what they call.
 FUNCTIONS = {
     "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
-    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "later", "compilations", "watched", "tracing",
-    "graph_name", "replaced", "_host_reads_refused", "donor_flags", "consumed", "is_replaced", "has_new_gradient",
-    "compile_graph", "cancel", "end", "_recreate_cm", "_take_back",
+    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "later", "compilations", "watched", "trace_body",
+    "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
+    "has_new_gradient", "compile_graph", "cancel", "end", "_recreate_cm", "_take_back",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
@@ -53,20 +52,20 @@ def state():
         "gradients": torch.is_grad_enabled(),
         "flags of modes": [getattr(_python_dispatch, name) for name in FLAGS],
         "module hooks": len(modules._global_forward_pre_hooks),
-        "inside": _compile.inside(),
-        "body": _bodies.current(),
-        "watcher": _bodies.watcher(),
+        "inside": _marks.is_inside_call(),
+        "body": _marks.current_body(),
+        "watcher": _trace.current_watcher(),
         "postponed": _report.is_postponed(),
-        "quiet": _reuse._local.quiet,
+        "quiet": _report.reuse._local.quiet,
         "disabled": _C.disabled_reason(),
-        "infs": list(_debug._wishes.infs),
+        "infs": list(_modes.debug._infinities.contexts),
         "auto": (_C.auto_donate_depth(), _C.auto_donates()),
         "eager": _XLAC._get_use_eager_mode(),
         "executes": _XLAC._get_allow_execution(),
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
         "graph name": _XLAC._get_current_graph_name(),
         "bridge": (dynamo_bridge.extract_graph_helper, dynamo_bridge.SpecialReturnHandler),
-        "lock": _host._compiling._is_owned(),
+        "lock": _host.switches.compiling._is_owned(),
     }
 
 
@@ -143,10 +142,10 @@ CONTEXTS = {
     "debug_nans with infs": lambda: debug_nans(infs=True),
     "auto_donate": auto_donate,
     "auto_donate off": lambda: auto_donate(False),
-    "restored": lambda: _compile._interrupts.Restored(),
+    "restored": lambda: _host.interrupts.Restored(),
     "later": _report.later,
-    "unreported": _reuse.unreported,
-    "replaced": lambda: _host.replaced(dynamo_bridge, "extract_graph_helper", None),
+    "unreported": _report.reuse.suppress_reuse_warnings,
+    "replaced": lambda: _host.switches.replaced(dynamo_bridge, "extract_graph_helper", None),
 }
 GENERATORS = ("later", "unreported", "replaced")
 
@@ -158,7 +157,7 @@ def test_every_instruction_of_a_context(name, raises):
 
     def use():
         try:
-            with _compile._interrupts.Restored(), CONTEXTS[name]():
+            with _host.interrupts.Restored(), CONTEXTS[name]():
                 if raises:
                     raise ValueError
         except ValueError:
@@ -181,9 +180,9 @@ def test_nested_contexts_end_in_their_order():
     with donation_disabled() as outer:
         assert _C.disabled()
         with outer, debug_nans(infs=True):
-            assert _debug._wishes.infs
+            assert _modes.debug._infinities.contexts
         assert _C.disabled()
-        assert not _debug._wishes.infs
+        assert not _modes.debug._infinities.contexts
     assert not _C.disabled()
 
     @donation_disabled()

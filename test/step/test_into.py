@@ -10,14 +10,14 @@ import torch_xla
 from children import in_process, run_in_child
 from helpers import pointer
 
-from torch_xla_donate import _C, DonationError, _into, donate_buffer, donation_report, hlo, is_donated
+from torch_xla_donate import _C, DonationError, _report, donate_buffer, donation_report, hlo, is_donated
 
 
 @pytest.fixture(autouse=True)
 def _no_pair_stays_open():
     yield
-    _into.resolve_pairs(wait=True)
-    assert not _into.open_pairs()
+    _report.resolve_pairs(wait=True)
+    assert not _report.open_pairs()
 
 
 def test_a_pair_that_was_kept_is_reported(make):

@@ -10,7 +10,8 @@ import torch
 import torch_xla
 from helpers import pointer
 
-from torch_xla_donate import DonationError, _tables, cancel_donation, donate_buffer, donation_report, is_donated
+from torch_xla_donate import DonationError, cancel_donation, donate_buffer, donation_report, is_donated
+from torch_xla_donate._report.table import percent
 
 
 def test_an_error_in_the_block_takes_the_marks_back(make):
@@ -152,9 +153,9 @@ def test_a_pending_result_still_asks_for_a_sync(make):
 
 
 def test_all_percent_are_all(make):
-    assert _tables.percent(1.0) == "100.0%"
-    assert _tables.percent(0.9999999) == "99.9%"
-    assert _tables.percent(0.0) == "0.0%"
+    assert percent(1.0) == "100.0%"
+    assert percent(0.9999999) == "99.9%"
+    assert percent(0.0) == "0.0%"
     large, small = make(512, 512), make(3)
     donate_buffer([large, small])
     result = large + small.sum()

@@ -12,12 +12,12 @@ from children import in_process
 from torch_xla_donate import (
     _C,
     DonationWarning,
-    _report,
     cancel_donation,
     donate_buffer,
     donation_disabled,
     donation_report,
 )
+from torch_xla_donate._report.explain import explain
 
 
 def test_a_report_of_a_step_in_which_all_was_used(make):
@@ -139,14 +139,14 @@ def donor(size, array=""):
 )
 def test_the_reason_follows_from_the_sizes(donors, outputs, reason):
     step = {"donors": [donor(size) for size in donors], "outputs": outputs}
-    text = _report.explain(donor(donors[0]), step)
+    text = explain(donor(donors[0]), step)
     assert text.startswith(reason or "outputs of its size of 8 bytes")
 
 
 def test_the_reason_names_shardings_that_keep_the_sizes_apart():
     sharded = donor(32, "f32[8]{0} sharding={devices=[4]0,1,2,3}")
     step = {"donors": [sharded], "outputs": ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]}
-    assert _report.explain(sharded, step) == (
+    assert explain(sharded, step) == (
         "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
         "8 bytes on each, the output f32[8], sharded {replicated}, 32; shard donor and output alike"
     )

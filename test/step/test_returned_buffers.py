@@ -17,7 +17,7 @@ import torch_xla.runtime as xr
 from children import in_process
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, DonatedBufferError, DonationError, _leaves, compile, donation_report, hlo, is_donated
+from torch_xla_donate import _C, DonatedBufferError, DonationError, _trees, compile, donation_report, hlo, is_donated
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 
@@ -152,7 +152,7 @@ def test_what_is_returned_in_a_container(make, backend, name):
     for _ in range(2):
         p = make(3)
         result = g(p, p.detach())
-        found = [tensor.tolist() for tensor in _leaves.tensors_in(result)]
+        found = [tensor.tolist() for tensor in _trees.tensors_in(result)]
         assert sorted(found) == [[0, 1, 2], [1, 2, 3]]
 
 
@@ -313,7 +313,7 @@ def test_an_object_that_leads_to_an_argument(make):
         g = give_away(lambda a, b, make_result=make_result: (make_result(a), b + 1), "lazy", (0, 1))
         w = make(3)
         result, new = g(w, w.detach())
-        assert [tensor.tolist() for tensor in _leaves.tensors_in(result)] == [[0, 1, 2]]
+        assert [tensor.tolist() for tensor in _trees.tensors_in(result)] == [[0, 1, 2]]
         assert new.tolist() == [1, 2, 3]
 
 

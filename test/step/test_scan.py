@@ -24,7 +24,6 @@ from torch_xla_donate import (
     DonationError,
     DonationWarning,
     _host,
-    _nested,
     cancel_donation,
     compile,
     donate_buffer,
@@ -35,6 +34,7 @@ from torch_xla_donate import (
     scan,
     scan_layers,
 )
+from torch_xla_donate._loops import nested as nested_loops
 
 
 def accumulate(carry, x):
@@ -691,7 +691,7 @@ def test_an_inner_body_donates_the_outer_argument(make):
 def test_nested_scans_leave_nothing_behind(make):
     before = (host_module._scan_impl_flat, host_module.value_and_grad_partitioned)
     gc.collect()
-    loops = len(_nested._loops)  # torch_xla keeps pure layers of other tests, and with them their traces
+    loops = len(nested_loops._loops)  # torch_xla keeps pure layers of other tests, and with them their traces
 
     def once():
         init = make(3).requires_grad_()
@@ -707,11 +707,11 @@ def test_nested_scans_leave_nothing_behind(make):
     once()
     gc.collect()
     assert (host_module._scan_impl_flat, host_module.value_and_grad_partitioned) == before
-    assert (len(_nested._loops), _nested._holders) == (loops, [])
+    assert (len(nested_loops._loops), nested_loops._holders) == (loops, [])
     with pytest.raises(RuntimeError, match="a body that fails"):
         scan(lambda carry, x: scan(fails, carry, x), make(3), make(2, 2, 3))
     assert (host_module._scan_impl_flat, host_module.value_and_grad_partitioned) == before
-    assert _nested._holders == []
+    assert nested_loops._holders == []
     torch_xla.sync()
 
 
@@ -756,19 +756,19 @@ def test_scans_on_two_threads_do_not_wait_for_each_other():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with _nested.allowed([]):
+        with nested_loops.allowed([]):
             inside.set()
             leave.wait()
 
     worker = threading.Thread(target=other)
-    with _nested.allowed([]):
+    with nested_loops.allowed([]):
         worker.start()
         inside.wait()
     leave.set()
     worker.join()
     assert host_module._scan_impl_flat.__module__ == "torch_xla.experimental.scan"
     free = []
-    third = threading.Thread(target=lambda: free.append(_host._compiling.acquire(blocking=False)))
+    third = threading.Thread(target=lambda: free.append(_host.switches.compiling.acquire(blocking=False)))
     third.start()
     third.join()
     assert free == [True]

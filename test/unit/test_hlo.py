@@ -15,8 +15,8 @@ from children import in_process, run_in_child
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_xla_donate import _hlo, hlo
-from torch_xla_donate.hlo import Alias, BufferDonor, DumpedModule, HloModule, HloShape
+from torch_xla_donate import hlo
+from torch_xla_donate.hlo import Alias, BufferDonor, DumpedModule, HloModule, HloShape, parser
 
 
 @pytest.fixture(scope="session")
@@ -546,9 +546,9 @@ _work = Work()
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Work]:
     """Parses a text; what that took."""
-    for name, pattern in vars(_hlo).copy().items():
+    for name, pattern in vars(parser).copy().items():
         if isinstance(pattern, re.Pattern):
-            monkeypatch.setattr(_hlo, name, Counting(pattern))
+            monkeypatch.setattr(parser, name, Counting(pattern))
 
     def of(text: str) -> Work:
         global _work

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _leaves
+from torch_xla_donate import _trees
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -58,7 +58,7 @@ class Alike:
 
 
 def names_of(tree):
-    leaves, names = _leaves.flatten(tree)
+    leaves, names = _trees.flatten(tree)
     return [names.name(i) for i in range(len(leaves))]
 
 
@@ -99,7 +99,7 @@ def test_a_module_is_its_tensors_with_every_name_of_a_tied_one():
 
 def test_names_keep_no_tensor_alive():
     tensor = torch.ones(3)
-    names = _leaves.flatten({"a": [tensor]})[1]
+    names = _trees.flatten({"a": [tensor]})[1]
     watch = weakref.ref(tensor)
     del tensor
     gc.collect()
@@ -108,10 +108,10 @@ def test_names_keep_no_tensor_alive():
 
 
 def test_labels_join_the_argument_and_the_path():
-    assert _leaves.label("tensors", "") == "tensors"
-    assert _leaves.label("tensors", "[0]") == "tensors[0]"
-    assert _leaves.label("tensors", ".x") == "tensors.x"
-    assert _leaves.label("tensors", "layer.weight") == "tensors (layer.weight)"
+    assert _trees.qualified_name("tensors", "") == "tensors"
+    assert _trees.qualified_name("tensors", "[0]") == "tensors[0]"
+    assert _trees.qualified_name("tensors", ".x") == "tensors.x"
+    assert _trees.qualified_name("tensors", "layer.weight") == "tensors (layer.weight)"
 
 
 def test_leaves_of_a_class_without_keys_are_numbered():
@@ -125,7 +125,7 @@ def test_leaves_of_a_class_without_keys_are_numbered():
 def test_names_are_those_that_torch_gives():
     tree = [{"a": (1, Point(2, [3])), 7: deque([4])}, OrderedDict(z=Keyed(torch.ones(1), torch.ones(1))), None]
     assert names_of(tree) == [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    assert _leaves.with_paths(tree)[0] == pytree.tree_leaves(tree)
+    assert _trees.with_paths(tree)[0] == pytree.tree_leaves(tree)
 
 
 def test_a_key_of_tensors_or_long_text_shows_as_number_and_type():
@@ -141,7 +141,7 @@ def test_a_key_of_tensors_or_long_text_shows_as_number_and_type():
 
 def test_names_keep_no_key_alive():
     key = torch.nn.Parameter(torch.ones(3))
-    names = _leaves.flatten({key: torch.ones(3)})[1]
+    names = _trees.flatten({key: torch.ones(3)})[1]
     watch = weakref.ref(key)
     del key
     gc.collect()
@@ -151,7 +151,7 @@ def test_names_keep_no_key_alive():
 
 def test_keys_of_one_class_have_places_of_their_own():
     first, second = Alike(), Alike()
-    one, other = (_leaves.flatten(tree)[1] for tree in ({first: 1, second: 2}, {second: 2, first: 1}))
+    one, other = (_trees.flatten(tree)[1] for tree in ({first: 1, second: 2}, {second: 2, first: 1}))
     assert (one.name(0), one.name(1)) == ("[key 0: Alike]", "[key 1: Alike]") == (other.name(0), other.name(1))
     assert one.place(0) == other.place(1) != one.place(1) == other.place(0)
     assert not one.is_like(other)

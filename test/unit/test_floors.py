@@ -1,0 +1,40 @@
+"""The package is built in floors: a module imports its own folder and lower floors only."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
+FLOORS = [
+    {"_errors", "_config", "_frames", "_numbers", "hlo"},
+    {"_C"},
+    {"_host", "_trees"},
+    {"_report"},
+    {"_marks", "_modes", "_trace"},
+    {"_compile", "_loops", "_computations"},
+    {"__init__", "_doctor"},
+    {"__main__"},
+]
+FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+
+
+def imported(path: Path) -> set[str]:
+    """The parts of the package that a module imports, also inside functions and for type checkers only."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        else:
+            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        found |= {name.split(".")[1] for name in names if name.startswith("torch_xla_donate.")}
+    return found
+
+
+def test_imports_go_down_only() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        others = imported(path) - {part} if part != "__init__" else set()
+        wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in others if FLOOR[name] >= FLOOR[part]]
+    assert wrong == []

@@ -1,0 +1,212 @@
+"""Which arguments of a call are donated: JAX's donate_argnums and donate_argnames, resolved against a signature."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_xla_donate import _trees
+
+ArgNums = int | Sequence[int] | None
+ArgNames = str | Iterable[str] | None
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+class Argument(NamedTuple):
+    """Where one argument stands in a call, and what messages call it."""
+
+    key: int | str  # position in args, or name in kwargs
+    name: str  # "state"
+    place: str  # "argument 0 of update"
+
+    def value(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives for it."""
+        return kwargs[self.key] if isinstance(self.key, str) else args[self.key]
+
+
+class ArgumentRoles(NamedTuple):
+    """The arguments of calls with so many positions and these names."""
+
+    donated: tuple[Argument, ...]
+    kept: tuple[Argument, ...]
+    static: tuple[Argument, ...]
+
+
+class CallNames:
+    """Names of the donated leaves of a call, argument after argument. Holds no tensor."""
+
+    def __init__(self, parts: Sequence[tuple[Argument, int, _trees.Names]]) -> None:
+        self._parts = parts
+
+    def name(self, index: int) -> str:
+        for argument, count, names in self._parts:
+            if index < count:
+                return f"{_trees.qualified_name(argument.name, names.name(index), '.')} ({argument.place})"
+            index -= count
+        raise IndexError(index)
+
+
+def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    try:
+        return tuple(operator.index(number) for number in (value if isinstance(value, Iterable) else (value,)))
+    except TypeError:
+        raise TypeError(f"{argument} is {value!r}; it must be an int or a sequence of ints.") from None
+
+
+def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{argument} is {value!r}; it must be a string or a sequence of strings.")
+    return names
+
+
+def function_name(f: Callable[..., Any]) -> str:
+    """What messages call a callable."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    return getattr(f, "__name__", None) or type(f).__name__
+
+
+class Arguments:
+    """Which arguments of ``f`` are donated or static.
+
+    A number and the name of the same parameter mean the same argument, however a call gives it: by position or by
+    keyword. (JAX's documentation says that `donate_argnums` leaves keyword arguments alone; its tests donate them.)
+
+    Raises:
+        TypeError: a number is no int, or a name no string.
+        ValueError: a number is out of range, a name is unknown, an argument is both donated and static, or names are
+            given for a callable without a signature.
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        donate_argnums: ArgNums = None,
+        donate_argnames: ArgNames = None,
+        static_argnums: ArgNums = None,
+        static_argnames: ArgNames = None,
+    ) -> None:
+        self.function = function_name(f)
+        self._positional: list[str] = []  # names of the positional parameters
+        self._by_name: list[str] = []  # parameters that a keyword can give
+        self._varargs: str | None = None
+        self._has_varkw = False
+        self._known = True
+        try:
+            parameters = inspect.signature(f.forward if isinstance(f, torch.nn.Module) else f).parameters.values()
+        except (ValueError, TypeError):
+            parameters, self._known = (), False  # type: ignore[assignment]
+        for parameter in parameters:
+            if parameter.kind in _POSITIONAL:
+                self._positional.append(parameter.name)
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                self._varargs = parameter.name
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                self._has_varkw = True
+            if parameter.kind in _NAMED:
+                self._by_name.append(parameter.name)
+        donated = self._resolve("donate", donate_argnums, donate_argnames)
+        static = self._resolve("static", static_argnums, static_argnames)
+        self._donated_numbers, self._donated_names = donated
+        self._static_numbers, self._static_names = static
+        both = sorted(self._donated_names & self._static_names) + sorted(
+            str(number) for number in self._donated_numbers & self._static_numbers
+        )
+        if both:
+            raise self._static_and_donated(both[0])
+        self._known_roles: dict[tuple[int, tuple[str, ...]], ArgumentRoles] = {}
+
+    def _static_and_donated(self, argument: str | int) -> ValueError:
+        return ValueError(
+            f"argument {argument} of {self.function} is both static and donated: a static argument has no buffer. "
+            "Take it out of static_argnums/static_argnames or out of donate_argnums/donate_argnames."
+        )
+
+    def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
+        """Numbers and names, each completed by the other."""
+        numbers = set(_numbers(argnums, f"{what}_argnums"))
+        names = set(_names(argnames, f"{what}_argnames"))
+        if not self._known:
+            if names:
+                raise ValueError(
+                    f"{what}_argnames={argnames!r}: {self.function} has no signature to find the names in. "
+                    f"Use {what}_argnums, or wrap it in a function with named parameters."
+                )
+            return numbers, names
+        count = len(self._positional)
+        for number in sorted(numbers):
+            if self._varargs is None and not -count <= number < count:
+                raise ValueError(
+                    f"{what}_argnums={argnums!r}: {number} is out of range; {self.function} accepts {count} "
+                    f"positional argument{'' if count == 1 else 's'}."
+                )
+        for name in sorted(names.difference(self._by_name)):
+            if not self._has_varkw:
+                raise ValueError(
+                    f"{what}_argnames={argnames!r}: {self.function} has no parameter {name!r} that can be given by "
+                    f"name (those that can: {', '.join(self._by_name) or 'none'})."
+                )
+        if self._varargs is None:
+            numbers = {number % count for number in numbers}
+        for number in list(numbers):
+            if 0 <= number < count and self._positional[number] in self._by_name:
+                names.add(self._positional[number])
+        for name in names:
+            if name in self._positional:
+                numbers.add(self._positional.index(name))
+        return numbers, names
+
+    def roles(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentRoles:
+        """The arguments of a call. ValueError for a number beyond those given, where f takes any number of them."""
+        key = (len(args), tuple(kwargs))
+        found = self._known_roles.get(key)
+        if found is None:
+            found = self._known_roles[key] = self._make_roles(len(args), key[1])
+        return found
+
+    def _make_roles(self, count: int, keywords: tuple[str, ...]) -> ArgumentRoles:
+        # Negative numbers are left only where f takes any number of arguments: they count from the call's end.
+        donated_numbers, static_numbers = (
+            {number + count if number < 0 else number for number in numbers}
+            for numbers in (self._donated_numbers, self._static_numbers)
+        )
+        if not self._known or self._varargs is not None:
+            known = range(len(self._positional))  # these may have defaults
+            for number in sorted(self._donated_numbers):
+                if not -count <= number < count and number not in known:
+                    raise ValueError(
+                        f"donate_argnums names argument {number} of {self.function}, which was called with {count} "
+                        f"positional argument{'' if count == 1 else 's'}."
+                    )
+            if both := donated_numbers & static_numbers:
+                raise self._static_and_donated(min(both))
+        donated: list[Argument] = []
+        kept: list[Argument] = []
+        static: list[Argument] = []
+        for number in range(count):
+            argument = Argument(number, self._name(number), f"argument {number} of {self.function}")
+            (static if number in static_numbers else donated if number in donated_numbers else kept).append(argument)
+        for name in keywords:
+            argument = Argument(name, name, f"argument {name!r} of {self.function}")
+            static_name, donated_name = name in self._static_names, name in self._donated_names
+            (static if static_name else donated if donated_name else kept).append(argument)
+        return ArgumentRoles(tuple(donated), tuple(kept), tuple(static))
+
+    def _name(self, number: int) -> str:
+        if number < len(self._positional):
+            return self._positional[number]
+        if self._varargs is not None:
+            return f"{self._varargs}[{number - len(self._positional)}]"
+        return f"args[{number}]"

@@ -1,0 +1,185 @@
+"""What the functions made by `compile` have in common."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import numbers
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C, _config, _frames, _marks, _modes, _report, _trees
+from torch_xla_donate._compile import log
+from torch_xla_donate._compile.arguments import Argument, ArgumentRoles, Arguments, CallNames
+from torch_xla_donate._compile.lower import Lowered
+from torch_xla_donate._compile.signatures import Signatures
+from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._host import interrupts
+
+
+class Compiled:
+    """A function that runs as one step. `compile` makes it; the subclasses know how the step is run.
+
+    Attributes:
+        per_signature: what messages say is done for each signature.
+        has_captured: whether torch.compile has captured a graph in the last call.
+        traces_floats: whether Python floats among the arguments are inputs of the graph.
+    """
+
+    per_signature = "compiled"
+    has_captured = False
+    traces_floats = False
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None) -> None:
+        functools.update_wrapper(self, f, updated=())
+        self._f = f
+        self._arguments = arguments
+        self._strict = strict
+        self._names: dict[Any, CallNames] = {}
+        self._signatures = Signatures(arguments.function, self.per_signature)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._arguments.function}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Inside of another step, or of a loop's body, this is a part of that: it has no step of its own at which it
+        # could donate.
+        if _marks.call_scope.inside or _marks.current_body() is not None or torch.compiler.is_compiling():
+            return self._f(*args, **kwargs)
+        with interrupts.Restored():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        where = _frames.call_site()
+        _marks.prepare(where)
+        roles = self._arguments.roles(args, kwargs)
+        for argument in roles.static:
+            _check_static(argument, argument.value(args, kwargs))
+        _marks.call_scope.inside = True
+        try:
+            # What the step has to tell waits until torch_xla has put its own state in order. Threads of autograd would
+            # keep gradients into the step, at random.
+            with (
+                _report.later(),
+                log.compilations(self.function) as compiled,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                result = self._run(roles, args, kwargs, where)
+        finally:
+            _marks.call_scope.inside = False
+        try:
+            if roles.donated and self.is_strict():
+                # Else the error would come out of some later step, and without this call's result.
+                _C.wait_for_steps()
+            if _C.has_notices():
+                _report.warn_or_raise()
+            if _C.disabled():
+                _modes.check_outputs()
+            if compiled.value or self.has_captured:
+                self.has_captured = False
+                self.note_compilation(roles, args, kwargs, where)
+        except (DonationError, DonationWarning) as error:
+            if isinstance(error, DonationError):
+                error.result = result
+            raise
+        return result
+
+    @property
+    def function(self) -> str:
+        """What messages call the function."""
+        return self._arguments.function
+
+    def body(self, *args: Any, **kwargs: Any) -> Any:
+        """The function itself, as a part of a step of somebody else's."""
+        inside, _marks.call_scope.inside = _marks.call_scope.inside, True
+        try:
+            with torch.autograd.set_multithreading_enabled(False):
+                return self._f(*args, **kwargs)
+        finally:
+            _marks.call_scope.inside = inside
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces the function for these arguments, without running it.
+
+        Args:
+            *args: as for a call. Arrays may be placeholders, which take no memory
+                (``torch_xla.core.xla_builder.create_placeholder_tensor``); real ones are not consumed.
+            **kwargs: the same.
+
+        Returns:
+            An object with ``as_text()`` (HLO), ``args_info`` and ``compile()``, which has ``memory_analysis()``. It is
+            traced by torch_xla's lazy tensors whatever the backend.
+
+        Raises:
+            DonationError: the function reads a value on the host.
+        """
+        _marks.prepare(_frames.call_site())
+        return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
+
+    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+        """Runs the step, and ends the marks that it has made. Returns f's result."""
+        raise NotImplementedError
+
+    def note_compilation(
+        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str
+    ) -> None:
+        """Counts the signature of a call that has compiled a graph."""
+        self.note_signature(roles, args, kwargs, where)
+
+    def note_signature(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+        """Counts a signature, and warns at the tenth."""
+        arguments = (*roles.donated, *roles.kept)
+        flat = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
+        names = CallNames([(argument, len(leaves), names) for argument, (leaves, names) in zip(arguments, flat)])
+        leaves = itertools.chain.from_iterable(leaves for leaves, _ in flat)
+        static = [(f"{argument.name} ({argument.place})", argument.value(args, kwargs)) for argument in roles.static]
+        self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
+
+    def is_strict(self) -> bool:
+        """Whether an unusable donation of this function is an error."""
+        return _config.strict_by_default() if self._strict is None else self._strict
+
+    def names(self, roles: ArgumentRoles, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
+        """The names of a call's donated leaves; worked out once for each structure, since that takes a while.
+
+        Raises:
+            TypeError: a leaf is an object that might hold tensors.
+        """
+        key = (id(roles), *structures)
+        found = self._names.get(key)
+        if found is None:
+            flat = [_trees.flatten(value) for value in values]
+            found = CallNames(
+                [(argument, len(leaves), names) for argument, (leaves, names) in zip(roles.donated, flat)]
+            )
+            _refuse_opaque([leaf for leaves, _ in flat for leaf in leaves], found)
+            self._names[key] = found
+        return found
+
+
+_HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)
+
+
+def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
+    """TypeError for a donated leaf that may hold tensors which nobody sees, such as an unregistered dataclass."""
+    for index, leaf in enumerate(leaves):
+        tensor = _trees.without_wrapper(leaf)
+        if not isinstance(tensor, _HARMLESS) and not callable(tensor):
+            raise _marks.refusal(leaf, "not_tensor", names.name(index))
+
+
+def _check_static(argument: Argument, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ValueError(
+            f"{argument.name} ({argument.place}) is static, and {type(value).__name__} cannot be hashed. Static "
+            "arguments are told apart by their hash; pass something that has one."
+        ) from None

@@ -1,0 +1,64 @@
+"""The donated leaves of one call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch_xla_donate import _C, _marks, _trees
+from torch_xla_donate._compile.arguments import ArgumentRoles, CallNames
+from torch_xla_donate._compile.base import Compiled
+
+NOT_READ = "not read by the step"
+
+
+class DonatedArguments:
+    """The donated leaves of one call, and their names.
+
+    parts: what `_trees.flatten_fast` gives for each argument, first those donated, then those kept.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        roles: ArgumentRoles,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parts: Sequence[tuple[list[Any], Hashable]] | None = None,
+    ) -> None:
+        self._roles, self._compiled = roles, compiled
+        if parts is None:
+            parts = [_trees.flatten_fast(argument.value(args, kwargs)) for argument in (*roles.donated, *roles.kept)]
+        count = len(roles.donated)
+        self.leaves = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[:count]))
+        self._kept = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[count:]))
+        values = [argument.value(args, kwargs) for argument in roles.donated]
+        self.names = compiled.names(roles, values, [structure for _, structure in parts[:count]])
+
+    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, for_compiled_run: bool) -> _C.Call:
+        """Marks them, all or none. Steps leave marks alone that are for a run of a compiled graph.
+
+        Raises:
+            ValueError: a leaf is no XLA tensor, or is passed as an argument that is not donated, too.
+            DonationError: a leaf is pending.
+            DonatedBufferError: a leaf has been donated already.
+        """
+        strict = self._compiled.is_strict()
+        marked = _C.mark_arguments(self.leaves, self._kept, where, strict, for_compiled_run, self.names)
+        if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
+            self.leaves = [_trees.without_wrapper(leaf) for leaf in self.leaves]
+            marked = _C.mark_arguments(self.leaves, self._kept, where, strict, for_compiled_run, self.names)
+        why = marked.refusal
+        if why is None:
+            return marked
+        if why.kept is not None:
+            self._passed_twice(why.leaf, why.kept, args, kwargs)
+        raise _marks.refusal(self.leaves[why.leaf], why.obstacle, self.names.name(why.leaf))
+
+    def _passed_twice(self, donated: int, kept: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+        parts = []
+        for argument in self._roles.kept:
+            leaves, names = _trees.flatten(argument.value(args, kwargs))
+            parts.append((argument, len(leaves), names))
+        raise _marks.passed_twice(self.names.name(donated), CallNames(parts).name(kept))

@@ -1,0 +1,330 @@
+"""compile(...).lower(*args): what a function would compile to, without running it or touching its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C, _host, _numbers, _trace, _trees
+from torch_xla_donate._compile import log
+from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.floats import put_numbers, upload_floats
+from torch_xla_donate._errors import DonationError
+from torch_xla_donate._host import interrupts
+
+if TYPE_CHECKING:
+    from torch_xla_donate._compile.base import Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgInfo:
+    """A tensor leaf of the arguments.
+
+    Attributes:
+        shape: sizes of the whole array.
+        dtype: torch's.
+        donated: whether a call gives its buffer up; nothing is given up where torch_xla ignores donors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    donated: bool
+
+    def __str__(self) -> str:
+        return _trees.dtype_and_shape(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryAnalysis:
+    """Bytes of one run on one device, as XLA counts them. Aliased bytes are a part of arguments and of outputs.
+
+    `peak_bytes` is what has to be there at once: arguments, outputs and temporaries, aliased bytes once.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    generated_code_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+class Lowered:
+    """A function traced for certain arguments. `Compiled.lower` makes it."""
+
+    def __init__(self, compiled: Compiled, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._compiled = compiled
+        self._roles = roles
+        _refuse_others(compiled.function, [*args, *kwargs.values()])
+        # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
+        self._args, self._kwargs = pytree.tree_map(Placeholders(), (args, kwargs))
+        self._types = Types(roles, args, kwargs, floats_are_inputs=compiled.traces_floats)
+        with self._traced() as (outputs, donors):
+            self._text = _host.hlo_text(outputs, donors)
+        log.dump_lowered(compiled.function, self.as_text)
+
+    @contextmanager
+    def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """What a step would compute, and the tensors whose buffers it would donate (none if donors are ignored)."""
+        function = self._compiled.function
+        leaves: dict[bool, list[Any]] = {}
+        for donated, arguments in ((True, self._roles.donated), (False, self._roles.kept)):
+            values = [argument.value(self._args, self._kwargs) for argument in arguments]
+            leaves[donated] = [leaf for value in values for leaf in _trees.leaves_of(value)]
+        flat = [*leaves[True], *leaves[False]]
+        takes_floats = self._compiled.traces_floats and any(map(_numbers.is_float, flat))
+        floats = upload_floats(flat) if takes_floats else None
+        with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
+            args, kwargs = list(self._args), dict(self._kwargs)
+            numbers = put_numbers(function, self._roles, args, kwargs, floats) if floats is not None else []
+            observer = Observer(function, flat)
+            observer.has_numbers = bool(numbers)
+            given = [_host.same_buffer(leaf) for leaf in leaves[True] if _is_materialised(leaf)]
+            observer.reads = _trace.HostReads(function)
+            try:
+                with interrupts.Restored(), _trace.Restoring(observer):
+                    with observer.reads, observer:
+                        results = pytree.tree_leaves(self._compiled.body(*args, **kwargs))
+                    given_floats = {id(one) for one in numbers}
+                    results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
+                    returned = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(results)} - {0}
+                    donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
+                    donors += observer.replaced()
+                    yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
+            finally:
+                # What the trace has left anywhere else may depend on arrays without memory. It must never run.
+                _host.forget_pending()
+
+    @property
+    def args_info(self) -> Any:
+        """``(args, kwargs)`` with an `ArgInfo` in the place of each tensor; anything else as it is.
+
+        A registered class whose unflatten function takes tensors alone raises its own error.
+        """
+        return self._types.tree()
+
+    def as_text(self) -> str:
+        """HLO before optimisation; ``buffer_donor`` lists the parameters that outputs may take over."""
+        return self._text
+
+    def compile(self) -> Executable:
+        """Compiles for the device, and keeps the executable for later steps.
+
+        Raises:
+            DonationError: with auto-sharding, an argument is an array without memory.
+        """
+        self._refuse_what_cannot_be_resharded()
+        with self._traced() as (outputs, donors), log.compilations(self._compiled.function):
+            graph = _host.compile_graph(outputs, donors).hash
+        text, memory = _host.describe_graph(graph) if graph is not None else (self._text, "")
+        return Executable(self._compiled, self._types, text, memory)
+
+    def _refuse_what_cannot_be_resharded(self) -> None:
+        """torch_xla shards the arguments as the compiler has chosen, also where nothing is to run."""
+        if not _host.auto_sharding():
+            return
+        for leaf in pytree.tree_leaves((self._args, self._kwargs)):
+            if _is_materialised(leaf) and not _C.has_value(leaf):
+                raise DonationError(
+                    f"{self._compiled.function} cannot be compiled for {_trees.dtype_and_shape(leaf)} without "
+                    f"memory: with {_host.ignores_donors()} torch_xla gives each argument the sharding that the "
+                    "compiler chooses, and placeholders can have none. Lower the function for tensors with values, or "
+                    "call xr.use_spmd() and mark the shardings."
+                )
+
+
+class Executable:
+    """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
+
+    def __init__(self, compiled: Compiled, types: Types, text: str, memory: str) -> None:
+        self._compiled = compiled
+        self._types = types
+        self._text = text
+        self._memory = memory
+
+    @property
+    def args_info(self) -> Any:
+        """As `Lowered.args_info`."""
+        return self._types.tree()
+
+    def as_text(self) -> str:
+        """HLO after optimisation; ``input_output_alias`` lists the parameters that outputs take over."""
+        return self._text
+
+    def memory_analysis(self) -> MemoryAnalysis:
+        """The bytes of a run on one device; RuntimeError where the platform does not tell."""
+        sizes = dict(re.findall(r"(\w+)_size_in_bytes=(\d+)", self._memory))
+        try:
+            return MemoryAnalysis(
+                argument_bytes=int(sizes["argument"]),
+                output_bytes=int(sizes["output"]),
+                alias_bytes=int(sizes["alias"]),
+                temp_bytes=int(sizes["temp"]),
+                generated_code_bytes=int(sizes["generated_code"]),
+            )
+        except KeyError:
+            raise RuntimeError(f"this platform gives no memory statistics (found: {self._memory!r}).") from None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._types.check(self._compiled.function, args, kwargs)
+        return self._compiled(*args, **kwargs)
+
+
+class Types:
+    """What the arguments of a call are, leaf by leaf."""
+
+    def __init__(
+        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
+    ) -> None:
+        static = {argument.key for argument in roles.static}
+        self._inputs = [
+            floats_are_inputs and key not in static and _numbers.is_float(leaf)
+            for key, value in (*enumerate(args), *kwargs.items())
+            for leaf in pytree.tree_leaves(value)
+        ]
+        donated = set() if _host.ignores_donors() else {argument.key for argument in roles.donated}
+        self._infos = [
+            _info(leaf, key in donated)
+            for key, value in (*enumerate(args), *kwargs.items())
+            for leaf in pytree.tree_leaves(value)
+        ]
+        self._spec = pytree.tree_structure((args, kwargs))
+
+    def tree(self) -> Any:
+        """``(args, kwargs)`` with an `ArgInfo` for each tensor."""
+        return pytree.tree_unflatten(self._infos, self._spec)
+
+    def check(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """TypeError unless the arguments are of these types."""
+        spec = pytree.tree_structure((args, kwargs))
+        if self._spec != spec:
+            raise TypeError(f"{function} was compiled for arguments of the structure {self._spec}; called with {spec}.")
+        found, paths = _trees.with_paths((args, kwargs))
+        differing = []
+        for index, (info, leaf) in enumerate(zip(self._infos, found)):
+            now: Any = _info(leaf, getattr(info, "donated", False))
+            if now != info and not (self._inputs[index] and _numbers.is_float(leaf)):
+                _, key, *path = map(str, paths.place(index))
+                place = f"argument {key[1:-1]}{''.join(path)}"
+                differing.append(f"{place}: compiled for {info}, called with {now}")
+        if differing:
+            shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+            raise TypeError(
+                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, which "
+                "compiles for each type, or lower() it for these."
+            )
+
+
+class Observer(_trace.Recorder):
+    """Watches a trace that may change tensors from outside, as a step may."""
+
+    def __init__(self, function: str, arguments: Sequence[Any]) -> None:
+        super().__init__(function, arguments)
+        self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
+        self._snapshots += [
+            _trace.TensorSnapshot(grad) for grad in gradients if grad is not None and _is_materialised(grad)
+        ]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if leaf.device.type == "cpu" and id(leaf) not in self._on_host:
+                self._on_host[id(leaf)] = (leaf, leaf.detach().clone())
+            elif leaf.device.type == "xla":
+                self._read(leaf)
+        return self._call_with_numbers(func, args, kwargs or {})
+
+    def restore(self) -> None:
+        super().restore()
+        with torch.no_grad():
+            for tensor, value in self._on_host.values():
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
+
+    def changed(self) -> list[torch.Tensor]:
+        """Tensors from outside that the trace has given new values, and gradients that it has added to."""
+        tensors = [snapshot.tensor for snapshot in self._snapshots]
+        gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+        return [*tensors, *gradients]
+
+    def replaced(self) -> list[torch.Tensor]:
+        """The buffers of tensors that have new values: torch_xla donates them by itself."""
+        return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
+
+
+@contextmanager
+def _optimizers_restored(arguments: Sequence[Any]) -> Iterator[None]:
+    """Optimizers make their state at their first step; one that is only traced leaves none."""
+    optimizers = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.optim.Optimizer)]
+    saved = [{key: dict(state) for key, state in optimizer.state.items()} for optimizer in optimizers]
+    try:
+        yield
+    finally:
+        for optimizer, states in zip(optimizers, saved):
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+
+def _pending(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors that have yet to be computed, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla" and _C.has_graph(tensor):
+            found.setdefault(_C.identity(tensor)[0], tensor)
+    return list(found.values())
+
+
+def _refuse_others(function: str, arguments: Sequence[Any]) -> None:
+    elsewhere = _trees.first_off_device(pytree.tree_leaves(arguments))
+    if elsewhere is not None:
+        raise ValueError(
+            f"{function} cannot be lowered for {_trees.dtype_and_shape(elsewhere)} on {elsewhere.device}: arguments "
+            "are on the XLA device. For an array without memory use "
+            "torch_xla.core.xla_builder.create_placeholder_tensor."
+        )
+
+
+def _is_materialised(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and _C.identity(leaf)[1] != 0
+
+
+class Placeholders:
+    """Gives arrays without memory for tensors that have some; those that share a buffer share it here, too."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, torch.Tensor] = {}
+        self._by_buffer: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def __call__(self, leaf: Any) -> Any:
+        # Without memory nothing can be sharded, by the user or by the compiler.
+        if not _is_materialised(leaf) or _host.sharding_spec(leaf) or _host.auto_sharding():
+            return leaf
+        if id(leaf) not in self._by_id:
+            self._by_id[id(leaf)] = self._make(leaf)
+        return self._by_id[id(leaf)]
+
+    def _make(self, leaf: torch.Tensor) -> torch.Tensor:
+        identity, buffer = _C.identity(leaf)
+        known = self._by_buffer.get(buffer)
+        if known is None:
+            empty = _host.placeholder(leaf)
+            self._by_buffer[buffer] = (identity, empty.detach())
+        else:
+            empty = known[1].detach() if known[0] == identity else _host.same_buffer(known[1])
+            empty.requires_grad_(leaf.requires_grad)
+        return torch.nn.Parameter(empty, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else empty
+
+
+def _info(leaf: Any, donated: bool) -> Any:
+    return ArgInfo(tuple(leaf.shape), leaf.dtype, donated) if isinstance(leaf, torch.Tensor) else leaf

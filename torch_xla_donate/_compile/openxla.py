@@ -1,0 +1,215 @@
+"""compile(f, backend="openxla"): torch.compile's graphs consume exactly the arguments that a call has offered."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch._dynamo
+from torch._functorch._aot_autograd.schemas import OutputType
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._guards import TracingContext
+
+from torch_xla_donate import _host, _trees
+from torch_xla_donate._compile.arguments import ArgumentRoles, Arguments
+from torch_xla_donate._compile.base import Compiled
+from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
+from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
+from torch_xla_donate._compile.signatures import signature_of
+from torch_xla_donate._errors import DonationError
+
+
+class _Current(threading.local):
+    donation: RunDonation | None = None
+
+
+_current = _Current()
+
+
+class Graph:
+    """A graph that torch.compile has captured. Each set of donated positions is compiled by itself, when it is met.
+
+    Args:
+        model: the graph, functional, with inputs and outputs flat.
+        kept: the inputs that the graph hands on as they are: what autograd has saved, and what the function returns.
+        refusal: why nothing can be donated to this graph; empty if it can.
+        frame: what the graph is a part of.
+    """
+
+    def __init__(
+        self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: str, frame: _host.CapturedFrame | None
+    ) -> None:
+        self._model = model
+        self._kept = kept
+        self._frame = frame
+        self._refusal = refusal
+        self._unread = refusal or NOT_READ  # what may read the donors of this graph may read those of no graph, too
+        self._variants: dict[Any, Variant] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        donation = _current.donation
+        if donation is not None and donation.unread in (_NO_GRAPH, NOT_READ):
+            donation.unread = self._unread
+        if donation is not None and not self._refusal:
+            self._refuse_kept(donation, args)
+        while True:
+            if donation is not None and self._refusal:  # known from the start, or found out while extracting
+                donation.refuse(args, self._refusal)
+            positions = donation.positions(args) if donation is not None else ()
+            # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
+            key = (positions, signature_of(list(args)).key, *_host.graph_key(args))
+            variant = self._variants.get(key)
+            if variant is None:
+                variant = self._variants[key] = self._extract(args, positions)
+            if donation is None:
+                return variant.run(*args)
+            refused = bool(positions and self._refusal)
+            if not donation.refuse([args[i] for i in variant.returned], _STILL_NEEDED) and not refused:
+                break
+        if self._refusal:
+            return variant.run(*args)
+        donors = positions or donation.spared(args)
+        places = variant.places if positions else [(None, None)] * len(donors)
+        with donation.consumed([args[i] for i in donors], variant.name, places):
+            return variant.run(*args)
+
+    def _refuse_kept(self, donation: RunDonation, args: Sequence[Any]) -> None:
+        """What outlives the graph, as far as that can be told before it is extracted."""
+        donation.refuse([args[i] for i in self._kept], _STILL_NEEDED)
+        try:
+            around = self._frame.values_around() if self._frame is not None else []
+        except Exception as error:  # of torch.compile's own expressions
+            donation.refuse_all(f"what the function returns without computing it could not be told: {error!r}")
+            return
+        donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
+
+    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Variant:
+        # Extraction rewrites the graph it is given, and there may be another variant later.
+        model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
+        graph = _host.extract_graph(model, args, [args[i] for i in positions])
+        if positions and graph.parts != 1:
+            # Operations without an XLA lowering split the graph; a later part may need what an earlier one consumed.
+            self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
+        return Variant(new_graph_name(), graph.run, graph.returned, graph.places)
+
+
+class Variant(NamedTuple):
+    """A graph, compiled for a set of donated positions. One whose results hold a donated buffer never runs.
+
+    returned: the positions whose buffers are results.
+    places: for each donated position the number of its parameter, and of the output computed from it.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    returned: frozenset[int]
+    places: list[tuple[int | None, int | None]]
+
+
+class OpenxlaCompiled(Compiled):
+    """Runs the function through `torch.compile(backend="openxla")`."""
+
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
+        super().__init__(f, arguments, strict)
+        self._codes = _codes_of(f)
+        self._module = f if isinstance(f, torch.nn.Module) else None
+        self._compiled = torch.compile(f, backend=self._capture, **options)
+
+    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+        if not roles.donated:
+            return self._compiled(*args, **kwargs)
+        donation = RunDonation(DonatedArguments(self, roles, args, kwargs), args, kwargs, where)
+        donation.unread = _NO_GRAPH  # until one runs
+        outer, _current.donation = _current.donation, donation
+        try:
+            result = self._compiled(*args, **kwargs)
+        except BaseException:
+            donation.cancel()
+            raise
+        finally:
+            _current.donation = outer
+        donation.keep_returned(_trees.tensors_in(result))
+        donation.end()
+        return result
+
+    def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The backend that torch.compile calls for each graph: openxla's, but for the forward graph's runs."""
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.backends.torchxla import openxla_eval_boxed
+
+        self.has_captured = True
+        inputs_of_graph = [node.name for node in model.graph.nodes if node.op == "placeholder"]
+        frame = _host.captured_frame(inputs_of_graph)
+        refusal = self._examine(model, frame)
+        names = frozenset() if frame is None else frame.returned
+        returned = frozenset(position for position, name in enumerate(inputs_of_graph) if name in names)
+
+        given = len({id(one) for one in inputs if isinstance(one, torch.Tensor)})
+        given += sum(not isinstance(one, torch.Tensor) for one in inputs)
+
+        def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
+            kept = _handed_on(graph, given)
+            if kept is None:
+                return make_boxed_func(self._refuse_merged)  # type: ignore[no-any-return, no-untyped-call]
+            return make_boxed_func(Graph(graph, kept | returned, refusal, frame))  # type: ignore[no-any-return, no-untyped-call]
+
+        backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
+        return backend(model, inputs)  # type: ignore[no-any-return]
+
+    def _refuse_merged(self, *args: Any) -> Any:
+        """torch.compile reads a view through strides and offsets that an XLA tensor does not have: wrong values."""
+        raise DonationError(
+            f"{self.function} updates in place an argument that is a view of another argument, and torch.compile "
+            'computes wrong values for it on XLA. Pass a clone() of the view, or use backend="lazy". '
+            "Nothing was donated."
+        )
+
+    def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> str:
+        """Why nothing may be donated to this graph; empty if it may."""
+        reason = getattr(model, "compile_subgraph_reason", None)
+        if reason is None or reason.graph_break:
+            return "torch.compile has broken the function's graph, and what follows the break may read it"
+        if self._module is not None and _host.has_hooks(self._module):
+            return "the module has hooks, which torch.compile leaves outside and which may read it"
+        if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
+            return "torch.compile has not compiled the function as a whole, and what follows may read it"
+        return ""
+
+
+_NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+_STILL_NEEDED = "the result, or the backward pass, still needs it"
+
+
+def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
+    """The frames that torch.compile may capture for a callable: its own, or one of torch's around it."""
+    codes = [_host.wrapping_code()]
+    call = f.forward if isinstance(f, torch.nn.Module) else f
+    for function in (call, getattr(call, "__func__", None), type(call).__call__):
+        if isinstance(function, types.FunctionType):
+            return [*codes, function.__code__]
+    return codes
+
+
+def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
+    """Whether code is that of the function, or of its rest after a graph break."""
+    resumed = code.co_name.startswith(f"torch_dynamo_resume_in_{whole.co_name}_at_")
+    return code is whole or (resumed and code.co_filename == whole.co_filename)
+
+
+def _handed_on(graph: torch.fx.GraphModule, given: int) -> frozenset[int] | None:
+    """Positions of the inputs that outlive the graph; None if fewer inputs are left than torch.compile was given."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
+    kept = {inputs.index(node) for node in outputs if node in inputs}
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None or len(metadata.input_info) != len(inputs) or len(inputs) < given:
+        return None  # views of one tensor, of which one is updated, have become one input
+    for output in metadata.output_info:
+        if output.output_type in (OutputType.alias_of_input, OutputType.is_input):
+            kept.add(output.base_idx)  # type: ignore[arg-type]
+    return frozenset(kept)

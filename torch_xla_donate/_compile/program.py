@@ -1,0 +1,208 @@
+"""A traced function: its compiled graph, and where inputs and results come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch_xla
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C, _host, _numbers, _trace, _trees
+from torch_xla_donate._compile import log
+from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.floats import upload_floats
+from torch_xla_donate._compile.proxies import ArgumentProxies
+from torch_xla_donate._compile.run_donation import new_graph_name
+from torch_xla_donate._compile.signatures import signature_of
+from torch_xla_donate._errors import DonationError
+from torch_xla_donate._host import interrupts
+
+if TYPE_CHECKING:
+    from torch_xla_donate._compile.pure import PureCompiled
+
+
+class ValueSource(NamedTuple):
+    """Where a result, or an input of the graph, comes from."""
+
+    kind: str  # "graph", "argument", "detached argument", "value", "detached value", "copied value" or "floats"
+    source: Any
+    like: Any = None  # Parameter or requires_grad, of a result that is one
+
+
+class TracedProgram:
+    """A traced function: its compiled graph, and where inputs and results come from."""
+
+    def __init__(
+        self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any, offered: Sequence[int]
+    ) -> None:
+        self.name = new_graph_name()
+        proxies = ArgumentProxies(compiled, roles, args, kwargs)
+        while self._trace_once(compiled, proxies, offered):
+            proxies.separate()
+        proxies.refuse_kept(compiled.function)
+
+    def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
+        """True if the buffer of an argument is another input, too, which the graph takes for the same one."""
+        with _host.tracing():
+            args, kwargs, leaves = proxies.make()
+            recorder = _trace.Recorder(compiled.function, leaves)
+            recorder.inseparable = proxies.inseparable()
+            recorder.has_numbers = bool(proxies.floats)
+            with _trace.Restoring(recorder):
+                reads = recorder.reads = _trace.HostReads(compiled.function)
+                watched = _trace.watched(recorder)
+                refused = _trace.host_reads_refused(compiled.function)
+                with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
+                    tree = compiled.trace(*args, **kwargs)
+                    results, self._structure = pytree.tree_flatten(tree)
+                    plain = _C.flatten(tree)
+                    self._tokens = None if plain is None else plain[1]
+                    del tree
+                reads.check()
+                _refuse_gradients(compiled.function, results, recorder)
+                recorder.note_returned(results)
+                recorder.check()
+                # A float that the function returns as it came is that of the call.
+                passed_on = {id(leaf): proxies.floats.get(id(leaf)) for leaf in results}
+                own = [
+                    leaf if passed_on[id(leaf)] is not None else self._own(_numbers.as_result(leaf), recorder)
+                    for leaf in results
+                ]
+                outputs: dict[int, torch.Tensor] = {}
+                for leaf in own:
+                    if isinstance(leaf, torch.Tensor) and _C.has_graph(leaf) and passed_on.get(id(leaf)) is None:
+                        outputs.setdefault(_C.identity(leaf)[0], leaf)
+                places = {identity: place for place, identity in enumerate(outputs)}
+                given: dict[int, int] = {}
+                for i, leaf in enumerate(leaves):
+                    if isinstance(leaf, torch.Tensor):
+                        given.setdefault(_C.identity(leaf)[0], i)
+                proxies.note_made(recorder.made())
+                if proxies.are_shared(recorder.captured.values(), leaves):
+                    return True
+                self._results = [
+                    self._result(leaf, places, given, leaves, recorder)
+                    if (index := passed_on.get(id(leaf))) is None
+                    else ValueSource("argument", index)
+                    for leaf in own
+                ]
+                # By buffer: several arguments may hold one. Which of them do is a part of the signature.
+                kept = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(own)} - {0}
+                tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+                self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
+                donors = [i for i in offered if i not in self.returned]
+                pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
+                log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
+                graph = _host.compile_graph(pending, given_up, recorder.seed_buffer)
+        self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
+        by_buffer: dict[int, ValueSource] = {}
+        if proxies.values is not None:
+            by_buffer[_C.identity(proxies.values)[1]] = ValueSource("floats", None)
+        for tensor in recorder.captured.values():
+            by_buffer[_C.identity(tensor)[1]] = ValueSource("value", tensor)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                by_buffer.setdefault(_C.identity(leaf)[1], ValueSource("argument", i))
+        sources = [by_buffer.get(_C.identity(tensor)[1], ValueSource("value", tensor)) for tensor in graph.inputs]
+        self._inputs = [None if one.kind == "argument" else one.source for one in sources]
+        self._floats = next((place for place, one in enumerate(sources) if one.kind == "floats"), None)
+        self._arguments = [(place, one.source) for place, one in enumerate(sources) if one.kind == "argument"]
+        self.captured = list(recorder.captured.values())
+        self._signature = self._sign()
+        self._modules = recorder.modules.found
+        self._places = {source: (place, graph.successors[place]) for place, source in self._arguments}
+        read = self._places.keys()
+        self._usable = read - set(self.returned)
+        self.donors = [i for i in donors if i in read]
+        return False
+
+    def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
+        """A result that no operation of the graph has made (a constant, a whole copy) becomes an output of it."""
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
+            return leaf
+        identity = _C.identity(leaf)[0]
+        return leaf if identity in recorder.given or identity in recorder.captured else _host.computed(leaf)
+
+    @staticmethod
+    def _result(
+        leaf: Any, places: Mapping[int, int], given: Mapping[int, int], leaves: Sequence[Any], recorder: _trace.Recorder
+    ) -> ValueSource:
+        if not isinstance(leaf, torch.Tensor):
+            return ValueSource("value", leaf)
+        identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
+        like = torch.nn.Parameter if isinstance(leaf, torch.nn.Parameter) else True if leaf.requires_grad else None
+        if identity in places:
+            return ValueSource("graph", places[identity], like)
+        if identity in given:
+            same = leaf is leaves[given[identity]]
+            return ValueSource("argument" if same else "detached argument", given[identity], None if same else like)
+        known = recorder.captured.get(identity)
+        if known is not None:
+            return ValueSource("value" if leaf is known else "detached value", known, None if leaf is known else like)
+        return ValueSource("copied value", leaf)
+
+    def _sign(self) -> tuple[Hashable, bool]:
+        found = signature_of(self.captured)
+        return (found.key, _host.graph_key(self.captured)), found.pending
+
+    def is_current(self) -> bool:
+        """Whether what the function closes over is still of the kind that the graph was traced for."""
+        if self.captured:
+            signature, pending = self._sign()
+            if pending:
+                torch_xla.sync()
+                signature, _ = self._sign()
+            if signature != self._signature[0]:
+                return False
+        for reference, training in self._modules:
+            module = reference()
+            if module is not None and module.training != training:
+                return False
+        return True
+
+    def usable(self, positions: Sequence[int]) -> list[int]:
+        """Those of the arguments that a run reads and does not return: it may consume them."""
+        return [i for i in positions if i in self._usable]
+
+    def places(self, positions: Sequence[int]) -> list[tuple[int | None, int | None]]:
+        """For each of these arguments its number among the graph's parameters, and that of the output made of it."""
+        return [self._places[i] for i in positions]
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        inputs = list(self._inputs)
+        for place, index in self._arguments:
+            inputs[place] = leaves[index]
+        if self._floats is not None:
+            inputs[self._floats] = upload_floats(leaves)
+        outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
+        pick: dict[str, Callable[[Any], Any]] = {
+            "graph": outputs.__getitem__,
+            "argument": leaves.__getitem__,
+            "detached argument": lambda index: leaves[index].detach(),
+            "value": lambda value: value,
+            "detached value": lambda value: value.detach(),
+            "copied value": lambda value: value.clone(),
+        }
+        results = [
+            pick[kind](source) if like is None else _like(pick[kind](source), like)
+            for kind, source, like in self._results
+        ]
+        if self._tokens is not None:  # the same in C++
+            return _C.unflatten(results, self._tokens)
+        return pytree.tree_unflatten(results, self._structure)
+
+
+def _like(result: torch.Tensor, like: Any) -> torch.Tensor:
+    return result.requires_grad_() if like is True else torch.nn.Parameter(result)
+
+
+def _refuse_gradients(function: str, results: Sequence[Any], recorder: _trace.Recorder) -> None:
+    for leaf in results:
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not recorder.is_outside(leaf):
+            raise DonationError(
+                f"{function} is declared pure and returns {_trees.dtype_and_shape(leaf)} with a gradient history, "
+                "which a replay does not have. Call backward() inside, or return .detach(), or use torch.no_grad(). "
+                "Nothing was donated."
+            )

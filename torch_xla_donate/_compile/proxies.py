@@ -1,0 +1,135 @@
+"""The tensors that a trace is given for the arguments of a call."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C, _host, _numbers, _trace, _trees
+from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.floats import put_numbers, upload_floats
+
+if TYPE_CHECKING:
+    from torch_xla_donate._compile.pure import PureCompiled
+
+
+class ArgumentProxies:
+    """The tensors that the trace is given for the arguments: others of the same buffers.
+
+    So a tensor that is an argument of this call and that the function closes over, too, is told apart from it. Tensors
+    of modules and optimizers stay what they are. With SPMD others would lose the sharding, so aliases stand in.
+
+    Attributes:
+        values: the floats among the arguments; None if there are none.
+        floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
+    """
+
+    def __init__(self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any) -> None:
+        self._compiled, self._roles, self._args, self._kwargs = compiled, roles, args, kwargs
+        self._plain: dict[int, torch.Tensor] = {}
+        for argument in roles.donated + roles.kept:
+            for leaf in pytree.tree_leaves(argument.value(args, kwargs)):
+                tensor = _trees.without_wrapper(leaf)
+                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
+                    self._plain[id(leaf)] = tensor
+        leaves = compiled.leaves(roles, args, kwargs)
+        self._float_positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
+        self.values = upload_floats(leaves) if self._float_positions else None
+        self.floats: dict[int, int] = {}
+        self._spmd = bool(_host.runtime().is_spmd())
+        # Constants of the function may share these.
+        self._to_copy = {_C.identity(leaf)[1] for leaf in self._plain.values() if _C.state(leaf) == "read_only"}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._to_move: list[torch.Tensor] = []
+        self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._given: list[weakref.ref[torch.Tensor]] = []
+        self._buffers: set[int] = set()
+        self.separate()
+
+    def separate(self) -> None:
+        """Before the next trace: arguments get copies, and what the function closes over buffers of its own."""
+        for leaf in self._plain.values():
+            buffer = _C.identity(leaf)[1]
+            if buffer in self._to_copy and buffer not in self._copies:
+                self._copies[buffer] = _host.computed(leaf)
+        for tensor in self._to_move:
+            _host.give_own_buffer(tensor)
+        self._to_move.clear()
+
+    def make(self) -> tuple[list[Any], dict[str, Any], list[Any]]:
+        """Arguments, keyword arguments, and their leaves."""
+        args, kwargs = list(self._args), dict(self._kwargs)
+        made = {i: self._proxy_of(leaf) for i, leaf in self._plain.items()}
+        self._given = [] if self._spmd else [weakref.ref(leaf) for leaf in made.values()]
+        for argument in self._roles.donated + self._roles.kept:
+            value = argument.value(args, kwargs)
+            into: Any = kwargs if isinstance(argument.key, str) else args
+            into[argument.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
+        leaves = self._compiled.leaves(self._roles, args, kwargs)
+        if self.values is not None:
+            numbers = put_numbers(self._compiled.function, self._roles, args, kwargs, self.values)
+            self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
+            self._given += [weakref.ref(one) for one in numbers]
+        return args, kwargs, leaves
+
+    def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
+        source = self._copies.get(_C.identity(leaf)[1], leaf)
+        made = leaf.detach() if self._spmd else _host.same_buffer(source)
+        if isinstance(leaf, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, leaf.requires_grad)
+        else:
+            made.requires_grad_(leaf.requires_grad)
+        if leaf.is_leaf and leaf.grad is not None:
+            made.grad = _host.same_buffer(leaf.grad)
+        return made
+
+    def inseparable(self) -> set[int]:
+        """The ids of the tensors for which others of the same identity stand."""
+        return {id(leaf) for leaf in self._plain.values()} if self._spmd else set()
+
+    def are_shared(self, captured: Iterable[torch.Tensor], leaves: Sequence[Any]) -> bool:
+        """Whether tensors have to get buffers of their own (`separate`) before a trace can tell them apart."""
+        given = {_C.identity(leaf)[1] for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        plain = {_C.identity(leaf)[1] for leaf in self._plain.values()} - self._to_copy
+        found = False
+        for tensor in captured:
+            buffer = _C.identity(tensor)[1]
+            if buffer in plain and not self._spmd:
+                self._to_copy.add(buffer)
+                found = True
+            elif buffer in given or _C.state(tensor) == "read_only":
+                self._to_move.append(tensor)
+                found = True
+        return found
+
+    def note_made(self, made: list[tuple[weakref.ref[torch.Tensor], str]]) -> None:
+        """What the trace has made, and has been given in the place of arguments."""
+        given = [(reference, "unknown line") for reference in self._given]
+        self._made = [*made, *given]
+        self._buffers = {_C.identity(tensor)[1] for reference, _ in given if (tensor := reference()) is not None}
+
+    def refuse_kept(self, function: str) -> None:
+        """DonationError if something outside of the function keeps a tensor that depends on the arguments."""
+
+        def kept() -> list[tuple[torch.Tensor, str]]:
+            alive = [(reference(), where) for reference, where in self._made]
+            return [
+                (tensor, where)
+                for tensor, where in alive
+                if tensor is not None and (_C.has_graph(tensor) or _C.identity(tensor)[1] in self._buffers)
+            ]
+
+        if kept():
+            gc.collect()  # what only a reference cycle keeps is garbage
+        for tensor, where in kept():
+            raise _trace.impure(
+                function,
+                where,
+                f"makes {_trees.dtype_and_shape(tensor)}, which something outside of the function keeps",
+                "Return it",
+            )

@@ -1,0 +1,1 @@
+"""Computations called on XLA tensors: HLO modules and JAX functions."""

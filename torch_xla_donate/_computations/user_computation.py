@@ -1,0 +1,263 @@
+"""user_computation: torch_xla's, where the donors and aliases of the HLO module reach the step."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C, _config, _frames, _host, _marks, _report, _trees, hlo
+
+# An instruction, or the head of a computation, as torch_xla prints them.
+_NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
+
+
+def user_computation(
+    name: str, inputs: Sequence[torch.Tensor], computation: Any, *, strict: bool | None = None
+) -> list[torch.Tensor]:
+    """Calls an HLO module on XLA tensors, and donates the inputs that the module says it donates.
+
+    An input is donated if its parameter is among the module's ``buffer_donor`` or ``input_output_alias``: the next step
+    may write an output into its buffer, as with `donate_buffer`. An alias asks for the output that it names, where
+    shape and dtype are the same, as ``into=`` does. Without such entries it is torch_xla's function. Inside of a
+    function made by `compile` nothing is donated beyond that function's own arguments.
+
+    Args:
+        name: of the operation, for messages and in torch_xla's dumps.
+        inputs: one tensor for each parameter of the module, in order, of its shape and dtype; for a parameter that is a
+            tuple, one for each of its arrays.
+        computation: what `torch_xla.core.xla_builder` makes: by ``create_computation``, or by
+            ``computation_from_module_proto`` of a serialized HLO module.
+        strict: whether a donation that the step could not use raises. Default: ``TORCH_XLA_DONATE_STRICT``. With False,
+            an input that cannot be donated at all is told by a `DonationWarning` and kept, instead of an error.
+
+    Returns:
+        The computation's results, pending: one tensor for each element of its result, or one in a list.
+
+    Raises:
+        TypeError: an input, the computation or ``strict`` is of another type.
+        ValueError: number, shapes or dtypes of the inputs are not those of the parameters; torch_xla cannot call the
+            module; or a donated input is passed a second time where it is not donated.
+        DonationError: a donated input is pending, or shares a buffer that torch_xla keeps for everybody.
+        DonatedBufferError: an input has been donated before.
+    """
+    _config.check_strict(strict)
+    where = _frames.call_site()
+    module = _module(computation)
+    tensors = [_trees.without_wrapper(tensor) for tensor in inputs]
+    names = Inputs(name)
+    module.check(tensors, names)
+    donated = to_donate(tensors, module.donors, names, where, strict)
+    results = _host.call_computation(name, tensors, module.callable)
+    targets: dict[int, torch.Tensor] = {}
+    for index in donated:
+        output = module.aliases.get(index)
+        if output is not None and _same_array(results[output], tensors[index]):
+            targets[index] = results[output]
+    give(tensors, donated, names, where, strict, targets)
+    return results
+
+
+class Inputs:
+    """Names of a computation's inputs."""
+
+    def __init__(self, computation: str) -> None:
+        self._computation = computation
+
+    def name(self, index: int) -> str:
+        return f"inputs[{index}] of {self._computation}"
+
+
+def _same_array(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return (left.shape, left.dtype) == (right.shape, right.dtype)
+
+
+class _Module:
+    """What a computation says of itself, read once.
+
+    donors: the numbers of the inputs that it donates.
+    aliases: of these, the number of the output that each is to become, where the module says so.
+    callable: a computation that takes one array for each input: the one given, unless parameters are tuples.
+    """
+
+    def __init__(self, computation: Any) -> None:
+        text = _host.computation_text(computation)
+        header = hlo.parse(text)
+        self._name = header.name
+        self._check_names(text)
+        self._places = {place: index for index, place in enumerate(header.leaves)}
+        self._shapes = list(header.leaves.values())
+        self.aliases = {
+            self._input(alias.donor): alias.output_index[0] if alias.output_index else 0 for alias in header.aliases
+        }
+        self.donors = sorted({self._input(donor) for donor in header.donors} | self.aliases.keys())
+        self.callable = self._callable(computation, header.parameters)
+        self._fits: set[tuple[Any, ...]] = set()
+
+    def _input(self, donor: hlo.BufferDonor) -> int:
+        place = (donor.parameter_number, donor.parameter_index)
+        if place not in self._places:
+            raise ValueError(
+                f"computation {self._name} donates {donor}, which is a tuple and not an array. Let it name the arrays "
+                f"in it, such as {hlo.BufferDonor(donor.parameter_number, (*donor.parameter_index, 0))}."
+            )
+        return self._places[place]
+
+    def _check_names(self, text: str) -> None:
+        # torch_xla's builder ends the process for such a name, at the step.
+        for name in _NAMED.findall(text):
+            if "." not in name:
+                raise ValueError(
+                    f"computation {self._name} has the name {name!r} in it. torch_xla's builder takes names apart at a "
+                    "'.' and would end the process for one without. Give each computation and instruction a number, "
+                    f"such as {name}.1, or make the module by jax.jit(f).lower(...) or xla_builder.create_computation."
+                )
+
+    def _callable(self, computation: Any, parameters: Sequence[hlo.HloShape]) -> Any:
+        try:
+            caller = _host.calling(computation, parameters)
+        except RuntimeError as error:
+            # It would have come out of the step, which loses all that is pending then.
+            reason = str(error).partition("\n")[0].rstrip(": ")
+            raise ValueError(
+                f"torch_xla cannot call computation {self._name}: {reason}. Its builder wants the ids of computations "
+                "and instructions to differ, and in a module that was parsed from HLO text they do not. Make the "
+                "module by jax.jit(f).lower(...) or xla_builder.create_computation."
+            ) from None
+        return caller if any(parameter.is_tuple for parameter in parameters) else computation
+
+    def check(self, inputs: Sequence[Any], names: _trees.Names) -> None:
+        """Whether these can be the computation's inputs.
+
+        Raises:
+            TypeError: one is not a tensor.
+            ValueError: number, device, shape or dtype is another than the computation's.
+        """
+        if len(inputs) != len(self._shapes):
+            raise ValueError(
+                f"computation {self._name} takes {len(self._shapes)} arrays, inputs has {len(inputs)}. Give one tensor "
+                f"for each: {', '.join(map(str, self._shapes))}."
+            )
+        for index, tensor in enumerate(inputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"{names.name(index)} is of type {type(tensor).__name__}; a computation takes XLA tensors alone."
+                )
+        kind = tuple((tensor.device.type, tensor.dtype, tensor.shape) for tensor in inputs)
+        if kind in self._fits:
+            return
+        for index, (tensor, shape) in enumerate(zip(inputs, self._shapes)):
+            if tensor.device.type != "xla":
+                raise ValueError(
+                    f"{names.name(index)} is {_trees.dtype_and_shape(tensor)} on {tensor.device}; a computation takes "
+                    "XLA tensors alone. Move it with .to('xla')."
+                )
+            found = _host.array_of(tensor)
+            if found != shape:
+                raise ValueError(
+                    f"{names.name(index)} is {found}, the computation takes {shape} there. Pass a tensor of that shape "
+                    "and dtype, or build the computation for this one."
+                )
+        self._fits.add(kind)
+
+
+_modules: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
+
+
+def _module(computation: Any) -> _Module:
+    if not _host.is_computation(computation):
+        raise TypeError(
+            f"computation is of type {type(computation).__name__}. Give what torch_xla.core.xla_builder makes: "
+            "create_computation(...), or computation_from_module_proto(name, proto) of a serialized HLO module."
+        )
+    module = _modules.get(computation)
+    if module is None:
+        module = _modules[computation] = _Module(computation)
+    return module
+
+
+_EAGER = (
+    "eager mode runs each operation at once, outside of a step, and the computation with them; call it in a function "
+    "of torch_xla.compile, or without eager mode"
+)
+
+
+def to_donate(
+    tensors: Sequence[Any], donors: Sequence[int], names: _trees.Names, where: str, strict: bool | None
+) -> list[int]:
+    """Which of a computation's donors can be donated; asked before it is called, so that nothing has happened yet.
+
+    Raises:
+        ValueError: a donor is passed a second time where it is not donated.
+        DonationError: a donor is pending, or in a buffer that torch_xla keeps for everybody.
+            Neither of them with ``strict=False``, which warns. In eager mode both warn, and a strict donation is an
+            error.
+    """
+    if not donors or _marks.is_inside_call():
+        return []
+    _marks.prepare(where)
+    eager = _host.in_eager_mode()
+    request = _marks.DonationRequest(where, strict)
+    may_warn = strict is False or (eager and not request.is_strict())
+    body = _marks.current_body()
+    kept = {
+        _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
+        for index in set(range(len(tensors))).difference(donors)
+        if isinstance(tensors[index], torch.Tensor)
+    }
+    free: list[int] = []
+    unfit: dict[int, str] = {}
+    for index in donors:
+        tensor = _trees.without_wrapper(tensors[index])
+        argument = body.argument(tensor) if body is not None else None
+        if body is not None and argument is not None:
+            body.donate(argument, request)
+            continue
+        error = _obstacle(tensor, index, kept, names)
+        if error is None:
+            free.append(index)
+        elif not may_warn:
+            raise error
+        else:
+            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # others are marked
+    if unfit:
+        lines = "\n  ".join(unfit.values())
+        arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
+        _report.warn_once(
+            f"Some donated buffers were not usable: {arrays} (donated at {where}).\n  {lines}\n"
+            "  They stay readable, and the computation runs. See docs/user_computations.md.",
+            where,
+        )
+    if eager and free:
+        _marks.refuse_all([_marks.Donation(names.name(index), tensors[index], request) for index in free], _EAGER)
+        return []
+    return free
+
+
+def _obstacle(tensor: torch.Tensor, index: int, kept: Mapping[int, int], names: _trees.Names) -> Exception | None:
+    state = _C.state(tensor)
+    if state not in ("materialized", "marked", "donated"):  # what has been donated raises at its use
+        return _marks.refusal(tensor, state, names.name(index))
+    buffer = _C.identity(tensor)[1]
+    if buffer in kept:
+        return _marks.passed_twice(names.name(index), names.name(kept[buffer]))
+    return None
+
+
+def give(
+    tensors: Sequence[Any],
+    donated: Sequence[int],
+    names: _trees.Names,
+    where: str,
+    strict: bool | None,
+    targets: Mapping[int, torch.Tensor],
+) -> None:
+    """Marks what `to_donate` has found; targets are the outputs that should take buffers over."""
+    if donated:
+        request = _marks.DonationRequest(where, strict)
+        _marks.mark_all(
+            [_marks.Donation(names.name(index), tensors[index], request, targets.get(index)) for index in donated]
+        )

@@ -1,0 +1,69 @@
+"""Which frames are the user's, and what errors have left in the others."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+import types
+
+
+def is_internal(frame: types.FrameType) -> bool:
+    """Whether a frame is not the user's: of this package, torch, torch_xla, or what stands between them."""
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
+    return generated or package in (
+        "torch",
+        "torch_xla",
+        "torch_xla_donate",
+        "contextlib",
+        "functools",
+        "typing_extensions",
+    )
+
+
+def call_site() -> str:
+    """``file:line`` of the nearest caller outside this package, torch and torch_xla."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and is_internal(frame):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(error: BaseException) -> str:
+    """``file:line`` of the innermost frame of the user's code that an error has passed."""
+    found = "unknown line"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if not is_internal(frame):
+            found = f"{frame.f_code.co_filename}:{line}"
+    return found
+
+
+def user_frame() -> types.FrameType | None:
+    """The innermost frame outside torch, torch_xla and this package; None if there is none to be found."""
+    frame = _outside(sys._getframe(1))
+    if frame is not None:
+        return frame
+    # Autograd runs the backward pass on threads without Python frames, while its caller waits.
+    waiting = [frame for frame in sys._current_frames().values() if frame.f_code.co_name == "_engine_run_backward"]
+    return _outside(waiting[0]) if len(waiting) == 1 else None
+
+
+def _outside(frame: types.FrameType | None) -> types.FrameType | None:
+    while frame is not None and is_internal(frame):
+        frame = frame.f_back
+    return frame
+
+
+def forget_values(error: BaseException) -> None:
+    """Drops what the frames that an error has passed hold, but for those of the user's code.
+
+    Where torch_xla fails in a trace, they hold placeholders, and a sync ends the process if these are alive.
+    """
+    found: BaseException | None = error
+    while found is not None:
+        for frame, _ in traceback.walk_tb(found.__traceback__):
+            if is_internal(frame):
+                with contextlib.suppress(RuntimeError):  # it is running
+                    frame.clear()
+        found = found.__context__

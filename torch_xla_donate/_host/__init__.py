@@ -1,0 +1,61 @@
+"""What is known of torch_xla's Python side and of torch's internals; csrc/torch_xla_abi.cpp has the C++ side's.
+
+Loading happens in two stages, because a probe tensor would start the XLA runtime, which must not happen at import
+(``torch_xla.launch`` and ``xr.use_spmd`` come after it). At import the versions are compared and the hooks installed:
+names, slots and the functions behind them. The layouts are verified on a probe tensor when a tensor is first marked.
+"""
+
+from torch_xla_donate._host import load
+
+load.load()  # before anything imports `_C`
+
+from torch_xla_donate._host.computations import call_computation, calling, computation_text, is_computation
+from torch_xla_donate._host.dynamo import CapturedFrame, captured_frame, extract_graph, graph_key, wrapping_code
+from torch_xla_donate._host.graphs import (
+    compilations,
+    compile_graph,
+    compile_seconds,
+    describe_graph,
+    hlo_text,
+    is_evicted,
+    run_graph,
+)
+from torch_xla_donate._host.hooks import install_hooks, uninstall_hooks, verify_layouts
+from torch_xla_donate._host.jax import call_jax, import_jax, jax_environment, jit_donation, paired
+from torch_xla_donate._host.loops import (
+    accumulate,
+    is_traced,
+    nested_scans,
+    read_by_backward_scan,
+    scan_layers,
+    scan_loop,
+)
+from torch_xla_donate._host.load import Build, build, build_record, check_versions, supported_versions
+from torch_xla_donate._host.modules import has_hooks, remove_module_hook
+from torch_xla_donate._host.settings import (
+    auto_sharding,
+    autocast_state,
+    device_count,
+    ignores_donors,
+    ignoring_donors,
+    in_eager_mode,
+    process_count,
+    runtime,
+    set_collectives_token,
+)
+from torch_xla_donate._host.switches import graph_name, is_refused_execution, tracing
+from torch_xla_donate._host.tensors import (
+    array_of,
+    buffer_pointer,
+    computed,
+    forget_pending,
+    give_own_buffer,
+    list_live_tensors,
+    placeholder,
+    same_buffer,
+    seed_buffer,
+    sharding_spec,
+    shardings,
+    transfers,
+    wait_for_devices,
+)

@@ -1,0 +1,257 @@
+"""torch.compile, and torch_xla's bridge to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_xla_donate import _C
+from torch_xla_donate._host.switches import donor_flags, replaced
+from torch_xla_donate._host.tensors import shardings
+
+
+def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
+    numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
+    return (numbers, *shardings(arguments))
+
+
+class ExtractedGraph(NamedTuple):
+    """A graph that torch_xla's dynamo bridge has compiled.
+
+    run: runs it.
+    parts: in how many parts it runs, on the device or on the host.
+    returned: the places of the arguments whose buffers its results hold.
+    places: for each donor its number among the graph's parameters, and that of the output computed from it.
+    """
+
+    run: Callable[..., Any]
+    parts: int
+    returned: frozenset[int]
+    places: list[tuple[int | None, int | None]]
+
+
+def extract_graph(
+    model: torch.fx.GraphModule, arguments: Sequence[Any], donors: Sequence[torch.Tensor]
+) -> ExtractedGraph:
+    """Lets torch_xla's dynamo bridge compile a graph, with these arguments as its donors.
+
+    The hooks order the parameters so that XLA gives each donor to the output computed from it.
+    """
+    import torch_xla
+    from torch_xla._dynamo import dynamo_bridge
+
+    original: Any = dynamo_bridge.extract_graph_helper
+    parts = 0
+    place_of: dict[int, tuple[int | None, int | None]] = {}
+    returned: set[int] = set()
+
+    def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
+        nonlocal parts
+        parts += 1
+        torch_xla.sync(reset_scope=False)  # nothing may be pending that would run while the flags are set
+        buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
+        donated = donors if parts == 1 else []
+        _C.order_parameters(donated)
+        try:
+            with donor_flags(donated):
+                found = original(model, cache)
+        finally:
+            order = _C.take_order()
+        if order:
+            _match_by_buffer(found[5], buffers, [buffer for buffer, _ in order])
+        place_of.update((buffer, (place, successor)) for place, (buffer, successor) in enumerate(order))
+        return _without_arguments(found, model, cache)
+
+    class Returns(dynamo_bridge.SpecialReturnHandler):  # type: ignore[misc]
+        def __init__(self, inputs: Any, outputs: Any, updated: Sequence[bool], constants: Any) -> None:
+            super().__init__(inputs, outputs, updated, constants)  # type: ignore[no-untyped-call]
+            self._aliases = _take_by_buffer(self, updated)
+            returned.update(_C.identity(inputs[place])[1] for place in self._aliases)
+            places = [place for _, place in self.trace_outputs_pos_to_inputs_pos if place < len(inputs)]
+            returned.update(_C.identity(inputs[place])[1] for place in places)
+
+        def addDumbReturn(self, inputs: Any, outputs: Any) -> Any:
+            aliases = [inputs[place].detach() for place in self._aliases]
+            return super().addDumbReturn([*inputs, *aliases], outputs)  # type: ignore[no-untyped-call]
+
+    torch_xla.sync(reset_scope=False)
+    torch_xla.core.xla_model.wait_device_ops()
+    given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
+    with (
+        replaced(dynamo_bridge, "extract_graph_helper", extract_part),
+        replaced(dynamo_bridge, "SpecialReturnHandler", Returns),
+    ):
+        run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
+    if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
+        called = [node for node in run.graph.nodes if node.op.startswith("call_")]
+        parts = max(parts, sum(node.target is not operator.getitem for node in called))
+    return ExtractedGraph(
+        run,
+        parts,
+        frozenset(place for place, buffer in enumerate(given) if buffer in returned),
+        [place_of.get(_C.identity(donor)[1], (None, None)) for donor in donors],
+    )
+
+
+def _match_by_buffer(matcher: Any, buffers: Sequence[int], order: Sequence[int]) -> None:
+    """Makes the bridge's inputs those of the compiled graph, and arguments those that it has taken for constants.
+
+    It looks for the tensor that first had a buffer, which is another one after a whole copy or a change of sharding;
+    and it lists inputs that are results as they came, which the graph does not read.
+
+    order: the buffers of the graph's parameters.
+    """
+    position = {buffer: i for i, buffer in reversed(list(enumerate(buffers))) if buffer}
+    ids, values, arguments = matcher.graph_input_tensor_ids, matcher.graph_input_xla_values, matcher.arg_idxs
+    places: dict[int, int] = {}
+    for place, value in enumerate(values):
+        if value is not None and arguments[place] is None and _C.state(value) != "read_only":
+            argument = position.get(_C.identity(value)[1])
+            if argument is not None:
+                arguments[place], values[place] = argument, None
+        buffer = buffers[arguments[place]] if values[place] is None else _C.identity(values[place])[1]
+        places.setdefault(buffer, place)
+    assert places.keys() >= set(order), "the hooks have not seen the graph"
+    read = [places[buffer] for buffer in order]
+    matcher.graph_input_tensor_ids = [ids[place] for place in read]
+    matcher.graph_input_xla_values = [values[place] for place in read]
+    matcher.arg_idxs = [arguments[place] for place in read]
+
+
+def _take_by_buffer(returns: Any, updated: Sequence[bool]) -> list[int]:
+    """Has the bridge take results from the inputs that are those in other tensor objects.
+
+    The executor does not compute such a result, and the bridge knows an input by its object alone: it would miss one.
+    Gives the place of the input of each; after the inputs come their aliases.
+
+    updated: whether the graph updates an input in place.
+    """
+    places, count = returns.trace_outputs_pos_to_inputs_pos, len(returns.trace_inputs)
+    known = {out for out, _ in places}
+    buffers = [0 if updated[place] else _C.identity(tensor)[1] for place, tensor in enumerate(returns.trace_inputs)]
+    position = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
+    aliases: list[int] = []
+    for out, tensor in enumerate(returns.deduped_trace_outputs):
+        source = None if out in known else position.get(_C.identity(tensor)[1])
+        if source is not None:
+            places.append((out, count + len(aliases)))
+            aliases.append(source)
+    places.sort()
+    return aliases
+
+
+class _AnySharding:
+    """Equal to every sharding.
+
+    The bridge compares its first calls' shardings with those of the extraction, and extracts the graph anew if they
+    differ, without our donors. An unsharded argument differs from itself then, as extraction has made it a replicated
+    one. Whoever runs the graph has looked at the shardings already (`graph_key`).
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]) -> tuple[Any, ...]:
+    """What extraction has found, without the tensors that it was made with: the bridge keeps them and needs none."""
+    kept = list(found)
+    kept[0] = _AnySharding()
+    kept[1], kept[7] = (None,) * len(found[1]), [None] * len(found[7])
+    returns = found[6]
+    returns.trace_inputs = returns.trace_outputs = returns.deduped_trace_outputs = None
+    model.xla_args = None
+    scrubbed = tuple(kept)
+    for key, value in cache.items():
+        if value is found:
+            cache[key] = scrubbed
+    return scrubbed
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedFrame:
+    """What torch.compile is compiling.
+
+    Attributes:
+        code: the frame's.
+        returned: names of the graph's inputs that the frame returns as they are.
+        around: expressions, as guards have them, for what else the frame returns or stores without computing it.
+    """
+
+    code: types.CodeType
+    returned: frozenset[str]
+    around: tuple[str, ...]
+
+    def values_around(self) -> list[Any]:
+        """Below a running frame of this code: the values of the expressions. Passes on what one of them raises."""
+        if not self.around:
+            return []
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and not _is_version_of(frame.f_code, self.code):
+            frame = frame.f_back
+        if frame is None:
+            raise LookupError(f"no frame of {self.code.co_name} is running")
+        from torch._dynamo import guards
+
+        helpers: Any = getattr(guards, "_get_closure_vars", None)
+        names = helpers() if helpers is not None else vars(guards)["CLOSURE_VARS"]  # torch 2.7
+        scope = {**names, "L": frame.f_locals, "G": frame.f_globals}
+        return [eval(expression, scope) for expression in self.around]
+
+
+def _is_version_of(code: types.CodeType, original: types.CodeType) -> bool:
+    """Whether torch.compile may have made the code out of the original."""
+    return (code.co_filename, code.co_firstlineno, code.co_name) == (
+        original.co_filename,
+        original.co_firstlineno,
+        original.co_name,
+    )
+
+
+def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
+    """Inside of a torch.compile backend: the frame that is being captured; None if it cannot be told.
+
+    What a frame returns unchanged is no output of its graph: bytecode around the graph returns it. `inputs` are the
+    names of the graph's; an argument that the graph does not read is none of them.
+    """
+    from torch._dynamo.variables.base import VariableTracker
+
+    read = set(inputs)
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        owner: Any = frame.f_locals.get("self")
+        if type(owner).__name__ == "OutputGraph":
+            returned: set[str] = set()
+            around: dict[str, None] = {}
+
+            def note(variable: Any, returned: set[str] = returned, around: dict[str, None] = around) -> None:
+                # Through vars(): an attribute of what torch.compile has not looked at yet would add it to the graph.
+                node = getattr(vars(variable).get("proxy"), "node", None)
+                if node is not None and node.op == "placeholder" and node.name in read:
+                    returned.add(node.name)
+                elif variable.source is not None:
+                    around[variable.source.name()] = None
+
+            try:
+                VariableTracker.visit(note, owner.root_tx.stack)
+                VariableTracker.visit(note, owner.side_effects.store_attr_mutations)
+                return CapturedFrame(owner.root_tx.f_code, frozenset(returned), tuple(around))
+            except (AttributeError, NotImplementedError):
+                return None
+        frame = frame.f_back
+    return None
+
+
+def wrapping_code() -> types.CodeType:
+    """The code of the frame that torch.compile puts around a callable that has none of its own, or is torch's."""
+    from torch._dynamo.external_utils import wrap_inline
+
+    return wrap_inline(len).__code__

@@ -1,0 +1,114 @@
+"""Graphs that torch_xla compiles without a step: compiled, run and described."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_xla_donate import _C
+from torch_xla_donate._host.load import xlac
+from torch_xla_donate._host.switches import Compiling, compiling, donor_flags
+
+
+class CompiledGraph(NamedTuple):
+    """A graph that torch_xla has compiled and not run.
+
+    hash: by which `run_graph` finds it; None if there is nothing to run.
+    inputs: a tensor for each parameter.
+    seeds: the parameters that are the random seed.
+    successors: for each parameter the number of the output computed from it, if it is a donor.
+    """
+
+    hash: bytes | None
+    inputs: list[torch.Tensor]
+    seeds: list[int]
+    successors: list[int | None]
+
+
+def compile_graph(
+    outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor], seed_buffer: int | None = None
+) -> CompiledGraph:
+    """Compiles the pending graph of some tensors, without running it, donating the buffers given.
+
+    The hooks order the parameters so that XLA gives each donor to the output computed from it.
+
+    seed_buffer: that of the seed, where its id does not tell.
+    """
+    if not outputs:
+        return CompiledGraph(None, [], [], [])
+    ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
+    donors = list({_C.identity(donor)[1]: donor for donor in reversed(donors)}.values())[::-1]  # each buffer once
+    with Compiling(compiling), donor_flags(donors):
+        _C.order_parameters(donors)
+        graph_hash = xlac()._get_graph_hash(list(outputs))
+        xlac()._xla_warm_up_cache(list(outputs), [])
+        order = _C.take_order()
+    found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
+    assert found.keys() == {buffer for buffer, _ in order}, "the hooks have not seen the graph"
+    seed = xlac()._get_seed_info_id()
+    seeds = [place for place, (buffer, _) in enumerate(order) if buffer == seed_buffer or found[buffer][0] == seed]
+    inputs = [found[buffer][1] for buffer, _ in order]
+    return CompiledGraph(graph_hash, inputs, seeds, [successor for _, successor in order])
+
+
+def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:
+    """Runs a graph of `compile_graph`. The random seed, if it has one, goes on as at the end of a step."""
+    if seed is not None:
+        import torch_xla.core.xla_model as xm
+
+        device = str(inputs[seed].device)
+        # What is pending has drawn its numbers from the base seed: the next are those from the running one.
+        xm.set_rng_state(xlac()._xla_get_rng_seed(), device)
+        inputs[seed] = xlac()._get_base_seed_as_tensor(device)
+        xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
+    return list(xlac()._run_cached_graph(graph_hash, inputs))
+
+
+def is_evicted(error: RuntimeError) -> bool:
+    """Whether a graph was not found because torch_xla's cache of compiled graphs has dropped it."""
+    return "kicked out of the LRU cache" in str(error)
+
+
+def compilations() -> int:
+    """How many graphs torch_xla has compiled in this process."""
+    return int(xlac()._xla_counter_value("UncachedCompile") or 0)
+
+
+def compile_seconds(count: int) -> float:
+    """How long XLA took for the last so many compilations."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")  # type: ignore[no-untyped-call]
+    return float(sum(nanoseconds for _, nanoseconds in data[2][-count:]) / 1e9) if data is not None else 0.0
+
+
+def describe_graph(graph_hash: bytes) -> tuple[str, str]:
+    """A graph of `compile_graph`: its optimised HLO, and what XLA says of its memory."""
+    _C.inspect_next_run()
+    try:
+        xlac()._run_cached_graph(graph_hash, [])
+    except RuntimeError:
+        described = _C.take_inspected()
+        if described is None:
+            raise
+        return described.text, described.memory
+    finally:
+        _C.take_inspected()
+    raise AssertionError("unreachable: the hook stops the run")
+
+
+def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> str:
+    """HLO of the pending graph of some tensors, before optimisation, with the donors among its parameters."""
+    if not outputs:
+        return ""
+    buffers = {_C.identity(tensor)[1] for tensor in donors}
+    _, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
+    numbers = [number for number, tensor in enumerate(inputs) if _C.identity(tensor)[1] in buffers]
+    text = str(xlac()._get_xla_tensors_hlo(list(outputs)))
+    if not numbers:
+        return text
+    # torch_xla leaves the donors out of this text; the place is the one where XLA prints them.
+    entries = ", ".join(f"({number}, {{}})" for number in numbers)
+    return text.replace(", entry_computation_layout=", f", buffer_donor={{ {entries} }}, entry_computation_layout=", 1)

@@ -1,0 +1,71 @@
+"""JAX and torchax, as torch_xla imports and calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def import_jax() -> tuple[Any, Any]:
+    """jax and torchax, imported as torch_xla has it done. ImportError says what is missing for call_jax."""
+    try:
+        from torch_xla._internal import jax_workarounds
+    except ImportError:
+        raise ImportError(
+            f"call_jax needs torch_xla 2.8 or 2.9; found torch_xla {importlib.metadata.version('torch_xla')}."
+        ) from None
+    jax_workarounds.jax_import_guard()  # type: ignore[no-untyped-call]
+    with jax_workarounds.jax_env_context():
+        try:
+            import jax
+            import torchax  # by itself first: the error names what is missing
+            import torchax.interop
+            import torchax.ops.mappings
+        except ImportError as error:
+            raise ImportError(
+                f"call_jax needs jax and torchax: {error}. Install what it was tested with, on Python 3.11 or newer: "
+                "pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
+            ) from error
+    # Sets what would make JAX trace again if it were set later.
+    jax_workarounds.maybe_get_jax(log=False)  # type: ignore[no-untyped-call]
+    return jax, torchax
+
+
+def call_jax(f: Callable[..., Any], args: Any, kwargs: Any, name: str | None, override_hash: Any) -> Any:
+    """torch_xla's call_jax."""
+    from torch_xla.core import xla_builder
+
+    return xla_builder.call_jax(f, args, kwargs, name, override_hash)
+
+
+def jit_donation(f: Any) -> tuple[Any, Any] | None:
+    """The numbers and names of the arguments that a jitted function donates; None if they cannot be told untraced."""
+    info = getattr(f, "_jit_info", None)
+    return None if info is None else (info.donate_argnums, info.donate_argnames)
+
+
+def jax_environment() -> contextlib.AbstractContextManager[None]:
+    """What torch_xla has set while JAX traces."""
+    from torch_xla._internal import jax_workarounds
+
+    return jax_workarounds.jax_env_context()
+
+
+def paired(donors: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int]]:
+    """Which donor goes to which output, as JAX has it: an output takes the next donor of its shape and dtype.
+
+    Returns places in `donors` and in `outputs`, in the order of the latter; what is no tensor there takes nothing.
+    """
+    free: dict[Any, list[int]] = {}
+    for place in reversed(range(len(donors))):
+        free.setdefault((donors[place].shape, donors[place].dtype), []).append(place)
+    tensors = [(place, output) for place, output in enumerate(outputs) if isinstance(output, torch.Tensor)]
+    kinds = [(place, (output.shape, output.dtype)) for place, output in tensors]
+    return [(free[kind].pop(), place) for place, kind in kinds if free.get(kind)]

@@ -1,0 +1,143 @@
+"""torch_xla's loops: scan, scan_layers and gradient_accumulation."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_xla_donate import _numbers
+from torch_xla_donate._host.load import xlac
+from torch_xla_donate._host.settings import runtime
+
+# torch.fx patches torch.nn for the whole process while it traces, and fails where two threads do that at once. Not the
+# lock above: a function is traced under that, and what autograd recomputes for it is traced on another thread.
+_tracing_loops = threading.RLock()
+_PATIENCE = 60.0  # seconds; longer than a trace takes
+
+
+def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
+    """torch_xla's loop over flat lists of tensors: the last carry and the stacked outputs of `body`."""
+    from torch_xla.experimental import scan as host
+
+    return host._scan_impl_flat(body, init, xs, reverse=reverse)
+
+
+@contextlib.contextmanager
+def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
+    """torch_xla's scan, for as long as the context holds, works inside of a trace, too.
+
+    torch_xla cannot trace its own loop: that makes placeholders and lowers the body, which the tensors of a trace do
+    not have the data for. There `loop(body, init, xs, reverse)` is called in its place, and the body is traced on
+    tensors outside of the trace that is under way.
+    """
+    from torch_xla.experimental import scan as host
+
+    run, trace = host._scan_impl_flat, host.value_and_grad_partitioned
+
+    def flat(fn: Any, init: Any, xs: Any, reverse: bool = False) -> Any:
+        if any(map(is_traced, (*init, *xs))):
+            return loop(fn, list(init), list(xs), reverse)
+        return run(fn, init, xs, reverse=reverse)
+
+    def partitioned(fn: Any, init: Any, xs: Any, *args: Any, **options: Any) -> Any:
+        leaves, structure = pytree.tree_flatten((init, xs))
+        if any(map(is_traced, leaves)):
+            with _disable_current_modes():
+                init, xs = pytree.tree_unflatten([_placeholder_for(leaf) for leaf in leaves], structure)
+                return trace(fn, init, xs, *args, **options)
+        # A thread that traces may wait for a backward pass: autograd's threads wait for their turn, but not for ever.
+        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        is_our_turn = _tracing_loops.acquire(timeout=_PATIENCE if in_backward else -1)
+        try:
+            return trace(fn, init, xs, *args, **options)
+        finally:
+            if is_our_turn:
+                _tracing_loops.release()
+
+    # Not `replaced`: the first thread to come enters this and the last to leave leaves it, so no lock may be held.
+    host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned
+    try:
+        yield
+    finally:
+        host._scan_impl_flat, host.value_and_grad_partitioned = run, trace
+
+
+def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **options: Any) -> Any:
+    """torch_xla's scan_layers, with another scan in it: in a copy, as other threads may be in the original."""
+    from torch_xla.experimental import scan_layers as host
+
+    original = host.scan_layers
+    copied = types.FunctionType(
+        original.__code__, {**vars(host), "scan": scan}, original.__name__, original.__defaults__, original.__closure__
+    )
+    copied.__kwdefaults__ = original.__kwdefaults__
+    return copied(layers, *args, **options)
+
+
+def is_traced(leaf: object) -> bool:
+    """Whether a value stands for a tensor in a trace that is under way."""
+    return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter, _numbers.Number)
+
+
+def _placeholder_for(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="xla").requires_grad_(leaf.requires_grad)
+
+
+def read_by_backward_scan(node: Any) -> Sequence[Any]:
+    """What the backward pass of a scan reads; node is that of its result.
+
+    torch_xla saves `init` and `xs` whole, next to the activations, and looks at them under SPMD alone, for their
+    sharding. The activations have those arrays of `xs` among them that the backward pass needs.
+    """
+    saved: Sequence[Any] = getattr(node, "saved_tensors", ())
+    if runtime().is_spmd() or not hasattr(node, "_saved_tensors_spec"):
+        return saved
+    activations: Sequence[Any] = pytree.tree_unflatten(saved, node._saved_tensors_spec)["activations"]
+    return activations
+
+
+def accumulate(
+    step: Callable[..., Any],
+    iterable_tensors: tuple[torch.Tensor, ...],
+    model: torch.nn.Module,
+    carried_tensors: tuple[torch.Tensor, ...],
+) -> Any:
+    """torch_xla's gradient_accumulation, with the carried tensors in their order.
+
+    Raises ValueError if torch_xla's loop loses one of them, which it does if the step does not read it.
+    """
+    from torch_xla.experimental import gradient_accumulation as host
+
+    result = host.gradient_accumulation(step, iterable_tensors, model, *carried_tensors)  # type: ignore[arg-type]
+    if not carried_tensors:
+        return result
+    loss, *carried = result
+    if "carried_tensors_start_idx - body_idx" in inspect.getsource(host._gradient_accumulation_impl):
+        # The place of the k-th carried tensor is computed with the wrong sign, which counts from the end.
+        carried = [carried[-index] for index in range(len(carried))]
+    for index, tensor in enumerate(carried):
+        if tensor is None and _is_known_by_another(carried_tensors[index]):
+            raise ValueError(
+                f"carried_tensors[{index}] shares its buffer with another tensor (as after a whole copy, b.copy_(t)), "
+                "as which torch_xla knows it, so that its loop loses the new value. Pass a .clone() of it."
+            )
+        if tensor is None:
+            raise ValueError(
+                f"carried_tensors[{index}] is not read by the train step, and torch_xla loses its new "
+                "value then. Use it in the step, or make it in the step and do not carry it."
+            )
+    return (loss, *carried)
+
+
+def _is_known_by_another(tensor: torch.Tensor) -> bool:
+    """Whether torch_xla takes what a tensor's buffer holds for the value of another one."""
+    ids, _ = xlac()._get_tensors_xla_device_data_node([tensor])
+    return list(ids) != [xlac()._xla_get_tensor_id(tensor)]

@@ -1,0 +1,108 @@
+"""Tensors and their buffers, as torch_xla sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C, hlo
+from torch_xla_donate._host.load import xlac
+from torch_xla_donate._host.settings import runtime
+
+
+def buffer_pointer(tensor: torch.Tensor) -> int | None:
+    """The address of a materialised tensor's memory; None where the platform does not tell (CPU does)."""
+    try:
+        return int(xlac()._unsafe_buffer_pointer(tensor))
+    except RuntimeError:
+        return None
+
+
+def sharding_spec(tensor: torch.Tensor) -> str:
+    """The tensor's sharding as XLA writes it; empty if it has none."""
+    return str(xlac()._get_xla_sharding_spec(tensor))
+
+
+def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """How the tensors among the arguments are sharded; empty where nothing is."""
+    if not runtime().is_spmd():
+        return ()
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "xla"]
+    return (tuple(xlac()._get_xla_sharding_specs(tensors)),)
+
+
+def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of a materialised tensor's buffer."""
+    _, found = xlac()._get_tensors_xla_device_data_node([tensor])
+    same: torch.Tensor = found[0]
+    return same
+
+
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that is pending, and will have a buffer of its own: torch_xla would let a clone share the tensor's."""
+    copy = tensor.detach().clone()
+    xlac()._xla_optimization_barrier_([copy])
+    return copy
+
+
+def give_own_buffer(tensor: torch.Tensor) -> None:
+    """Lets a tensor that shares its buffer get one of its own at the next step; its value stays.
+
+    No update in place: torch_xla donates the buffer of a tensor that is updated, whoever else holds it.
+    """
+    import torch_xla
+
+    own = computed(tensor)
+    torch_xla.sync()
+    tensor.data.copy_(own)
+
+
+def array_of(tensor: torch.Tensor) -> hlo.HloShape:
+    """An XLA tensor's shape on its device."""
+    shape = xlac()._xla_op_tensor_shape(tensor, "")
+    return hlo.HloShape(shape["type"], tuple(shape["sizes"]))
+
+
+def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like the one given, without memory."""
+    from torch_xla.core import xla_builder
+
+    shape = tuple(tensor.shape)
+    empty: torch.Tensor = xla_builder.create_placeholder_tensor(shape, tensor.dtype)  # type: ignore[no-untyped-call]
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def seed_buffer() -> int:
+    """The buffer of the random seed that this step draws from.
+
+    torch_xla finds the seed among a graph's inputs by an id, which it takes away itself where a scan draws.
+    """
+    ids, inputs = xlac()._get_tensors_xla_device_data_node([torch.rand(1, device="xla")])
+    return int(_C.identity(inputs[ids.index(xlac()._get_seed_info_id())])[1])
+
+
+def list_live_tensors() -> bool:
+    """Makes torch_xla list the live tensors of the current device, which the hooks note; whether one is pending."""
+    import torch_xla
+
+    return any(xlac()._check_device_tensor_need_materialization(str(torch_xla.device())))
+
+
+def wait_for_devices() -> None:
+    """Waits until the devices have computed what they were given."""
+    xlac()._xla_wait_device_ops([])
+
+
+def forget_pending() -> None:
+    """Throws away everything on this device that has not run. Reading such a tensor is an error of torch_xla then."""
+    import torch_xla
+
+    xlac()._clear_pending_irs(str(torch_xla.device()))
+
+
+def transfers() -> tuple[int, int]:
+    """How often this process has read a tensor's value from the device, and this thread waited for one."""
+    data = xlac()._xla_metric_data("TransferFromDeviceTime")
+    return int(data[0]) if data is not None else 0, _C.barriers_passed()

@@ -1,0 +1,72 @@
+"""What a loop donates of its arguments: what the caller names, and what the body asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch_xla_donate import _host, _marks, _trees
+from torch_xla_donate._errors import DonationError
+
+
+def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str, ...]:
+    """The arguments of a loop that `donate` names. ValueError if it names another, TypeError if it is no name."""
+    names = (donate,) if isinstance(donate, str) or not isinstance(donate, Iterable) else tuple(donate)
+    for name in names:
+        if name not in arguments:
+            kind = ValueError if isinstance(name, str) else TypeError
+            raise kind(f'donate is {donate!r}; it takes "{arguments[0]}", "{arguments[1]}" or both.')
+    return names
+
+
+def _combine(
+    wanted: Mapping[int, _marks.DonationRequest],
+    found: Mapping[int, _marks.DonationRequest | None],
+    strict: bool | None,
+) -> tuple[dict[int, _marks.DonationRequest], list[int]]:
+    """What is donated of a loop's arguments, and what the body has taken back; all by their numbers.
+
+    wanted: from outside of the body.
+    found: the body's requests.
+    strict: the loop's, for requests of the body that do not say.
+    """
+    requests = dict(wanted)
+    for number, request in found.items():
+        if request is not None:
+            requests[number] = request if request.strict is not None else request._replace(strict=strict)
+    cancelled = [number for number, request in found.items() if request is None]
+    return {number: request for number, request in requests.items() if number not in cancelled}, cancelled
+
+
+def loop_donations(
+    arguments: Iterable[tuple[str, Sequence[Any], _trees.Names]],
+    chosen: Sequence[str],
+    outside: _marks.DonationRequest,
+    found: Mapping[int, _marks.DonationRequest | None],
+) -> list[_marks.Donation]:
+    """What a loop donates of its arguments. Marks that the body has taken back are taken back.
+
+    arguments: the name of each, its leaves and their names, in the order that the body counts in.
+    chosen: the arguments that are donated from outside of the body.
+    outside: their request; its ``strict`` holds for requests of the body that do not say.
+    found: the body's requests, by the number of the leaf.
+    """
+    flat = [(name, names, index, leaf) for name, leaves, names in arguments for index, leaf in enumerate(leaves)]
+    wanted = {number: outside for number, (name, *_) in enumerate(flat) if name in chosen}
+    requests, cancelled = _combine(wanted, found, outside.strict)
+    _marks.cancel_donation([flat[number][-1] for number in cancelled])
+    donations = []
+    for number, request in requests.items():
+        name, names, index, leaf = flat[number]
+        donations.append(_marks.Donation(_trees.qualified_name(name, names.name(index)), leaf, request))
+    return donations
+
+
+def refuse_eager_mode(loop: str) -> None:
+    """DonationError in eager mode, in which the operations of a body would run instead of becoming a loop's."""
+    if _host.in_eager_mode():
+        raise DonationError(
+            f"{loop} is called in eager mode, in which torch_xla runs each operation at once: the body of a loop has "
+            f"to be traced. Call {loop} in a function made by torch_xla_donate.compile or torch_xla.compile, inside "
+            "of which eager mode is off."
+        )

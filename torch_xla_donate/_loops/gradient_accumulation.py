@@ -1,0 +1,135 @@
+"""gradient_accumulation: torch_xla's, with donate_buffer usable inside of the train step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
+from torch_xla_donate._errors import DonationError
+from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
+
+_ARGUMENTS = ("iterable_tensors", "carried_tensors")
+
+
+def gradient_accumulation(
+    train_step: Callable[..., Any],
+    iterable_tensors: tuple[torch.Tensor, ...],
+    model: torch.nn.Module,
+    *carried_tensors: torch.Tensor,
+    donate: str | Sequence[str] = (),
+    strict: bool | None = None,
+) -> Any:
+    """`torch_xla.experimental.gradient_accumulation.gradient_accumulation`, which can give up its arguments' buffers.
+
+    Inside of ``train_step``, ``donate_buffer(t)`` of an argument as it came in donates the carried tensor, or the whole
+    of the iterable tensor, that it stands for: the memory of a carried tensor can go to its final value. Gradients
+    that are there already are added to in place, so torch_xla donates their buffers by itself. Carried tensors come
+    back in the order in which they went in, however many (torch_xla 2.9.0 reverses all but the first).
+
+    Args:
+        train_step: ``(*slices, *carried) -> loss`` or ``(loss, *carried)``; its backward pass is run by the loop.
+        iterable_tensors: tensors of the same leading dimension, over which the loop goes.
+        model: the module whose gradients are accumulated, in the ``grad`` of its parameters.
+        *carried_tensors: what goes from one iteration to the next.
+        donate: ``"iterable_tensors"``, ``"carried_tensors"`` or both: all of them, without a word in ``train_step``.
+        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
+
+    Returns:
+        The mean loss; followed by the carried tensors, if there are any.
+
+    Raises:
+        TypeError: ``donate`` is no name, ``strict`` is no bool, a carried one is not a tensor, or the loss is not
+            float32.
+        ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
+            have the same buffer.
+        DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, the step
+            makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
+            this is inside of a function that is declared pure.
+    """
+    _config.check_strict(strict)
+    by = _trace.current_watcher()
+    if by is not None:
+        raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
+    refuse_eager_mode("gradient_accumulation")
+    where = _frames.call_site()
+    chosen = chosen_arguments(donate, _ARGUMENTS)
+    _refuse_twice(carried_tensors)
+    found: dict[int, _marks.DonationRequest | None] = {}
+
+    def step(*traced: torch.Tensor) -> Any:
+        body = _marks.LoopBody("gradient_accumulation", traced)
+        before = _C.runs_begun()
+        with _marks.trace_body(body):
+            result = train_step(*traced)
+        _refuse_runs(_C.runs_begun() - before)
+        loss, *rest = result if carried_tensors else (result,)
+        _refuse_other_precision(loss)
+        found.update(body.requests)
+        return (loss, *rest) if carried_tensors else loss
+
+    with _gradients_aside(model):
+        result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
+    given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
+    arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
+    _marks.mark_all(loop_donations(arguments, chosen, _marks.DonationRequest(where, strict), found))
+    return result
+
+
+def _refuse_runs(count: int) -> None:
+    """DonationError for a step that has made torch_xla run something: the loop would take what came out for a constant.
+
+    After it has run: whatever is pending elsewhere would be lost with a run that is stopped.
+    """
+    if count:
+        raise DonationError(
+            "the train step has made torch_xla run something, as torch_xla.sync(), print of a tensor, .item() and "
+            "functions of torch.compile do. Its results would be the same in every iteration of the loop, and have no "
+            "gradients. Take that out of the step; what is to be printed can be carried."
+        )
+
+
+def _refuse_other_precision(loss: Any) -> None:
+    """TypeError for a loss that is not float32: XLA would refuse the whole step, and the work of others with it."""
+    if isinstance(loss, torch.Tensor) and loss.dtype != torch.float32:
+        raise TypeError(
+            f"the train step's loss is {_trees.dtype_and_shape(loss)}; torch_xla's loop adds up losses of float32. "
+            "Return loss.float()."
+        )
+
+
+@contextlib.contextmanager
+def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+    """The loop finds no gradients. Those of before are added to in place once it is there, and stay if it fails."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        found = [parameter.grad for parameter, _ in before]
+        for parameter, gradient in before:
+            parameter.grad = gradient
+    for (parameter, gradient), new in zip(before, found):
+        if gradient is None:
+            parameter.grad = new
+        elif new is not None:
+            gradient.add_(new)
+
+
+def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
+    """ValueError for carried tensors of one buffer: torch_xla's loop has one place for both, and loses the first."""
+    places: dict[int, int] = {}
+    for index, tensor in enumerate(carried):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"carried_tensors[{index}] is of type {type(tensor).__name__}; only tensors are carried.")
+        for key in _C.identity(_trees.without_wrapper(tensor)):
+            first = places.setdefault(key, index) if key else index
+            if first != index:
+                raise ValueError(
+                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}]: it was passed twice, "
+                    "and each is to become a value of its own. Pass a .clone() as one of them."
+                )

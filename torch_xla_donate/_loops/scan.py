@@ -1,0 +1,207 @@
+"""scan and scan_layers: torch_xla's, with donate_buffer usable inside of the body."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.partitioners import default_partition
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
+from torch_xla_donate._loops import nested
+from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
+
+_ARGUMENTS = ("init", "xs")
+
+
+class _Wrapped:
+    """A body that notes what it donates.
+
+    Args:
+        function: gives the body. A pure one is referred to weakly, since what is remembered for it must not keep it.
+    """
+
+    def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
+        self._find = function
+        self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_kind` of the arguments
+        self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
+
+    def _function(self) -> Callable[..., Any]:
+        fn = self._find()
+        assert fn is not None, "whoever calls scan holds it"
+        return fn
+
+    def __call__(self, carry: Any, x: Any) -> Any:
+        body = _marks.LoopBody("scan", [leaf for tree in (carry, x) for leaf in _trees.leaves_of(tree)])
+        with _marks.trace_body(body):
+            result = self._function()(carry, x)
+        self.requests[_kind(carry, x)] = body.requests
+        return result
+
+
+def _kind(carry: Any, x: Any, rows: int = 0) -> Any:
+    """What tells the traces of a body apart; rows: how many leading dimensions ``x`` has too many."""
+    arrays = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(carry)]
+    arrays += [(tuple(leaf.shape[rows:]), leaf.dtype) for leaf in pytree.tree_leaves(x)]
+    return pytree.tree_structure(carry), pytree.tree_structure(x), tuple(arrays)
+
+
+# torch_xla keeps the trace of a pure body by the function's identity, and does not trace it again; what the first trace
+# has asked for holds then.
+_pure: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapped] = weakref.WeakKeyDictionary()
+
+
+def _remembered(fn: Callable[..., Any]) -> _Wrapped:
+    """The one wrapper of a pure body. TypeError for a body that cannot be remembered."""
+    try:
+        found = _pure.get(fn)
+        if found is None:
+            found = _pure[fn] = _Wrapped(weakref.ref(fn))
+    except TypeError as error:
+        raise TypeError(
+            f"fn is of type {type(fn).__name__}, by which the trace of a pure body cannot be remembered: {error}. Pass "
+            "a function that calls it, the same one at every call, or leave is_fn_pure out."
+        ) from None
+    return found
+
+
+def scan(
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    partition_fn: Callable[..., Any] = default_partition,
+    is_fn_pure: bool = False,
+    *,
+    donate: str | Sequence[str] = (),
+    strict: bool | None = None,
+) -> tuple[Any, Any]:
+    """`torch_xla.experimental.scan.scan`, which can give up the buffers of ``init`` and ``xs`` at the step.
+
+    Inside of ``fn``, ``donate_buffer(leaf)`` of a leaf of ``carry`` or ``x`` as it came in donates the corresponding
+    leaf of ``init`` or ``xs``: its memory can go to the final carry, or to a stacked output of the same bytes. It must
+    be materialised. What the backward scan will read is not donated; a `DonationWarning` says so.
+
+    Args:
+        fn: ``(carry, x) -> (carry, y)``, all pytrees of tensors.
+        init: the first carry.
+        xs: a pytree of tensors, all of the same leading dimension, over which the loop goes.
+        partition_fn: divides the forward from the backward graph.
+        is_fn_pure: whether ``fn`` is traced once only; what it has donated then is donated at every call.
+        donate: ``"init"``, ``"xs"`` or both: all leaves of the argument, without a word in ``fn``.
+        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
+
+    Returns:
+        The final carry, and the outputs ``y`` stacked along a new leading dimension.
+
+    Raises:
+        ValueError: ``donate`` names something else, or ``fn`` cannot be called.
+        TypeError: ``donate`` is no name, ``strict`` no bool, or ``fn`` is pure and an object that cannot be hashed or
+            weakly referenced.
+        DonationError: a donated leaf is pending, a tensor donated in the body is none of its arguments, torch_xla is in
+            eager mode, or, with ``strict``, autograd has saved a donated leaf.
+    """
+    from torch_xla.experimental.scan import scan as host_scan
+
+    _config.check_strict(strict)
+    if not callable(fn):
+        raise ValueError(f"fn is {fn!r}, which cannot be called. Give the body of the loop, a function of (carry, x).")
+    refuse_eager_mode("scan")
+    where = _frames.call_site()
+    chosen = chosen_arguments(donate, _ARGUMENTS)
+    body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
+    result: tuple[Any, Any]
+    with nested.allowed(body.loops):
+        try:
+            result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+        except BaseException as error:
+            _frames.forget_values(error)
+            raise
+    _keep_loops(result, body.loops)
+    arguments = [(argument, *_trees.flatten(tree)) for argument, tree in zip(_ARGUMENTS, (init, xs))]
+    found = body.requests.get(_kind(init, xs, rows=1), {})
+    donations = loop_donations(arguments, chosen, _marks.DonationRequest(where, strict), found)
+    _donate_leaves(donations, result)
+    return result
+
+
+def _keep_loops(result: Any, loops: list[object]) -> None:
+    """Lets the loops inside of a body live as long as autograd may run the body's backward graph."""
+    for leaf in pytree.tree_leaves(result) if loops else ():
+        node = getattr(leaf, "grad_fn", None)
+        if node is not None:
+            node.torch_xla_donate_loops = loops
+
+
+def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
+    by = _trace.current_watcher()
+    if by is not None and _marks.current_body() is None:
+        # What the function's own call gives away needs no mark; any other would wait for a step.
+        donations = [given for given in donations if _C.state(given.tensor) != "marked"]
+        for given in donations:
+            if _C.state(given.tensor) == "materialized":
+                raise by.refuse(f"donates {given.name}, a tensor from outside, to a scan", "Name it in donate_argnums")
+    read = _read_by_backward(result) if donations and _marks.current_body() is None else set()
+    saved = [given for given in donations if not read.isdisjoint(_C.identity(given.tensor))]
+    if saved:
+        _marks.cancel_donation([given.tensor for given in saved])  # an earlier mark would destroy it as well
+        _marks.refuse_all(saved, _SAVED)
+    _marks.mark_all([given for given in donations if read.isdisjoint(_C.identity(given.tensor))])
+
+
+_SAVED = "autograd has saved it for the backward scan"
+
+
+def _read_by_backward(result: Any) -> set[int]:
+    """Identities of the tensors, and of the buffers, that the backward scan will read."""
+    read: set[int] = set()
+    for node in {leaf.grad_fn for leaf in pytree.tree_leaves(result) if getattr(leaf, "grad_fn", None) is not None}:
+        for tensor in _host.read_by_backward_scan(node):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla":
+                read.update(_C.identity(tensor))
+    return read - {0}
+
+
+def scan_layers(
+    layers: Iterable[torch.nn.Module],
+    input_data: Any,
+    partition_fn: Callable[..., Any] = default_partition,
+    is_layer_pure: bool = False,
+    *,
+    donate: bool = False,
+    strict: bool | None = None,
+) -> Any:
+    """`torch_xla.experimental.scan_layers.scan_layers`, which can give up the buffers of ``input_data`` at the step.
+
+    The layers' ``forward`` may call ``donate_buffer`` on the input it was given; or ``donate`` does it from outside.
+
+    Args:
+        layers: modules of the same structure, applied one after another.
+        input_data: what the first layer gets, a pytree of tensors.
+        partition_fn: divides the forward from the backward graph.
+        is_layer_pure: whether the layer is traced once only.
+        donate: whether ``input_data`` is donated.
+        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
+
+    Returns:
+        What the last layer returns.
+
+    Raises:
+        TypeError: ``strict`` is no bool.
+        DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
+            ``strict``, autograd has saved a donated leaf.
+    """
+    _config.check_strict(strict)
+    layers = list(layers)  # torch_xla goes through them twice
+    by = _trace.current_watcher()
+    if by is not None:
+        by.uses(module for layer in layers for module in layer.modules())
+    given: list[Any] = layers
+    if layers and nested.is_in_a_trace(layers[0]):
+        given = [nested.InATrace(layers[0]), *layers[1:]]
+        is_layer_pure = False  # torch_xla remembers a pure layer by its id, and this one is gone with the trace
+    ours = functools.partial(scan, donate="init" if donate else (), strict=strict)
+    return _host.scan_layers(ours, given, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)

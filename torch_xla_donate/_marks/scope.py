@@ -1,0 +1,20 @@
+"""Whether this thread is inside a call of a compiled function, whose arguments alone are donated."""
+
+from __future__ import annotations
+
+import threading
+
+from torch_xla_donate._host import interrupts
+
+
+class _Scope(threading.local):
+    inside = False  # of a compiled function's call
+
+
+call_scope = _Scope()
+interrupts.restore(call_scope, "inside")
+
+
+def is_inside_call() -> bool:
+    """Whether this thread is tracing a compiled function, whose arguments alone are donated."""
+    return call_scope.inside

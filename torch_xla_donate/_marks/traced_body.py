@@ -1,0 +1,80 @@
+"""donate_buffer inside of a loop's body: which argument of the loop a traced tensor stands for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch_xla_donate import _host, _trees
+from torch_xla_donate._errors import DonationError
+from torch_xla_donate._host import interrupts
+from torch_xla_donate._marks.request import DonationRequest
+
+
+class LoopBody:
+    """The trace of one body, and what it has asked for.
+
+    Args:
+        loop: what messages call the loop, such as ``scan``.
+        leaves: the traced tensors, each in the place of the loop's argument that it stands for.
+
+    Attributes:
+        requests: by the number of the argument; None for one whose donation the body has taken back, whoever had asked
+            for it.
+    """
+
+    def __init__(self, loop: str, leaves: Iterable[Any]) -> None:
+        self.loop = loop
+        self._numbers = {id(leaf): number for number, leaf in enumerate(leaves)}
+        self.requests: dict[int, DonationRequest | None] = {}
+
+    def find(self, tensor: Any) -> int | None:
+        """The number of the loop's argument that a tensor stands for, if it does."""
+        return self._numbers.get(id(tensor))
+
+    def argument(self, tensor: Any) -> int | None:
+        """The same for a tensor to be donated; None for one that exists outside of the trace.
+
+        Raises DonationError for a tensor that the body has made.
+        """
+        number = self.find(tensor)
+        if number is not None or not _host.is_traced(tensor):
+            return number
+        raise DonationError(
+            f"tensors is {_trees.dtype_and_shape(tensor)}, which the body of {self.loop} has made or sliced: "
+            "inside of the loop it has no buffer of its own, and XLA reuses its memory anyway. Donate an argument of "
+            "the body as it came. Nothing was marked."
+        )
+
+    def donate(self, number: int, request: DonationRequest) -> None:
+        """Notes the request for an argument of the loop. The first one holds, as a mark does."""
+        if self.requests.get(number) is None:
+            self.requests[number] = request
+
+    def cancel(self, numbers: Iterable[int]) -> None:
+        """The arguments of the loop are not donated."""
+        self.requests.update(dict.fromkeys(numbers))
+
+
+class _Current(threading.local):
+    body: LoopBody | None = None
+
+
+_current = _Current()
+interrupts.restore(_current, "body")
+
+
+def current_body() -> LoopBody | None:
+    """The body that this thread is tracing; None outside of one."""
+    return _current.body
+
+
+@contextlib.contextmanager
+def trace_body(body: LoopBody) -> Iterator[None]:
+    outer, _current.body = _current.body, body
+    try:
+        yield
+    finally:
+        _current.body = outer

@@ -1,0 +1,5 @@
+"""Modes of a thread or the process: automatic donation, checks for NaN, donation disabled."""
+
+from torch_xla_donate._modes.auto import auto_donate
+from torch_xla_donate._modes.debug import check_outputs, debug_nans
+from torch_xla_donate._modes.disabled import donation_disabled

@@ -1,0 +1,7 @@
+"""What became of the donations: the report, its reasons, and the warnings."""
+
+from torch_xla_donate._report.donors import Donor
+from torch_xla_donate._report.notices import is_postponed, later, warn_once, warn_or_raise
+from torch_xla_donate._report.pairs import Paired, is_known_site, open_pairs, resolve_pairs, watch_pairs
+from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report
+from torch_xla_donate._report.reuse import report_reuse

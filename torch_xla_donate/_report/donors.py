@@ -1,0 +1,150 @@
+"""A donor of the report: what was marked, what became of it, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from torch_xla_donate import _C, hlo
+from torch_xla_donate._report.explain import explain, split_sharding
+from torch_xla_donate._report.pairs import pair_kept
+from torch_xla_donate._report.predict import Prediction, StepPrediction
+from torch_xla_donate.hlo.dump import copied_parameters
+
+Outcome = Literal["donated", "unusable", "pending"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Donor:
+    """One marked buffer, or one that `auto_donate` has found.
+
+    Attributes:
+        name: of the leaf, such as ``['layer1'].weight``; several, joined by commas, for tied tensors; empty for a
+            tensor that was donated by itself.
+        where: ``file:line`` of the donation; empty for an automatic one.
+        shape: sizes of the whole array, before any sharding.
+        dtype: XLA's name of the element type, such as ``f32``.
+        bytes: of the whole array.
+        bytes_per_device: of what each device holds, which is what XLA compares; the same without SPMD.
+        sharding: as XLA writes it, such as ``{devices=[4,1]0,1,2,3}``; empty without SPMD.
+        device: such as ``CPU:0``.
+        outcome: ``donated``, ``unusable`` or ``pending``.
+        reason: why it is not donated; empty if it is.
+        step: number of the step that read it, counted from 1 over steps that have donors; None while pending.
+        output: number of the output that took the buffer over, in the step's HLO; None if none did or if unknown.
+        crossed: whether that is another output than the one computed from the donor, so that its value moves; None if
+            no output is computed from it, or if unknown.
+        into_kept: whether the output named by ``into=`` took the buffer over; None without ``into=`` or if unknown.
+        automatic: whether nobody has marked it, and `auto_donate` has found that nothing can read it any more.
+        prediction: of a pending mark, if it was asked for: what the next step will do with it; ``unknown`` where that
+            depends on a sharding which the compiler will choose; None if no pending work reads it.
+    """
+
+    name: str
+    where: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    bytes_per_device: int
+    sharding: str
+    device: str
+    outcome: Outcome
+    reason: str
+    step: int | None
+    into_kept: bool | None
+    automatic: bool
+    prediction: Prediction | None = None
+    output: int | None = None
+    crossed: bool | None = None
+
+    @property
+    def array(self) -> str:
+        """Element type and shape, as XLA writes them: ``f32[8,4]``."""
+        return f"{self.dtype}[{','.join(str(size) for size in self.shape)}]"
+
+
+class _Facts(NamedTuple):
+    """What the executable of a step says: the output in each parameter's buffer, and the bytes copied beforehand."""
+
+    output_of: Mapping[int, int]
+    copied_bytes: int
+
+
+_known_facts: dict[str, _Facts] = {}
+
+
+def facts_of(step: Mapping[str, Any]) -> _Facts | None:
+    """The facts of a step's graph; None if they are not known. Reading them takes time in proportion to the HLO."""
+    graph = step["graph"]
+    if graph not in _known_facts:
+        text = _C.graph_text(graph) if graph else None
+        if text is None:
+            return None
+        module = hlo.parse(text)
+        wrapped = len(module.parameters) == 1 and module.parameters[0].is_tuple
+
+        def number(parameter: int, index: Sequence[int]) -> int:
+            return index[0] if wrapped else parameter
+
+        output_of = {
+            number(alias.parameter_number, alias.parameter_index): alias.output_index[0] if alias.output_index else 0
+            for alias in module.aliases
+        }
+        copied = sum(size for parameter, size in copied_parameters(text) if parameter in output_of)
+        if len(_known_facts) >= _KEPT_FACTS:
+            _known_facts.pop(next(iter(_known_facts)))
+        _known_facts[graph] = _Facts(output_of, copied)
+    return _known_facts[graph]
+
+
+_KEPT_FACTS = 64
+
+
+def describe_donor(
+    raw: Mapping[str, Any],
+    step: Mapping[str, Any] | None,
+    next_step: StepPrediction | None = None,
+    facts: _Facts | None = None,
+) -> Donor:
+    kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
+    dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
+    prediction: Prediction | None = None
+    if step is None:
+        outcome, (prediction, reason) = "pending", _expect(raw, next_step)
+    elif raw["outcome"] == "donated":
+        outcome, reason = "donated", ""
+    else:
+        outcome, reason = "unusable", raw["reason"] or explain(raw, step)
+    output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
+    return Donor(
+        name=raw["name"],
+        where=raw["where"],
+        shape=tuple(int(size) for size in sizes.split(",") if size),
+        dtype=dtype,
+        bytes=raw["bytes"],
+        bytes_per_device=raw["bytes_per_device"],
+        sharding=split_sharding(raw["array"])[1],
+        device=raw["device"],
+        outcome=outcome,  # type: ignore[arg-type]
+        reason=reason,
+        step=None if step is None else step["number"],
+        into_kept=next((value for value in kept if value is not None), None),
+        automatic=raw["automatic"],
+        prediction=prediction,
+        output=output,
+        crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
+    )
+
+
+def _expect(raw: Mapping[str, Any], next_step: StepPrediction | None) -> tuple[Prediction | None, str]:
+    """The prediction for a pending mark, and its reason."""
+    unread = "no step has read it yet"
+    if next_step is None:
+        return None, unread
+    prediction, why = next_step.predict(raw)
+    if prediction == "donated":
+        return prediction, f"{unread}; the next one will donate it"
+    if prediction == "unusable":
+        return prediction, f"{unread}; the next one will not use it: {why or explain(raw, next_step.as_step())}"
+    return prediction, f"{unread}; {why}"

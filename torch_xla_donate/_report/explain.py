@@ -1,0 +1,65 @@
+"""Why XLA did not use a donor, from the sizes of donors and outputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from torch_xla_donate import _C
+
+
+def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
+    """Why XLA did not use a donor that was in its donor set.
+
+    XLA gives a donor to an output of the same bytes on each device, whatever its dtype or shape (measured on 2.9.0), so
+    the outputs' sizes tell most of it.
+    """
+    dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
+    if dynamic:
+        return f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph"
+    outputs = [(text, _C.bytes_per_device(text)) for text in step["outputs"] if text]
+    if not outputs:
+        return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
+    size = raw["bytes_per_device"]
+    each = " on each device" if split_sharding(raw["array"])[1] else ""
+    fitting = sum(bytes_ == size for _, bytes_ in outputs)
+    if not fitting:
+        alike = [text for text, _ in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
+        if alike and each:
+            return _differs_per_device(raw, alike[0], len(outputs) == 1)
+        sizes = Counter(bytes_ for _, bytes_ in outputs if bytes_ is not None)
+        shown = ", ".join(f"{count} of {bytes_} bytes" for bytes_, count in sorted(sizes.items())[:4])
+        return (
+            f"no output of the step has its size of {size} bytes{each} "
+            f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})"
+        )
+    rivals = sum(other["bytes_per_device"] == size for other in step["donors"])
+    if rivals > fitting:
+        outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
+        return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}"
+    return (
+        f"outputs of its size of {size} bytes{each} went to other inputs (updated in place, they are donated by "
+        "torch_xla itself), or the memory is seen from outside (dlpack, numpy)"
+    )
+
+
+def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str:
+    _, donor_sharding = split_sharding(raw["array"])
+    array, sharding = split_sharding(output)
+    text = (
+        f"an output has its size of {raw['bytes']} bytes, but not per device: the donor, sharded {donor_sharding}, "
+        f"takes {raw['bytes_per_device']} bytes on each, the output {array}, sharded {sharding}, "
+        f"{_C.bytes_per_device(output)}; "
+    )
+    if alone and sharding == "{replicated}" and not _C.is_even(raw["array"]):
+        return (
+            f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly: pad the array"
+        )
+    return f"{text}shard donor and output alike"
+
+
+def split_sharding(array: str) -> tuple[str, str]:
+    """Array and sharding of 'f32[8,4]{1,0} sharding={...}'."""
+    whole, _, sharding = array.partition(" sharding=")
+    return whole.partition("{")[0], sharding

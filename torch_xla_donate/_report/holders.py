@@ -1,0 +1,186 @@
+"""Who holds a buffer: a variable, an attribute or a graph of autograd, found among Python's objects for a report."""
+
+from __future__ import annotations
+
+import dis
+import gc
+import inspect
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C
+from torch_xla_donate._frames import is_internal
+
+UNKNOWN = "unknown holder"
+_SEARCHED = 16  # buffers; each takes some walks through all objects
+_DEPTH = 6  # containers between a variable and a tensor
+_REFERRERS = 32  # of one object
+_NODES = 10000  # of the graphs of autograd
+
+
+def holders_of(buffers: Sequence[int]) -> dict[int, str]:
+    """By buffer: what Python can tell of its holder. Buffers without an answer are missing."""
+    wanted = set(buffers[:_SEARCHED])
+    if not wanted:
+        return {}
+    tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
+    search = _Search()
+    found: dict[int, str] = {}
+    for tensor in tensors:
+        buffer = _C.holds(tensor)
+        if buffer in wanted and buffer not in found:
+            name = search.name(tensor)
+            if name is not None:
+                found[buffer] = name
+    missing = wanted - found.keys()
+    for tensor in tensors if missing else ():
+        # A result that another graph goes through is not what keeps that graph.
+        saved = {_C.holds(leaf) for leaf in _saved(tensor.grad_fn)} & missing if tensor.grad_fn is not None else set()
+        name = search.name(tensor) if saved else None
+        if name is not None:
+            found.update(dict.fromkeys(saved, f"grad_fn of {name}"))
+            missing -= saved
+    return found
+
+
+def _is_tensor(leaf: object) -> bool:
+    # isinstance() would ask a proxy.
+    return issubclass(type(leaf), torch.Tensor) and leaf.device.type == "xla"  # type: ignore[attr-defined, no-any-return]
+
+
+def _saved(node: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a graph of autograd keeps, as far as Python sees them."""
+    seen: set[Any] = set()
+    open_nodes = [node]
+    while open_nodes and len(seen) < _NODES:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [following for following, _ in node.next_functions]
+        names = [name for name in dir(node) if name.startswith("_saved_")] + ["variable", "saved_tensors"]
+        for name in names:
+            try:
+                value = getattr(node, name, None)
+            except RuntimeError:  # the backward pass has freed it
+                continue
+            for leaf in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+                    yield leaf
+
+
+class _Search:
+    """Names objects by the variables that lead to them."""
+
+    def __init__(self) -> None:
+        self._variables: dict[int, str] = {}
+        for frame in _user_frames():
+            for name, value in _locals(frame).items():
+                self._variables.setdefault(id(value), _variable(name, frame.f_code, frame.f_lineno))
+        for module in list(sys.modules.values()):
+            space = vars(module) if type(module) is types.ModuleType else {}
+            if str(space.get("__name__", "")).partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
+                for name, value in list(space.items()):
+                    self._variables.setdefault(id(value), f"variable {name!r} of module {space.get('__name__')}")
+
+    def name(self, thing: Any, depth: int = _DEPTH, path: tuple[int, ...] = ()) -> str | None:
+        """The shortest way from a variable; None if there is none of so many steps."""
+        name = self._variables.get(id(thing))
+        if name is not None or depth == 0:
+            return name
+        referrers = [r for r in gc.get_referrers(thing) if id(r) not in path and not _is_ours(r)]
+        for referrer in referrers[:_REFERRERS]:
+            step = _step(referrer, thing)
+            if step is None:
+                continue
+            owner, text = step
+            outer = self.name(owner, depth - 1, (*path, id(thing), id(referrers), id(owner)))
+            if outer is not None:
+                return f"{text} of {outer}"
+        return None
+
+
+def _user_frames() -> Iterator[types.FrameType]:
+    """The frames of all threads that are the user's, the innermost first."""
+    for top in sys._current_frames().values():
+        frame: types.FrameType | None = top
+        while frame is not None:
+            if not is_internal(frame):
+                yield frame
+            frame = frame.f_back
+
+
+def _locals(frame: types.FrameType) -> dict[str, Any]:
+    """The local variables. Before Python 3.13 a frame keeps the dictionary of them, and so what they held."""
+    space = frame.f_locals
+    found = dict(space)
+    nobody_else = 3  # references: the frame's, this function's, and that of the question
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(space) is dict and sys.getrefcount(space) <= nobody_else:
+        space.clear()  # this does not change the variables
+    return found
+
+
+def _is_ours(referrer: object) -> bool:
+    return isinstance(referrer, types.FrameType) and is_internal(referrer)
+
+
+def _variable(name: str, code: types.CodeType, line: int) -> str:
+    """A variable, with the last line up to the one that runs that gives it a value."""
+    lines: list[int] = []
+    current = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        current = instruction.starts_line or current
+        if instruction.opname.startswith("STORE_") and instruction.argval == name:
+            lines.append(current)
+    before = [number for number in lines if number <= line]
+    where = max(before, default=max(lines, default=code.co_firstlineno))
+    return f"variable {name!r} at {code.co_filename.rpartition('/')[2]}:{where}"
+
+
+def _step(referrer: Any, thing: Any) -> tuple[Any, str] | None:
+    """The object that a referrer belongs to, and what the thing is of it."""
+    if type(referrer) in (list, tuple):
+        return referrer, f"item {next(i for i, item in enumerate(referrer) if item is thing)}"
+    if isinstance(referrer, dict):
+        key = next((key for key, value in list(referrer.items()) if value is thing), None)
+        if key is None:
+            return None
+        owner = next((o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None)
+        if owner is not None:
+            return owner, f"attribute {key!r}"
+        for registry in gc.get_referrers(referrer):  # a module keeps its parameters in a dictionary of its __dict__
+            if isinstance(registry, dict) and any(
+                registry.get(name) is referrer for name in ("_parameters", "_buffers", "_modules")
+            ):
+                for module in gc.get_referrers(registry):
+                    if issubclass(type(module), torch.nn.Module):
+                        return module, f"attribute {key!r}"
+            if issubclass(type(registry), torch.nn.Module):
+                return registry, f"attribute {key!r}"
+        return referrer, f"item {key!r}" if isinstance(key, str | int) else f"item of key {type(key).__name__}"
+    if isinstance(referrer, types.CellType):
+        function = next((f for f in _closures(referrer)), None)
+        if function is None:
+            return None
+        name = function.__code__.co_freevars[list(function.__closure__ or ()).index(referrer)]
+        return function, f"{name!r} in the closure"
+    if isinstance(referrer, types.FrameType | types.FunctionType | types.ModuleType | types.GeneratorType):
+        return None
+    space = getattr(referrer, "__dict__", None)
+    if type(space) is dict:
+        key = next((key for key, value in list(space.items()) if value is thing), None)
+        if key is not None:
+            return referrer, f"attribute {key!r}"
+    return None
+
+
+def _closures(cell: types.CellType) -> Iterator[types.FunctionType]:
+    for closure in gc.get_referrers(cell):
+        if type(closure) is tuple:
+            for function in gc.get_referrers(closure):
+                if isinstance(function, types.FunctionType) and function.__closure__ is closure:
+                    yield function

@@ -1,0 +1,110 @@
+"""The warnings and errors for donations that were not usable, and when they come."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch_xla_donate import _C
+from torch_xla_donate._errors import DonationError, DonationWarning, warn
+from torch_xla_donate._host import interrupts
+from torch_xla_donate._report.donors import describe_donor
+
+
+class _Postponed(threading.local):
+    depth = 0
+
+
+_postponed = _Postponed()
+interrupts.restore(_postponed, "depth")
+
+
+@contextlib.contextmanager
+def later() -> Iterator[None]:
+    """Steps of this thread tell nothing inside: where an exception at the end of a sync would be in the way."""
+    _postponed.depth += 1
+    try:
+        yield
+    finally:
+        _postponed.depth -= 1
+
+
+def is_postponed() -> bool:
+    """Whether `later` holds on this thread."""
+    return _postponed.depth > 0
+
+
+_warned_sites: set[str] = set()
+
+
+def warn_once(message: str, where: str) -> None:
+    """Warns, unless something has been told of this place in the code before."""
+    if where not in _warned_sites:
+        _warned_sites.add(where)
+        warn(message, where)
+
+
+def warn_or_raise(*, everywhere: bool = False) -> None:
+    """Warns of unusable donations, once for each place in the code; raises where a donation was strict.
+
+    The hooks call this at the end of a step, if there is something to tell. Inside of `later` it waits.
+
+    Args:
+        everywhere: of all devices. Else of the one that this thread has stepped last: `torch_xla.launch` runs a thread
+            for each device, and each shall get its own errors.
+    """
+    if is_postponed():
+        return
+    failures: list[str] = []
+    raised: list[BaseException] = []
+    for step in _C.take_notices(everywhere):
+        by_site: dict[str, list[Mapping[str, Any]]] = {}
+        for raw in step["donors"]:
+            if raw["outcome"] == "unusable" and not raw["told"]:
+                by_site.setdefault(raw["where"], []).append(raw)
+        for where, unusable in by_site.items():
+            message = _unusable_text(where, unusable, step)
+            if any(raw["strict"] for raw in unusable):
+                failures.append(message)
+            else:
+                try:
+                    warn_once(message, where)
+                except BaseException as error:  # a filter that makes errors of warnings; the others must be told, too
+                    raised.append(error)
+    refused = DonationError("\n".join(failures)) if failures else None
+    # What is no warning has come from elsewhere, such as a signal's handler, and nobody else will raise it.
+    foreign = next((error for error in raised if not isinstance(error, DonationWarning)), None)
+    if foreign is not None:
+        raise foreign from refused or foreign.__cause__
+    if refused is not None:
+        raise refused from next(iter(raised), None)
+    if raised:
+        raise raised[0]
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    # The last step of a program has no next one at whose end it could be told.
+    _C.wait_for_steps()
+    try:
+        warn_or_raise(everywhere=True)
+    except (DonationError, DonationWarning) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+
+
+_SHOWN = 5
+
+
+def _unusable_text(where: str, unusable: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
+    donors = [describe_donor(raw, step) for raw in unusable]
+    arrays = ", ".join(donor.array for donor in donors[:_SHOWN])
+    more = f", and {len(donors) - _SHOWN} more" if len(donors) > _SHOWN else ""
+    lines = [f"Some donated buffers were not usable: {arrays}{more} (donated at {where}, step {step['number']})."]
+    for donor in donors[:_SHOWN]:
+        lines.append(f"  {donor.array}{f' {donor.name}' if donor.name else ''}: {donor.reason}.")
+    lines.append("  They stay readable. See docs/unusable.md.")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""What the next step would do with the pending marks, told before it is compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch_xla
+
+from torch_xla_donate import _C, _host
+from torch_xla_donate._errors import HELD_BY_OTHERS
+
+Prediction = Literal["donated", "unusable", "unknown"]
+
+
+class StepPrediction:
+    """A look at the work that is pending on the device, as a step of this thread would run it now.
+
+    XLA gives a donor to an output of the same bytes on each device, and pairs those of equal bytes in their order. With
+    SPMD the compiler chooses the shardings that nobody has given. An output of such a sharding may have any size from
+    its share of a device to the whole array; a donor that could be for it alone is not predicted.
+    """
+
+    def __init__(self) -> None:
+        look = _look_ahead()
+        self._off = _C.disabled_reason() or _C.switched_off()
+        self._shared: frozenset[int] = frozenset(look["shared"])
+        self._complete = look["complete"]
+        spmd = bool(_host.runtime().is_spmd())
+        self._known = [text for text in look["outputs"] if text and (not spmd or " sharding=" in text)]
+        self._unknown = [text for text in look["outputs"] if text not in self._known]
+        # In the order that the step's parameters will have.
+        inputs = [(buffer, size) for buffer, size in look["inputs"] if buffer not in self._shared]
+        self._sizes = dict(inputs)
+        self._read = {buffer for buffer, _ in look["inputs"]}
+        self._used: set[int] = set()
+        free = Counter(_C.bytes_per_device(text) for text in self._known)
+        for buffer, size in inputs:
+            if size is not None and free[size]:
+                free[size] -= 1
+                self._used.add(buffer)
+
+    def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, str]:
+        """What will become of a pending mark, and why where that is not for XLA to say; None if no work reads it."""
+        buffer = raw["buffer"]
+        if buffer not in self._read and self._complete:
+            return None, "no pending work reads it"
+        if self._off:
+            return "unusable", self._off
+        if buffer in self._shared:
+            return "unusable", HELD_BY_OTHERS
+        if not self._complete:
+            return "unknown", "there are views while functionalization is off, whose work cannot be seen"
+        if buffer in self._used:
+            return "donated", ""
+        open_outputs = [text for text in self._unknown if self._may_fit(text, self._sizes[buffer])]
+        if open_outputs:
+            shown = ", ".join(open_outputs[:3]) + (", ..." if len(open_outputs) > 3 else "")
+            return "unknown", f"the compiler will choose the sharding of {shown}"
+        return "unusable", ""
+
+    def as_step(self) -> dict[str, Any]:
+        """The outputs of known size and their rivals, as a step is described."""
+        return {"outputs": self._known, "donors": [{"bytes_per_device": size} for size in self._sizes.values()]}
+
+    def _may_fit(self, output: str, size: int | None) -> bool:
+        whole = _C.bytes_per_device(output)
+        if whole is None or size is None:
+            return True
+        return -(-whole // _host.device_count()) <= size <= whole
+
+
+def _look_ahead() -> Any:
+    sharding_of, probe = None, torch.zeros(1, device="cpu").to(torch_xla.device())
+    if _host.runtime().is_spmd():
+
+        def sharding_of() -> str:
+            return _host.sharding_spec(probe)
+
+    _host.list_live_tensors()
+    return _C.look_ahead(probe, sharding_of)

@@ -1,0 +1,99 @@
+"""Tables for people, drawn by rich."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from torch_xla_donate._report.report import DonationReport
+
+_ROWS = 40
+
+
+def render(table: Table, width: int = 120) -> str:
+    """The table as text without colours, and without blanks at the ends of lines."""
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def size(count: int) -> str:
+    """Bytes for people: '1.5 MiB'."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def percent(fraction: float) -> str:
+    """'99.9%', and '100.0%' for all only."""
+    return f"{fraction if fraction >= 1 else min(fraction, 0.999):.1%}"
+
+
+def report(found: DonationReport) -> str:
+    """The text of a report: one line of summary, then a row for each donor."""
+    left_alone = "".join(
+        f"\nauto_donate left {count} step{'s' if count > 1 else ''} alone: {reason}."
+        for reason, count in found.auto_refusals.items()
+    )
+    if found.backward_threads:
+        steps = "1 step" if found.backward_threads == 1 else f"{found.backward_threads} steps"
+        left_alone += (
+            f"\nBefore {steps} autograd ran on its own threads. A gradient that such a thread still holds when a step\n"
+            "begins is an output of that step, at random. Put the backward pass under "
+            "torch.autograd.set_multithreading_enabled(False)."
+        )
+    if found.held:
+        left_alone += "\nauto_donate left inputs of the last step alone, which outputs could have taken:"
+        alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
+        for (array, bytes_, holder), count in list(alike.items())[:_ROWS]:
+            left_alone += f"\n  {count} x {array} ({size(bytes_)}): held by {holder}"
+    if not found.donors and not found.pending:
+        return "No step has had a donor yet." + left_alone
+    used = sum(donor.outcome == "donated" for donor in found.donors)
+    offered = sum(donor.bytes for donor in found.offered)
+    summary = (
+        f"{used} of {len(found.offered)} donors donated, {size(found.donated_bytes)} "
+        f"({percent(found.donated_bytes / max(offered, 1))} of the bytes offered)"
+    )
+    if len(found.donors) > len(found.offered):
+        summary += f"; {len(found.donors) - len(found.offered)} automatic of no use"
+    if found.pending:
+        summary += f"; {len(found.pending)} pending"
+    table = Table(title=summary, title_justify="left")
+    for column in ("step", "donor", "array", "bytes", "outcome", "reason"):
+        table.add_column(column, justify="right" if column in ("step", "bytes") else "left", overflow="fold")
+    # What went wrong first: with thousands of donors it must not drown.
+    rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
+    for donor in rows[:_ROWS]:
+        place = "(auto)" if donor.automatic else donor.where.rpartition("/")[2]
+        kept = {True: ", into kept", False: ", into not kept", None: ""}[donor.into_kept]
+        table.add_row(
+            "" if donor.step is None else str(donor.step),
+            f"{donor.name} ({place})" if donor.name else place,
+            f"{donor.array} {donor.sharding}".rstrip(),
+            size(donor.bytes),
+            donor.outcome + kept + (", crossed" if donor.crossed else ""),
+            donor.reason,
+        )
+    text = render(table)
+    if len(rows) > _ROWS:
+        text += f"\n... and {len(rows) - _ROWS} more; see .to_dict()"
+    lost = sum(step.number is None for step in found.steps)
+    if lost:
+        text += f"\n{lost} of the last {len(found.steps)} steps had no donors."
+    if found.crossed:
+        text += (
+            f"\n{found.crossed} donors crossed: XLA gave their memory to another output of the same size than the one "
+            "computed from them, so these values move at every step."
+        )
+    if found.copied_bytes:
+        text += f"\nXLA copied {size(found.copied_bytes)} of donated buffers in these steps before it wrote over them."
+    return text + left_alone

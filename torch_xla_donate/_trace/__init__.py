@@ -1,0 +1,7 @@
+"""Watching a function while it is traced to be replayed or lowered."""
+
+from torch_xla_donate._trace.host_reads import HostReads, host_reads_refused
+from torch_xla_donate._trace.recorder import Recorder, Restoring
+from torch_xla_donate._trace.refusals import impure
+from torch_xla_donate._trace.snapshot import TensorSnapshot
+from torch_xla_donate._trace.watcher import as_one, current_watcher, watched

@@ -1,0 +1,71 @@
+"""Reads on the host inside of a trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_xla_donate import _frames, _host, _numbers, _trees
+from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
+
+
+class HostReads(TorchDispatchMode):
+    """Refuses to bring a value to the host, which a replay would not do again.
+
+    Attributes:
+        drew: whether random numbers have been drawn there.
+        numbers: of the operation under way, which the error is about if there are any.
+    """
+
+    def __init__(self, function: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._function = function
+        self.drew = False
+        self.numbers: Sequence[_numbers.Number] = ()
+        self._transfers = _host.transfers()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
+            for tensor in tensors_of((args, kwargs)):
+                if tensor.device.type == "xla":
+                    raise self._refuse(tensor)
+        result = func(*args, **kwargs)
+        on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(result))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drew = self.drew or on_host
+        elif on_host:  # as copy_ to a tensor on the host
+            for tensor in tensors_of((args, kwargs)):
+                if tensor.device.type == "xla":
+                    raise self._refuse(tensor)
+        self.check(_frames.call_site)
+        return result
+
+    def _refuse(self, tensor: torch.Tensor) -> Exception:
+        if self.numbers:
+            return self.numbers[0].refuse(self.numbers)
+        return impure(
+            self._function, _frames.call_site(), f"reads {_trees.dtype_and_shape(tensor)} on the host", RETURN_IT
+        )
+
+    def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
+        """DonationError if something has been read meanwhile: operations without an XLA lowering run on the host."""
+        # Both: other threads may read, and this one may wait without reading.
+        if all(now != before for now, before in zip(_host.transfers(), self._transfers)):
+            raise impure(self._function, where(), "reads a tensor on the host", RETURN_IT)
+
+
+@contextlib.contextmanager
+def host_reads_refused(function: str) -> Iterator[None]:
+    """Turns the error of an execution inside of the trace into one that names the line."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _host.is_refused_execution(error):
+            raise
+        where = _frames.line_of(error)
+        raise impure(function, where, "makes torch_xla run something, as a read on the host does", RETURN_IT) from error

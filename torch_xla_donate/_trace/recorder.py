@@ -1,0 +1,252 @@
+"""Watches a trace at the level of torch's functions."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torch_xla_donate import _C, _frames, _host, _numbers, _trees
+from torch_xla_donate._trace.host_reads import HostReads
+from torch_xla_donate._trace.modules import ModulesCalled
+from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
+from torch_xla_donate._trace.snapshot import TensorSnapshot
+
+_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+_GRAD, _REQUIRES_GRAD = torch._C.TensorBase.grad, torch._C.TensorBase.requires_grad
+
+
+class Recorder(TorchFunctionMode):
+    """Watches a trace at the level of torch's functions: what it reads from outside, and what it changes there.
+
+    Attributes:
+        captured: the tensors that the function uses and has not been given, by identity.
+        given: the identities of those that it has been given.
+        inseparable: ids of tensors that the function must not close over, as nothing would tell them from arguments.
+        seed_buffer: of the random seed, if a loop may have taken its id away.
+        reads: what knows whether this thread has drawn random numbers on the host; None if nothing does.
+        modules: those that the function calls.
+        has_numbers: whether Python floats among the arguments are traced.
+    """
+
+    def __init__(self, function: str, arguments: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.reads: HostReads | None = None
+        self.has_numbers = False
+        self.modules = ModulesCalled()
+        self._function = function
+        self.seed_buffer: int | None = None
+        self._pauses = False
+        self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
+        self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
+        self.captured: dict[int, torch.Tensor] = {}
+        self.inseparable: set[int] = set()
+        self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
+        self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
+        self._outside_ids = {id(leaf) for leaf in self._arguments}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._pauses:
+            return self._call_with_numbers(func, args, kwargs) if self.has_numbers else func(*args, **kwargs)
+        return self._watch(func, args, kwargs)
+
+    def as_one(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._pauses:
+            return func(*args, **kwargs)
+        if self.seed_buffer is None:
+            self.seed_buffer = _host.seed_buffer()
+
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            self._pauses = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._pauses = False
+
+        return self._watch(paused, args, kwargs, is_torch=False)
+
+    def _call_with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch; the error for a read on the host names the floats that it has been given."""
+        numbers = _numbers.numbers_in(tensors_of((args, kwargs)))
+        if not numbers:
+            return func(*args, **kwargs)
+        if self._pauses:  # the trace of a loop's body takes no tensors from outside
+            raise self.refuse(
+                f"uses {_numbers.joined(numbers)}, a Python float, in the body of a loop",
+                'Pass it to the loop as a tensor, such as torch.full((), lr, device="xla"), or name that argument in '
+                "static_argnums",
+            )
+        if func in _TEXTS:
+            raise numbers[0].refuse(numbers)
+        reads = self.reads
+        if reads is not None:
+            reads.numbers = numbers
+        try:
+            return _numbers.call(func, args, kwargs)
+        except _numbers.HostUse:
+            raise numbers[0].refuse(numbers) from None
+        finally:
+            if reads is not None:
+                reads.numbers = []
+
+    def uses(self, modules: Iterable[torch.nn.Module]) -> None:
+        for module in modules:
+            self.modules.note(module)
+
+    def _watch(self, func: Any, args: Any, kwargs: Any, is_torch: bool = True) -> Any:
+        tensors = tensors_of((args, kwargs))
+        used = [(tensor, *self._read(tensor)) for tensor in tensors]
+        self._check_attribute(func, args)
+        if func in _TEXTS and tensors[0].device.type == "xla" and not _numbers.numbers_in(tensors):
+            raise self.refuse(f"reads {_trees.dtype_and_shape(tensors[0])} on the host", RETURN_IT)
+        seed = torch.default_generator.get_state()
+        has_numbers = is_torch and self.has_numbers
+        result = self._call_with_numbers(func, args, kwargs) if has_numbers else func(*args, **kwargs)
+        # Threads of the program, such as a data loader's, draw from the same generator.
+        if self.reads is None or self.reads.drew:
+            self._check_generator(seed)
+        if func is torch.Tensor.backward:
+            self._check_gradients(_frames.call_site())
+        for tensor, identity, buffer in used:
+            if buffer and _C.identity(tensor) != (identity, buffer):
+                raise self._updated(tensor, identity)
+            # A write through a view changes its base.
+            base = tensor._base if tensor.device.type == "xla" and not buffer else None
+            if base is not None and id(base) in self._outside_ids and _C.identity(base)[0] not in self._outside():
+                raise self._updated(base, 0)
+        for tensor in tensors_of(result):
+            if id(tensor) in self._outside_ids:
+                continue
+            self._results[id(tensor)] = tensor
+            if tensor.device.type == "xla":
+                self._made.append((weakref.ref(tensor), _frames.call_site()))
+        return result
+
+    def _check_generator(self, before: torch.Tensor) -> None:
+        if not torch.equal(before, torch.default_generator.get_state()):
+            torch.default_generator.set_state(before)
+            raise self.refuse(
+                "draws random numbers on the host, which a replay would not draw again",
+                'Draw them on the device (device="xla")',
+            )
+
+    def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Identity and buffer of a tensor from outside; no buffer for one that the trace has made."""
+        made = self._results.get(id(tensor)) is tensor
+        if tensor.device.type != "xla":
+            if tensor.device.type == "cpu" and not made:
+                raise self.refuse(
+                    f"reads {_trees.dtype_and_shape(tensor)} on {tensor.device}, which a replay would not read again",
+                    "Move it to the XLA device outside, or make it an argument",
+                )
+            return 0, 0
+        identity, buffer = _C.identity(tensor)
+        if identity in self.given:
+            if id(tensor) in self.inseparable:
+                raise self.refuse(
+                    f"closes over {_trees.dtype_and_shape(tensor)}, which is an argument, too", "Pass a .clone()"
+                )
+            return identity, buffer
+        if made:
+            return (identity, buffer) if identity in self.captured else (0, 0)
+        base = tensor._base if not buffer else None
+        if base is not None and _C.identity(base)[1]:
+            self._read(base)  # the graph computes the view anew
+        if buffer:
+            known = self.captured.get(identity)
+            if known is None:
+                self._snapshots.append(TensorSnapshot(tensor))
+            if known is None or isinstance(tensor, torch.nn.Parameter):
+                self.captured[identity] = tensor
+                self._outside_ids.add(id(tensor))
+        return identity, buffer
+
+    def _check_attribute(self, func: Any, args: Sequence[Any]) -> None:
+        """Attributes of a tensor from outside: a replay neither reads nor writes them again."""
+        tensor = args[0] if args else None
+        if not isinstance(tensor, torch.Tensor) or id(tensor) not in self._outside_ids:
+            return
+        owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
+        if owner == _GRAD and name == "__get__":
+            gradient = tensor.grad
+            if gradient is not None and self._results.get(id(gradient)) is not gradient:
+                raise self.refuse(
+                    f"reads .grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside, which would be read only "
+                    "once",
+                    "Make the gradient an argument",
+                )
+        elif owner == _GRAD and name == "__set__":
+            raise self.refuse(
+                f"sets .grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside", "Do that outside"
+            )
+        elif (owner == _REQUIRES_GRAD and name == "__set__") or func is torch.Tensor.requires_grad_:
+            if tensor.requires_grad != (args[1] if len(args) > 1 else True):
+                raise self.refuse(
+                    f"sets requires_grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside",
+                    "Use .detach() of it",
+                )
+
+    def _check_gradients(self, where: str) -> None:
+        for snapshot in self._snapshots:
+            if snapshot.has_new_gradient():
+                raise impure(
+                    self._function,
+                    where,
+                    f"adds to the gradient of {_trees.dtype_and_shape(snapshot.tensor)}, a tensor from outside",
+                    "Use torch.autograd.grad, or call backward() on .detach().requires_grad_() of it",
+                )
+
+    def is_outside(self, tensor: torch.Tensor) -> bool:
+        """Whether it is an argument, or a tensor that the function closes over; not an alias of one."""
+        return id(tensor) in self._outside_ids
+
+    def note_returned(self, results: Iterable[Any]) -> None:
+        """A tensor from outside that is only returned is read by no operation, and captured all the same."""
+        for leaf in results:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+                self._read(leaf)
+
+    def _outside(self) -> set[int]:
+        return self.given | self.captured.keys()
+
+    def _updated(self, tensor: torch.Tensor, identity: int) -> Exception:
+        which = "an argument" if identity in self.given or any(tensor is t for t in self._arguments) else "a tensor"
+        return self.refuse(
+            f"updates {which} from outside, {_trees.dtype_and_shape(tensor)}, in place",
+            "Compute a new tensor and return it",
+        )
+
+    def refuse(self, what: str, remedy: str) -> Exception:
+        return impure(self._function, _frames.call_site(), what, remedy)
+
+    def restore(self) -> None:
+        """Gives the tensors from outside back what they held before the trace."""
+        for snapshot in self._snapshots:
+            snapshot.restore()
+
+    def check(self) -> None:
+        """DonationError if the trace has changed something outside in a way that was not seen when it happened."""
+        for tensor in [*self._arguments, *self.captured.values()]:
+            if _C.identity(tensor)[0] not in self._outside() or not _C.identity(tensor)[1]:
+                raise self._updated(tensor, 0)
+        self._check_gradients("unknown line")
+
+    def made(self) -> list[tuple[weakref.ref[torch.Tensor], str]]:
+        """What must be gone when the trace is over: the tensors that it has made, each with its line."""
+        return self._made
+
+
+class Restoring(_C.Scope):
+    """Gives the tensors from outside back what they held, once a trace is over."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def leave(self, raised: bool) -> None:
+        self._recorder.restore()

@@ -1,0 +1,22 @@
+"""The error for what a replay would not do again, and what its callers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate._errors import DonationError
+
+RETURN_IT = "Return the tensor and read it outside"
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def impure(function: str, where: str, what: str, remedy: str) -> DonationError:
+    return DonationError(
+        f"{function} is declared pure, and at {where} it {what}. {remedy}, or take pure=True out. Nothing was donated."
+    )

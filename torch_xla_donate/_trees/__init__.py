@@ -1,0 +1,22 @@
+"""The leaves of arguments, and their names."""
+
+from torch_xla_donate._trees.leaves import (
+    first_off_device,
+    flatten,
+    flatten_fast,
+    leaves_of,
+    tensors_in,
+    with_paths,
+    without_wrapper,
+)
+from torch_xla_donate._trees.names import (
+    FixedNames,
+    IndexNames,
+    Names,
+    Places,
+    TreePaths,
+    Unnamed,
+    dtype_and_shape,
+    has_keys,
+    qualified_name,
+)

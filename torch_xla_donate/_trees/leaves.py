@@ -1,0 +1,155 @@
+"""The leaves of an argument: of a tensor, a pytree, a module or an optimizer."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C
+from torch_xla_donate._trees.names import PLAIN, FixedNames, Place, Places, TreePaths, Unnamed, node, qualified_name
+
+
+def with_paths(tree: Any) -> tuple[list[Any], TreePaths | Unnamed]:
+    """The leaves that torch finds in a pytree, in its order, and their names; modules are leaves here."""
+    leaves: list[Any] = []
+    root = node(tree, leaves)
+    return leaves, Unnamed() if root is None else TreePaths(root)
+
+
+def flatten_module(module: torch.nn.Module) -> tuple[list[Any], FixedNames]:
+    """Parameters and buffers. A tied tensor comes once for each of its names."""
+    named = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return [tensor for _, tensor in named], FixedNames([name for name, _ in named])
+
+
+def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], FixedNames]:
+    """Parameters and state. Counters that the optimizer keeps on the host (``step``) have no buffer to donate."""
+    leaves: list[Any] = []
+    names: list[str] = []
+    number = 0  # as in optimizer.state_dict()
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            leaves.append(parameter)
+            names.append(f"param_groups[{index}]['params'][{position}]")
+            for key, state in optimizer.state.get(parameter, {}).items():
+                if isinstance(state, torch.Tensor) and state.device.type == "xla":
+                    leaves.append(state)
+                    names.append(f"state[{number}][{key!r}]")
+            number += 1
+    return leaves, FixedNames(names)
+
+
+def _open(leaf: Any) -> tuple[list[Any], FixedNames] | None:
+    """What a leaf that torch knows as a collection of tensors holds; None for any other leaf."""
+    if isinstance(leaf, torch.nn.Module):
+        return flatten_module(leaf)
+    if isinstance(leaf, torch.optim.Optimizer):
+        return flatten_optimizer(leaf)
+    return None
+
+
+_COLLECTIONS = (torch.nn.Module, torch.optim.Optimizer)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves that `flatten` gives, without their names."""
+    return flatten_fast(tree)[0]
+
+
+def flatten_fast(tree: Any) -> tuple[list[Any], Hashable]:
+    """The leaves that `flatten` gives, and what tells the tree from trees of another structure.
+
+    A pytree of a thousand leaves in small dictionaries takes torch 2 ms, which is longer than the rest of a call; so
+    builtin containers are walked in C++.
+    """
+    plain = _C.flatten(tree)
+    if plain is not None:
+        return plain
+    leaves, spec = pytree.tree_flatten(tree)
+    if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
+        return leaves, spec
+    inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
+    expanded, names = flatten(tree)
+    # The names, too: an optimizer has state only after its first step.
+    return expanded, (spec, inside, tuple(names.place(i) for i in range(len(expanded))))
+
+
+def _identity(collection: Any) -> Hashable:
+    # An id would be that of another one once this one is gone.
+    training = [m.training for m in collection.modules()] if isinstance(collection, torch.nn.Module) else []
+    return weakref.ref(collection), tuple(training)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Places]:
+    """All leaves of a tensor, a pytree, a module or an optimizer (also inside a pytree), and their names.
+
+    ``None`` is kept as a leaf, so that positions stay those of the pytree; whoever uses the leaves skips it.
+    """
+    opened = _open(tree)
+    if opened is not None:
+        return opened
+    leaves, paths = with_paths(tree)
+    if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
+        return leaves, paths
+    expanded: list[Any] = []
+    names: list[str] = []
+    places: list[Place] = []
+    for index, leaf in enumerate(leaves):
+        inside = _open(leaf)
+        if inside is not None:
+            inner, inner_names = inside
+            names += [qualified_name(paths.name(index), inner_names.name(i), ".") for i in range(len(inner))]
+            places += [(*paths.place(index), *inner_names.place(i)) for i in range(len(inner))]
+            expanded += inner
+        else:
+            names.append(paths.name(index))
+            places.append(paths.place(index))
+            expanded.append(leaf)
+    return expanded, FixedNames(names, places)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors that a value leads to, however deep: in containers, modules, attributes, closures of functions.
+
+    Runs no code of the objects. Pytrees would miss what is in objects of unregistered classes.
+    """
+    plain = _C.flatten(value)
+    if plain is not None and all(PLAIN.issuperset(map(type, keys)) for keys in plain[1] if type(keys) is tuple):
+        return [leaf for leaf in plain[0] if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    seen: dict[int, Any] = {}  # keeps them alive, as long as their ids count
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen or not gc.is_tracked(item) or isinstance(item, _NO_VALUES):
+            continue
+        seen[id(item)] = item
+        if isinstance(item, torch.Tensor):
+            found.append(without_wrapper(item))
+        elif isinstance(item, types.FunctionType):
+            todo += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
+        else:
+            todo += gc.get_referents(item)
+    return found
+
+
+_NO_VALUES = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType)
+
+
+def without_wrapper(leaf: Any) -> Any:
+    """The tensor inside an XLAShardedTensor; anything else as it is."""
+    return getattr(leaf, "global_tensor", leaf)
+
+
+def first_off_device(leaves: Sequence[Any]) -> torch.Tensor | None:
+    """The first tensor that is not on the XLA device; None if all are."""
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "xla"), None)

@@ -1,0 +1,201 @@
+"""Names of the leaves of an argument, for messages and reports."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque, namedtuple
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+Place = tuple[Hashable, ...]  # what leads to a leaf
+
+
+class Names(Protocol):
+    """Gives leaf ``index`` its name. Holds no tensor: a mark must not keep memory alive."""
+
+    def name(self, index: int) -> str: ...
+
+
+class Places(Names, Protocol):
+    """Names are for people, and leaves whose keys print alike have the same one; their places differ."""
+
+    def place(self, index: int) -> Place: ...
+
+
+class Unnamed:
+    """A tensor that was given by itself has no name; the donation's file and line tell which it is."""
+
+    def name(self, index: int) -> str:
+        return ""
+
+    def place(self, index: int) -> Place:
+        return ()
+
+
+class IndexNames:
+    """The items of a list or tuple."""
+
+    def name(self, index: int) -> str:
+        return f"[{index}]"
+
+
+class FixedNames:
+    """Names that were known from the start.
+
+    places: what tells the leaves apart; by default their names do.
+    """
+
+    def __init__(self, names: Sequence[str], places: Sequence[Place] | None = None) -> None:
+        self._names = names
+        self._places = places
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+    def place(self, index: int) -> Place:
+        return self._places[index] if self._places is not None else (self._names[index],)
+
+
+class _Key:
+    """A dictionary's key that might hold tensors, or be one: its text and its hash stand for it."""
+
+    def __init__(self, key: Hashable, number: int) -> None:
+        self._hash = hash(key)
+        self._text, is_whole = _text(key)
+        self._name = self._text if is_whole else f"key {number}: {self._text}"
+
+    def __str__(self) -> str:
+        return f"[{self._name}]"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and (self._hash, self._text) == (other._hash, other._text)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+PLAIN = {str, bytes, int, float, complex, bool, type(None)}
+_KNOWN = (enum.Enum, torch.dtype, torch.device)
+
+
+def _text(key: Any) -> tuple[str, bool]:
+    """What names have for a key, and whether that is its repr. Not of any class: it may wait for a tensor, or fail."""
+    if isinstance(key, torch.Tensor):
+        return f"{type(key).__name__} {dtype_and_shape(key)}", False
+    if type(key) is tuple:
+        items = [_text(item) for item in key]
+        text, is_whole = ", ".join(text for text, _ in items), all(is_whole for _, is_whole in items)
+        return f"({text}{',' if len(items) == 1 else ''})", is_whole
+    is_known = type(key) in PLAIN or isinstance(key, _KNOWN)
+    return (repr(key), True) if is_known else (type(key).__name__, False)
+
+
+class _Node(NamedTuple):
+    """A container of a pytree.
+
+    keys: of its children; texts with their brackets or dot, or `_Key`s. Where ``plain``, what stands in brackets.
+    children: a `_Node` each, or None for a leaf.
+    """
+
+    keys: Sequence[Any]
+    plain: bool
+    children: Sequence[Any]
+
+    def paths(self) -> Iterator[Place]:
+        """The keys that lead to each leaf."""
+        for key, child in zip(self.keys, self.children):
+            step = f"[{key!r}]" if self.plain else key
+            if child is None:
+                yield (step,)
+            else:
+                for path in child.paths():
+                    yield (step, *path)
+
+
+def node(tree: Any, leaves: list[Any]) -> _Node | None:
+    """Flattens a pytree as torch does, and keeps its keys: torch's own spec would keep all that they hold."""
+    kind = pytree._get_node_type(tree)
+    registered = pytree.SUPPORTED_NODES.get(kind)
+    if registered is None:
+        leaves.append(tree)
+        return None
+    children = [node(child, leaves) for child in registered.flatten_fn(tree)[0]]
+    keys, plain = _keys(kind, tree, len(children))
+    return _Node(keys, plain, children)
+
+
+def _keys(kind: Any, node: Any, count: int) -> tuple[Sequence[Any], bool]:
+    """The keys of a container's children, and whether they are plain."""
+    if kind in (list, tuple, deque):
+        return range(count), True
+    if kind in pytree.STANDARD_DICT_TYPES:
+        keys = list(node)
+        is_plain = PLAIN.issuperset(map(type, keys))
+        return (keys, True) if is_plain else (list(map(_step, keys, itertools.count())), False)
+    if kind is namedtuple:
+        return [f".{field}" for field in node._fields], False
+    with_keys = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+    entries = [entry for entry, _ in with_keys(node)[0]] if with_keys is not None else []
+    if len(entries) != count:  # it has been registered without keys
+        return range(count), True
+    return [
+        _step(entry.key, number) if isinstance(entry, pytree.MappingKey) else str(entry)
+        for number, entry in enumerate(entries)
+    ], False
+
+
+def _step(key: Hashable, number: int) -> str | _Key:
+    return f"[{key!r}]" if type(key) in PLAIN else _Key(key, number)
+
+
+class TreePaths:
+    """The leaves of a pytree. Names are worked out when somebody asks, from the containers' keys alone."""
+
+    def __init__(self, root: _Node) -> None:
+        self._root = root
+        self._places: list[Place] | None = None
+
+    def place(self, index: int) -> Place:
+        if self._places is None:
+            self._places = list(self._root.paths())
+        return self._places[index]
+
+    def name(self, index: int) -> str:
+        return "".join(map(str, self.place(index)))
+
+    def is_like(self, other: Names) -> bool:
+        """Whether another pytree has its leaves in the same places, in the same order."""
+        return isinstance(other, TreePaths) and self._root == other._root
+
+
+def has_keys(place: Place) -> bool:
+    """Whether keys of dictionaries lead to a leaf. A number may as well be that of an item."""
+    return any(isinstance(step, _Key) or "'" in str(step) for step in place)
+
+
+class Array(Protocol):
+    """What has torch's shape and dtype: a tensor, or a record of one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def dtype_and_shape(tensor: Array) -> str:
+    """``float32[8,4]``, for messages."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(str(size) for size in tensor.shape)}]"
+
+
+def qualified_name(argument: str, name: str, joint: str | None = None) -> str:
+    """How a message names a leaf: the argument, and the leaf's path in it.
+
+    joint: what stands before a path that begins with neither bracket nor dot; by default it is put into brackets.
+    """
+    if not name or name.startswith(("[", ".")):
+        return f"{argument}{name}"
+    return f"{argument} ({name})" if joint is None else f"{argument}{joint}{name}"

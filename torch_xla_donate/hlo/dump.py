@@ -1,0 +1,80 @@
+"""Reads the folders that XLA dumps to.
+
+What the files look like, seen with torch_xla 2.9.0 on CPU, and in XLA's own printer and dumper
+(`xla/hlo/ir/hlo_module.cc`, `xla/service/dump.cc`) for what a CPU never writes:
+
+- A module leaves `module_0001.SyncTensorsGraph.4.before_optimizations.txt` and
+  `module_0001.SyncTensorsGraph.4.cpu_after_optimizations.txt`; other backends write another prefix
+  before `after_optimizations` (`sm_8.0_gpu_`). The number counts the modules of one process, in
+  four digits or more. `--xla_dump_include_timestamp` puts `<microseconds>.` in front of both; a
+  name that makes the file name longer than 255 characters is left out of it.
+- The files `...-buffer-assignment.txt` and `...-memory-usage-report.txt` beside them are not HLO.
+- All that is read here is in the first line. XLA prints `replica_count` and `num_partitions` only
+  when they are not 1, and an attribute only when it is not empty.
+- Before optimisation the shapes of an SPMD module are global, after it they are those of one
+  device; the numbers of the parameters stay.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from torch_xla_donate.hlo.model import ENTRY, DumpedModule, HloModule
+from torch_xla_donate.hlo.parser import FILE, STAGE, parse_file, parse_shape
+
+_HOW_TO_DUMP = 'set XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts'
+
+
+def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
+    """Reads a folder that XLA dumped to: its modules in the order of their compilation.
+
+    Only the texts before and after optimisation are read; see the top of this file for their names.
+    They are paired by the module's number and by the name in their header. XLA numbers the modules
+    of each process from 0: give each process a folder of its own.
+
+    Raises FileNotFoundError, with the flags to set, if the folder is missing or has no such file;
+    ValueError as `parse` does.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"found no folder {folder}, expected one that XLA dumped to: {_HOW_TO_DUMP}")
+    names = sorted(os.listdir(folder))
+    pairs: dict[tuple[int, int, str], dict[str, HloModule]] = {}
+    for name in names:
+        dumped = FILE.fullmatch(name)
+        stage = dumped and STAGE.search(dumped[3])
+        if dumped and stage:
+            module = parse_file(folder / name)
+            key = (int(dumped[1] or 0), int(dumped[2]), module.name)
+            pairs.setdefault(key, {})[stage[1]] = module
+    if not pairs:
+        raise FileNotFoundError(
+            f"found {len(names)} files but no HLO in {folder}, expected"
+            f" module_*.before_optimizations.txt and module_*after_optimizations.txt:"
+            f" {_HOW_TO_DUMP}"
+        )
+    return tuple(
+        DumpedModule(pair.get("before_optimizations"), pair.get("after_optimizations"))
+        for _, pair in sorted(pairs.items(), key=lambda item: item[0])
+    )
+
+
+_PARAMETER = re.compile(r"^\s*%?([\w.-]+) = .* parameter\((\d+)\)", re.MULTILINE)
+_ELEMENT = re.compile(r"^\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-]+)\), index=(\d+)", re.MULTILINE)
+_COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
+
+
+def copied_parameters(text: str) -> list[tuple[int, int]]:
+    """The copies of parameters in the entry computation of an optimised module: (parameter number, bytes).
+
+    Of a single parameter that is a tuple the number is that of its element.
+    """
+    entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
+    parameters = {name: int(number) for name, number in _PARAMETER.findall(entry)}
+    numbers = dict(parameters)
+    for name, source, index in _ELEMENT.findall(entry):
+        if source in parameters and len(parameters) == 1:
+            numbers[name] = int(index)
+    return [(numbers[source], parse_shape(shape).bytes) for shape, source in _COPY.findall(entry) if source in numbers]

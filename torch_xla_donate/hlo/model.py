@@ -1,0 +1,276 @@
+"""What a module's HLO text says: shapes, donors and aliases, as frozen dataclasses."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+# Bits of one element, by the names in XLA's xla_data.proto, in lower case as HLO text has them.
+BITS = {
+    "pred": 8,
+    **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "f4e2m1fn": 4,
+    "f8e3m4": 8,
+    "f8e4m3": 8,
+    "f8e4m3fn": 8,
+    "f8e4m3b11fnuz": 8,
+    "f8e4m3fnuz": 8,
+    "f8e5m2": 8,
+    "f8e5m2fnuz": 8,
+    "f8e8m0fnu": 8,
+    "token": 0,
+    "opaque": 0,
+}
+_ELEMENT_BITS = re.compile(r"E\(([0-9]{1,4})\)")
+ENTRY = re.compile(r"^[ \t]*ENTRY[ \t]+%?([^\s({]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class HloShape:
+    """The shape of an array, a token, an opaque value or a tuple.
+
+    dtype: XLA's name (`f32`, `bf16`, `pred`, `s64`, `u4`, `f8e4m3fn`, `c64`, `token`, `opaque`),
+        or `tuple`.
+    dims: the sizes; of a dynamic dimension (`<=8`) its bound.
+    dynamic: the numbers of the dynamic dimensions.
+    elements: the shapes in a tuple.
+    layout: as written, braces included (`{1,0:T(8,128)S(1)}`); two shapes that differ in nothing
+        else are equal.
+    """
+
+    dtype: str
+    dims: tuple[int, ...] = ()
+    dynamic: tuple[int, ...] = ()
+    elements: tuple[HloShape, ...] = ()
+    layout: str = field(default="", compare=False)
+
+    @property
+    def is_tuple(self) -> bool:
+        """True for a tuple, the empty one too."""
+        return self.dtype == "tuple"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements, as XLA's `ShapeUtil::ByteSizeOfElements` counts them.
+
+        `pred` takes 1 byte. Types below 8 bits take a whole byte an element, unless the layout
+        packs them (`E(4)`): then the bits are added up and rounded to bytes. A dynamic dimension
+        counts with its bound, a tuple with the sum of its elements (without the table of
+        pointers), `token` and `opaque` with 0. Padding to a TPU's tiles is not counted.
+        """
+        if self.is_tuple:
+            return sum(element.bytes for element in self.elements)
+        packed = _ELEMENT_BITS.search(self.layout)
+        bits = int(packed[1]) if packed else 0
+        # E(0) is XLA's way of saying "not packed".
+        if bits:
+            return (math.prod(self.dims) * bits + 7) // 8
+        return math.prod(self.dims) * ((BITS[self.dtype] + 7) // 8)
+
+    def at(self, index: tuple[int, ...]) -> HloShape:
+        """The shape at a tuple index, `()` being the shape itself; IndexError if there is none."""
+        shape = self
+        for step in index:
+            if not 0 <= step < len(shape.elements):
+                raise IndexError(f"{brief(self)} has no element {_index_text(index)}")
+            shape = shape.elements[step]
+        return shape
+
+    def leaves(self) -> Iterator[tuple[tuple[int, ...], HloShape]]:
+        """Each index of a shape that is no tuple, and that shape, in order."""
+        if not self.is_tuple:
+            yield (), self
+        for number, element in enumerate(self.elements):
+            for index, leaf in element.leaves():
+                yield (number, *index), leaf
+
+    def __str__(self) -> str:
+        if self.is_tuple:
+            return f"({', '.join(map(str, self.elements))})"
+        bounds = ("<=" if number in self.dynamic else "" for number in range(len(self.dims)))
+        sizes = ",".join(f"{bound}{size}" for bound, size in zip(bounds, self.dims, strict=True))
+        return f"{self.dtype}[{sizes}]"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BufferDonor:
+    """An input buffer that the module may overwrite with any output: `(3, {1})`.
+
+    parameter_index is `()` for a plain parameter, and the place inside it when torch_xla wrapped
+    all parameters in one tuple.
+    """
+
+    parameter_number: int
+    parameter_index: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"({self.parameter_number}, {_index_text(self.parameter_index)})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Alias:
+    """An output that lives in an input's buffer: `{0}: (3, {1}, may-alias)`.
+
+    kind: with `may` XLA copies when the caller did not hand the buffer over, with `must` it fails.
+    """
+
+    output_index: tuple[int, ...]
+    parameter_number: int
+    parameter_index: tuple[int, ...] = ()
+    kind: Literal["may", "must"] = "may"
+
+    @property
+    def donor(self) -> BufferDonor:
+        """The input that gave its buffer."""
+        return BufferDonor(self.parameter_number, self.parameter_index)
+
+    def __str__(self) -> str:
+        index = _index_text(self.parameter_index)
+        output = _index_text(self.output_index)
+        return f"{output}: ({self.parameter_number}, {index}, {self.kind}-alias)"
+
+
+@dataclass(frozen=True, slots=True)
+class HloModule:
+    """One HLO text: its signature, its donors and its aliases.
+
+    result: the shape of the whole result; `results` are the outputs.
+    donors: of a text after optimisation those that found no output.
+    num_partitions, replica_count: 1 if the text does not give them. With more than one partition
+        the shapes after optimisation, and so all bytes, are those of one device.
+    path: the file that was read, or None.
+    module_id, stage: from the name of a dump file, else None. stage is `before_optimizations`,
+        `after_optimizations`, or what the file name has after the module's name.
+    """
+
+    name: str
+    parameters: tuple[HloShape, ...]
+    result: HloShape
+    donors: tuple[BufferDonor, ...] = ()
+    aliases: tuple[Alias, ...] = ()
+    num_partitions: int = 1
+    replica_count: int = 1
+    path: Path | None = None
+    module_id: int | None = None
+    stage: str | None = None
+    _entry: str | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def results(self) -> tuple[HloShape, ...]:
+        """The outputs: the elements of the result if it is a tuple, else the result alone."""
+        return self.result.elements if self.result.is_tuple else (self.result,)
+
+    @property
+    def entry(self) -> str | None:
+        """The name of the entry computation, None if the text has none.
+
+        It is not in the header: each use searches the file that the module was read from.
+        """
+        if self._entry is None and self.path is not None:
+            with open(self.path, encoding="utf-8", errors="replace") as lines:
+                return next((found[1] for line in lines if (found := ENTRY.match(line))), None)
+        return self._entry
+
+    @property
+    def leaves(self) -> dict[tuple[int, tuple[int, ...]], HloShape]:
+        """Every input buffer: (parameter_number, parameter_index) -> shape."""
+        return {
+            (number, index): leaf
+            for number, parameter in enumerate(self.parameters)
+            for index, leaf in parameter.leaves()
+        }
+
+    def shape_of(self, buffer: BufferDonor | Alias) -> HloShape:
+        """The shape of the input that a donor or an alias of this module names."""
+        return self.parameters[buffer.parameter_number].at(buffer.parameter_index)
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes of the donors in this text; see `HloShape.bytes`."""
+        return sum(self.shape_of(donor).bytes for donor in self.donors)
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Bytes of the inputs that outputs live in; see `HloShape.bytes`."""
+        return sum(self.shape_of(alias).bytes for alias in self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class DumpedModule:
+    """A module as a dump shows it: what was asked for (`before`) and what XLA did (`after`).
+
+    One of the two is None if its file is missing, for instance `after` when compiling failed.
+    """
+
+    before: HloModule | None
+    after: HloModule | None
+
+    @property
+    def name(self) -> str:
+        """The module's name, such as `SyncTensorsGraph.57`."""
+        return self._compiled.name
+
+    @property
+    def module_id(self) -> int | None:
+        """The number of the module in its process."""
+        return self._compiled.module_id
+
+    @property
+    def donors(self) -> tuple[BufferDonor, ...]:
+        """The inputs that were offered."""
+        if self.before is not None:
+            return self.before.donors
+        # A donor ends up as an alias or stays a donor, so what is left shows what was asked.
+        compiled = self._compiled
+        return tuple(sorted({*compiled.donors, *(alias.donor for alias in compiled.aliases)}))
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        """The outputs that live in an input's buffer; none as long as `after` is None."""
+        return () if self.after is None else self.after.aliases
+
+    @property
+    def unused_donors(self) -> tuple[BufferDonor, ...]:
+        """The donors that found no output; all of them as long as `after` is None."""
+        used = {alias.donor for alias in self.aliases}
+        return tuple(donor for donor in self.donors if donor not in used)
+
+    def shape_of(self, buffer: BufferDonor | Alias) -> HloShape:
+        """The shape of an input on one device (while `after` is None: the global one)."""
+        return self._compiled.shape_of(buffer)
+
+    @property
+    def donated_bytes(self) -> int:
+        """Bytes that were offered, on one device; see `HloShape.bytes`."""
+        return sum(self.shape_of(donor).bytes for donor in self.donors)
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Bytes of inputs that outputs live in, on one device; see `HloShape.bytes`."""
+        return 0 if self.after is None else self.after.aliased_bytes
+
+    @property
+    def _compiled(self) -> HloModule:
+        module = self.after or self.before
+        if module is None:
+            raise ValueError("found neither before nor after, expected at least one HloModule")
+        return module
+
+
+def _index_text(index: tuple[int, ...]) -> str:
+    return "{" + ",".join(map(str, index)) + "}"
+
+
+def brief(shape: HloShape) -> str:
+    text = str(shape)
+    return text if len(text) <= 80 else f"a tuple of {len(shape.elements)} elements"

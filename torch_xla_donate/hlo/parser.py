@@ -1,0 +1,375 @@
+"""Reads donors and aliases from the header of XLA's HLO text.
+
+A donor is an input buffer that the step offers (`buffer_donor={ (0, {}) }`); an alias is an output
+that XLA placed in an input's buffer (`input_output_alias={ {0}: (0, {}, may-alias) }`). torch_xla
+writes donors, XLA's optimisation turns those that fit into aliases and leaves the others as donors.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NoReturn, TypeVar
+
+from torch_xla_donate.hlo.model import BITS, ENTRY, Alias, BufferDonor, HloModule, HloShape, brief
+
+_T = TypeVar("_T")
+# The recursion follows the nesting of tuples; torch_xla nests twice at most.
+_MAX_TUPLE_DEPTH = 64
+
+# The first characters of what _BLANK skips.
+_BLANK_STARTS = frozenset(" \t\r\n\f\v/")
+_BLANK = re.compile(r"(?:[ \t\r\n\f\v]+|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
+# The layout follows without a blank: the brace of `-> f32[8] {` opens a computation.
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\[\](){}]*)\](\{[^{}\"]*\})?")
+_DIMENSION = re.compile(r"\s*(<=)?([0-9]{1,19})\s*\Z")
+_WORD = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
+_NAME = re.compile(r"%?([^\s,({]+)")
+_NUMBER = re.compile(r"[0-9]{1,18}(?![0-9])")
+_BRACKETS = "{}()[]"
+_MARK = re.compile(r'[,\s"{}()\[\]]|/\*')
+# No closing quote in the pattern: a match that can fail would be tried again from every quote.
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+FILE = re.compile(r"(?:([0-9]+)\.)?module_([0-9]+)\.(.+)\.txt")
+STAGE = re.compile(r"(?:^|[._])(before_optimizations|after_optimizations)\Z")
+
+
+def parse(text_or_path: str | os.PathLike[str]) -> HloModule:
+    """Reads one module from HLO text, or from a file with HLO text.
+
+    A `str` that starts with `HloModule`, or names no file, is text; an `os.PathLike` is a path. Of
+    a file no more than the header line is read when that gives the signature
+    (`entry_computation_layout`); otherwise the signature comes from the instructions of `ENTRY`.
+
+    Raises ValueError for what is not HLO: it says what was found at which offset (in characters)
+    and what was expected; OSError if a file cannot be read.
+    """
+    if not isinstance(text_or_path, str):
+        return parse_file(Path(text_or_path))
+    if not text_or_path.lstrip().startswith("HloModule") and os.path.isfile(text_or_path):
+        return parse_file(Path(text_or_path))
+    parser = _Parser(text_or_path, "HLO text")
+    if "HloModule" not in text_or_path:
+        parser.fail("'HloModule', or the path of a file that exists")
+    module = parser.module()
+    entry = ENTRY.search(text_or_path)
+    return module if entry is None else replace(module, _entry=entry[1])
+
+
+def parse_shape(text: str) -> HloShape:
+    """Reads one shape, such as `f32[8,4]{1,0}` or a tuple of them. Raises ValueError as `parse` does."""
+    parser = _Parser(text, "shape")
+    shape = parser.shape()
+    parser.blank()
+    if parser.position != len(text):
+        parser.fail("the end of the shape")
+    return shape
+
+
+def parse_file(path: Path) -> HloModule:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.readline()
+        module = _complete_header(text)
+        if module is None:
+            text += file.read()
+            module = _Parser(text, str(path)).module()
+    dumped = FILE.fullmatch(path.name)
+    if dumped is None:
+        return replace(module, path=path)
+    known = STAGE.search(dumped[3])
+    stage = known[1] if known else dumped[3].removeprefix(f"{module.name}.")
+    return replace(module, path=path, module_id=int(dumped[2]), stage=stage)
+
+
+def _complete_header(line: str) -> HloModule | None:
+    """The module if its header is this line; None if the rest of the text has to be read."""
+    if "entry_computation_layout" not in line:
+        return None
+    try:
+        return _Parser(line, "").module()
+    except ValueError:
+        return None
+
+
+def _has(shape: HloShape, index: tuple[int, ...]) -> bool:
+    try:
+        shape.at(index)
+    except IndexError:
+        return False
+    return True
+
+
+class _Parser:
+    """A recursive descent over HLO text; `position` only ever moves forward."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self.text = text
+        self.source = source
+        self.position = 0
+
+    def module(self) -> HloModule:
+        if self.take(_WORD, "'HloModule'") != "HloModule":
+            self.fail("'HloModule'", 0)
+        name = self.take(_NAME, "the name of the module")
+        donors: list[tuple[int, BufferDonor]] = []
+        aliases: list[tuple[int, Alias]] = []
+        signature: tuple[tuple[HloShape, ...], HloShape] | None = None
+        counts = {"num_partitions": 1, "replica_count": 1}
+        while self.next_attribute():
+            attribute = self.take(_WORD, "the name of an attribute")
+            self.expect("=")
+            if attribute == "buffer_donor":
+                donors = list(self.list_of(self.donor))
+            elif attribute == "input_output_alias":
+                aliases = list(self.list_of(self.alias))
+            elif attribute == "entry_computation_layout":
+                signature = self.computation_layout()
+            elif attribute in counts:
+                counts[attribute] = self.number()
+            else:
+                self.skip_value(ends=", \t\n)}]")
+        parameters, result = signature or self.entry_signature()
+        for offset, donor in donors:
+            self.check_parameter(parameters, donor, offset)
+        for offset, alias in aliases:
+            self.check_parameter(parameters, alias.donor, offset)
+            if not _has(result, alias.output_index):
+                self.fail(f"an output index within the result {brief(result)}", offset)
+        return HloModule(
+            name=name,
+            parameters=parameters,
+            result=result,
+            donors=tuple(donor for _, donor in donors),
+            aliases=tuple(alias for _, alias in aliases),
+            num_partitions=counts["num_partitions"],
+            replica_count=counts["replica_count"],
+        )
+
+    def next_attribute(self) -> bool:
+        """True after the comma before an attribute, False at the end of the header."""
+        end = self.position
+        if self.eat(","):
+            return True
+        at_end = self.position == len(self.text) or "\n" in self.text[end : self.position]
+        if not at_end and not self.text.startswith("ENTRY", self.position):
+            self.fail("',' or the end of the header line")
+        return False
+
+    def computation_layout(self) -> tuple[tuple[HloShape, ...], HloShape]:
+        self.expect("{")
+        self.expect("(")
+        parameters = self.shapes()
+        self.expect("->")
+        result = self.shape()
+        self.expect("}")
+        return parameters, result
+
+    def entry_signature(self) -> tuple[tuple[HloShape, ...], HloShape]:
+        entry = ENTRY.search(self.text, self.position)
+        if entry is None:
+            self.fail("entry_computation_layout in the header, or an ENTRY computation")
+        self.position = entry.end()
+        self.blank()
+        if self.text.startswith("(", self.position):
+            self.skip_group()
+            self.expect("->")
+            self.shape()
+        self.expect("{")
+        parameters: dict[int, HloShape] = {}
+        result: HloShape | None = None
+        rooted = False
+        while not self.eat("}"):
+            name = self.take(_NAME, "an instruction or '}'")
+            is_root = name == "ROOT"
+            if is_root:
+                self.take(_NAME, "the name of an instruction")
+            self.expect("=")
+            shape = self.shape()
+            # Without a ROOT the last instruction is the root.
+            if is_root or not rooted:
+                result, rooted = shape, is_root
+            if self.take(_WORD, "an opcode") == "parameter":
+                self.expect("(")
+                self.blank()
+                offset, number = self.position, self.number()
+                if number in parameters:
+                    self.fail("each parameter once", offset)
+                parameters[number] = shape
+                self.expect(")")
+            self.skip_value()
+            while self.eat(","):
+                self.skip_value()
+        if result is None:
+            self.fail("an instruction in the ENTRY computation")
+        for number in range(len(parameters)):
+            if number not in parameters:
+                self.fail(f"parameter({number}) before the end of the ENTRY computation")
+        return tuple(parameters[number] for number in range(len(parameters))), result
+
+    def shapes(self, depth: int = 0) -> tuple[HloShape, ...]:
+        """Shapes up to the ')' that belongs to a '(' just read."""
+        if self.eat(")"):
+            return ()
+        shapes = [self.shape(depth)]
+        while not self.eat(")"):
+            self.expect(",", "',' or ')'")
+            shapes.append(self.shape(depth))
+        return tuple(shapes)
+
+    def shape(self, depth: int = 0) -> HloShape:
+        if self.eat("("):
+            if depth == _MAX_TUPLE_DEPTH:
+                self.fail(f"at most {_MAX_TUPLE_DEPTH} tuples in each other", self.position - 1)
+            return HloShape("tuple", elements=self.shapes(depth + 1))
+        array = _ARRAY.match(self.text, self.position)
+        if array is None:
+            self.fail("a shape such as f32[8,4] or (f32[8,4], s32[])")
+        dtype = array[1]
+        if dtype not in BITS:
+            self.fail("an HLO element type such as f32, bf16, s64 or pred")
+        dims: list[int] = []
+        dynamic: list[int] = []
+        offset = array.start(2)
+        for text in array[2].split(",") if array[2] else ():
+            size = _DIMENSION.match(text)
+            if size is None:
+                self.fail("a dimension such as 8 or <=8", offset)
+            if size[1]:
+                dynamic.append(len(dims))
+            dims.append(int(size[2]))
+            offset += len(text) + 1
+        self.position = array.end()
+        layout = array[3] or ""
+        if not layout and self.text.startswith("{", self.position):
+            self.skip_group()
+            layout = self.text[array.end() : self.position]
+        return HloShape(dtype, tuple(dims), tuple(dynamic), (), layout)
+
+    def list_of(self, item: Callable[[], _T]) -> Iterator[tuple[int, _T]]:
+        """Items between braces, each with its offset."""
+        self.expect("{")
+        if self.eat("}"):
+            return
+        while True:
+            self.blank()
+            offset = self.position
+            yield offset, item()
+            if self.eat("}"):
+                return
+            self.expect(",", "',' or '}'")
+
+    def index(self) -> tuple[int, ...]:
+        return tuple(number for _, number in self.list_of(self.number))
+
+    def donor(self) -> BufferDonor:
+        self.expect("(")
+        number = self.number()
+        self.expect(",")
+        index = self.index()
+        self.expect(")")
+        return BufferDonor(number, index)
+
+    def alias(self) -> Alias:
+        output_index = self.index()
+        self.expect(":")
+        self.expect("(")
+        number = self.number()
+        self.expect(",")
+        index = self.index()
+        kind: Literal["may", "must"] = "may"
+        if self.eat(","):
+            self.blank()
+            offset = self.position
+            word = self.take(_WORD, "may-alias or must-alias")
+            if word not in ("may-alias", "must-alias"):
+                self.fail("may-alias or must-alias", offset)
+            kind = "must" if word == "must-alias" else "may"
+        self.expect(")")
+        return Alias(output_index, number, index, kind)
+
+    def check_parameter(self, parameters: tuple[HloShape, ...], donor: BufferDonor, offset: int) -> None:
+        number = donor.parameter_number
+        if number >= len(parameters):
+            self.fail(f"a parameter number below {len(parameters)}", offset)
+        if not _has(parameters[number], donor.parameter_index):
+            self.fail(f"an index within parameter {number}, {brief(parameters[number])}", offset)
+
+    def skip_value(self, ends: str = ",\n)}]") -> None:
+        """Goes to the first of `ends` behind the position that is in no bracket or string."""
+        while mark := _MARK.search(self.text, self.position):
+            self.position = mark.start()
+            if mark[0] in ends:
+                return
+            self.skip_mark(mark[0])
+        self.position = len(self.text)
+
+    def skip_group(self) -> None:
+        """Goes behind the bracket that closes the one at the position."""
+        opened = self.position
+        depth = 0
+        while mark := _MARK.search(self.text, self.position):
+            self.position = mark.start()
+            if mark[0] in "{([":
+                depth += 1
+            elif mark[0] in "})]":
+                depth -= 1
+            if mark[0] in _BRACKETS:
+                self.position += 1
+                if not depth:
+                    return
+            else:
+                self.skip_mark(mark[0])
+        self.fail(f"a closing bracket for {self.text[opened]!r} at offset {opened}", len(self.text))
+
+    def skip_mark(self, mark: str) -> None:
+        if mark in "{([":
+            self.skip_group()
+        elif mark == "/*":
+            self.skip_to("*/", self.text.find("*/", self.position + 2))
+        elif mark == '"':
+            string = _STRING.match(self.text, self.position)
+            end = len(self.text) if string is None else string.end()
+            self.skip_to('"', end if self.text.startswith('"', end) else -1)
+        else:
+            self.position += 1
+
+    def skip_to(self, closing: str, offset: int) -> None:
+        if offset < 0:
+            self.fail(f"a closing {closing}", len(self.text))
+        self.position = offset + len(closing)
+
+    def number(self) -> int:
+        return int(self.take(_NUMBER, "a number"))
+
+    def take(self, pattern: re.Pattern[str], expected: str) -> str:
+        self.blank()
+        found = pattern.match(self.text, self.position)
+        if found is None:
+            self.fail(expected)
+        self.position = found.end()
+        return found[pattern.groups]
+
+    def expect(self, token: str, expected: str = "") -> None:
+        if not self.eat(token):
+            self.fail(expected or repr(token))
+
+    def eat(self, token: str) -> bool:
+        self.blank()
+        if not self.text.startswith(token, self.position):
+            return False
+        self.position += len(token)
+        return True
+
+    def blank(self) -> None:
+        if self.text[self.position : self.position + 1] in _BLANK_STARTS:
+            blank = _BLANK.match(self.text, self.position)
+            self.position = self.position if blank is None else blank.end()
+
+    def fail(self, expected: str, offset: int | None = None) -> NoReturn:
+        offset = self.position if offset is None else offset
+        rest = self.text[offset : offset + 24]
+        found = repr(rest) if rest else "the end of the text"
+        raise ValueError(f"{self.source}: found {found} at offset {offset}, expected {expected}")
