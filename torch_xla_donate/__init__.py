@@ -57,7 +57,7 @@ _C.set_callbacks(
     _reuse.report,
     _debug.step_ended,
     _auto.prepare,
-    _host.set_collectives_token(),
+    *_host.functions_of_a_step(),
 )
 _host.install_hooks()
 _debug.start()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_xla_donate import _C, _bodies, _config, _host, _into, _leaves, _report
+from torch_xla_donate import _C, _bodies, _config, _host, _into, _leaves, _reasons, _report
 from torch_xla_donate._errors import DonationError, is_internal, warn
 
 
@@ -190,7 +190,7 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
 
     Raises DonationError if one is strict; inside of a compiled function, at the end of its call.
     """
-    off = _C.disabled_reason()
+    off = _reasons.sentence(_C.disabled_reason())
     for wish, group in _by_wish(donations):
         leaves = [given.tensor for given in group]
         names = _leaves.Listed([given.name for given in group])
@@ -393,7 +393,7 @@ def prepare(where: str) -> None:
     if not _C.installed():
         raise DonationError(
             "the hooks of torch_xla_donate have been taken out of torch_xla, so nothing can be donated. "
-            "Put them back with torch_xla_donate._host.install_hooks()."
+            "Start a new process to have them again."
         )
     _host.verify_layouts()
     setting = _host.ignores_donors()

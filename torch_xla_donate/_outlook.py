@@ -9,8 +9,7 @@ from typing import Any, Literal
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _host
-from torch_xla_donate._errors import HELD_BY_OTHERS
+from torch_xla_donate import _C, _host, _reasons
 
 Prediction = Literal["donated", "unusable", "unknown"]
 
@@ -25,7 +24,7 @@ class Outlook:
 
     def __init__(self) -> None:
         look = _look_ahead()
-        self._off = _C.disabled_reason() or _C.switched_off()
+        self._off = _reasons.no_donation()
         self._shared: frozenset[int] = frozenset(look["shared"])
         self._complete = look["complete"]
         spmd = bool(_host.runtime().is_spmd())
@@ -50,7 +49,7 @@ class Outlook:
         if self._off:
             return "unusable", self._off
         if buffer in self._shared:
-            return "unusable", HELD_BY_OTHERS
+            return "unusable", _reasons.HELD_BY_OTHERS
         if not self._complete:
             return "unknown", "there are views while functionalization is off, whose work cannot be seen"
         if buffer in self._used:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from torch_xla_donate import _C, _hlo, _interrupts, _into, _outlook
+from torch_xla_donate import _C, _hlo, _interrupts, _into, _outlook, _reasons
 from torch_xla_donate._errors import DonationError, DonationWarning, warn
 from torch_xla_donate._holders import UNKNOWN, holders_of
 
@@ -120,6 +120,8 @@ class DonationReport:
         backward_threads: how many steps of the process, with marks or with `auto_donate`, followed a backward pass on
             autograd's own threads. Such a thread may still hold gradients, which are outputs then. To avoid that, run
             the backward pass under ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
+        errors: how often a hook of the package has failed in this process and the step went on without donation or
+            without the check of `debug_nans`, by error; empty if none has. Please report them.
     """
 
     donors: tuple[Donor, ...]
@@ -128,6 +130,7 @@ class DonationReport:
     held: tuple[HeldInput, ...] = ()
     steps: tuple[Step, ...] = ()
     backward_threads: int = 0
+    errors: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def crossed(self) -> int:
@@ -183,6 +186,7 @@ class DonationReport:
             "auto_refusals": dict(self.auto_refusals),
             "held": [dataclasses.asdict(held) for held in self.held],
             "backward_threads": self.backward_threads,
+            "errors": dict(self.errors),
         }
 
 
@@ -235,7 +239,13 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         for raw in left_alone
     )
     return DonationReport(
-        tuple(donors), tuple(pending), _C.auto_refusals(), held, tuple(summary), _C.backward_threads()
+        tuple(donors),
+        tuple(pending),
+        {_reasons.sentence(reason): count for reason, count in _C.auto_refusals()},
+        held,
+        tuple(summary),
+        _C.backward_threads(),
+        _C.hook_errors(),
     )
 
 
@@ -303,7 +313,7 @@ def _donor(
     elif raw["outcome"] == "donated":
         outcome, reason = "donated", ""
     else:
-        outcome, reason = "unusable", raw["reason"] or explain(raw, step)
+        outcome, reason = "unusable", _reasons.sentence(raw["reason"]) or explain(raw, step)
     output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
     return Donor(
         name=raw["name"],
