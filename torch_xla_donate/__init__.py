@@ -55,7 +55,7 @@ _C.set_callbacks(
     _report.report_reuse,
     _modes.debug.step_ended,
     _modes.auto.prepare,
-    _host.set_collectives_token(),
+    *_host.functions_of_a_step(),
 )
 _host.install_hooks()
 _modes.debug.start()

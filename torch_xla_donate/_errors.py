@@ -17,12 +17,6 @@ class DonationError(RuntimeError):
     result: Any = None
 
 
-HELD_BY_OTHERS = (
-    "another live tensor, which was not donated, holds the same buffer (as after a whole copy, b.copy_(t)); "
-    "donate both, or clone one of them"
-)
-
-
 class DonatedBufferError(DonationError):
     """A tensor was used after a step had consumed its buffer."""
 

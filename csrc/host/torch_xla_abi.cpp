@@ -164,6 +164,8 @@ void WaitForHandOver(const lazy::BackendDevice& device) {
 
 bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; }
 
+const std::shared_ptr<void>& ShardingOf(const TensorData& tensor) { return AsHost(tensor).sharding; }
+
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
 
 std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buffer) const {

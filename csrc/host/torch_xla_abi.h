@@ -143,6 +143,9 @@ void WaitForHandOver(const lazy::BackendDevice& device);
 // Whether the tensor is, or has, a view that shares its graph. Only without functionalization.
 bool HasView(const TensorData& tensor);
 
+// The object that describes a tensor's sharding, for comparing; null without one. Another sharding is another object.
+const std::shared_ptr<void>& ShardingOf(const TensorData& tensor);
+
 // The id by which the executor recognises an output that replaces an input. It donates the parameters whose
 // DeviceDataInfo carries the alias id of one of the step's outputs.
 std::int64_t AliasId(const TensorData& tensor);

@@ -2,6 +2,8 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "features/auto_donors.h"
 #include "python/bind.h"
@@ -28,10 +30,15 @@ void BindAuto(py::module_& m) {
   m.def("pop_auto_donate", &PopAutoDonate, py::arg("depth"), "Ends what this thread has pushed since that depth.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
   m.def(
-      "note_auto_refusal", [](const std::string& reason) { DonationRegistry::Get().NoteAutoRefusal(reason); },
+      "note_auto_refusal",
+      [](const std::string& reason) { DonationRegistry::Get().NoteAutoRefusal(Reason::Given(reason)); },
       py::arg("reason"), "A step that automatic donation has left alone, for this reason.");
   m.def(
-      "auto_refusals", [] { return DonationRegistry::Get().AutoRefusals(); },
+      "auto_refusals",
+      [] {
+        const auto refusals = DonationRegistry::Get().AutoRefusals();
+        return std::vector<std::pair<Reason, std::uint64_t>>(refusals.begin(), refusals.end());
+      },
       "How many steps automatic donation has left alone, by reason.");
   m.def(
       "auto_held", [] { return AutoPlans::Get().LastHeld(); },

@@ -10,10 +10,11 @@ void BindHooks(py::module_& m) {
   RegisterExceptions();
   m.def(
       "set_callbacks", &SetCallbacks, py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"),
-      py::arg("step_ended"), py::arg("prepare_auto"), py::arg("set_collectives_token"),
+      py::arg("step_ended"), py::arg("prepare_auto"), py::arg("set_collectives_token"), py::arg("auto_sharding"),
       "Lends the hooks an exception type, the text of its message, and what to call where a spared donor is used, at "
-      "the end of a step, and before the first step that donates automatically; and torch_xla's own function, which is "
-      "no Python code, by which a step that may donate drops the token of collectives.");
+      "the end of a step, and before the first step that donates automatically; and two functions of torch_xla, which "
+      "are not Python code: a step that may donate drops the token of collectives by the one, and asks the other "
+      "whether auto-sharding is on.");
   m.def("install", &InstallHooks, py::arg("library_path"),
         "Patches the extension module of torch_xla; RuntimeError if that cannot be done completely.");
   m.def("uninstall", &UninstallHooks, "Puts the module back; the number of slots that somebody else holds.");

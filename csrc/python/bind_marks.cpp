@@ -232,7 +232,13 @@ void BindMarks(py::module_& m) {
   m.def(
       "end_call",
       [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
-         bool tell) { DonationRegistry::Get().EndCall(call.site.get(), reasons, reason, tell); },
+         bool tell) {
+        std::unordered_map<std::uint32_t, Reason> given;
+        for (const auto& [leaf, text] : reasons) {
+          given.emplace(leaf, Reason::Given(text));
+        }
+        DonationRegistry::Get().EndCall(call.site.get(), given, Reason::Given(reason), tell);
+      },
       py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("tell"),
       "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),

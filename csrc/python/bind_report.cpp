@@ -68,7 +68,6 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["number"] = step.number;
     item["graph"] = step.graph_hash;
     item["status"] = step.status;
-    item["failure"] = step.failure;
     item["donors"] = donors;
     item["outputs"] = step.outputs;
     item["plain_before"] = step.plain_before;
@@ -170,6 +169,9 @@ py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
 }  // namespace
 
 void BindReport(py::module_& m) {
+  m.def(
+      "hook_errors", [] { return DonationRegistry::Get().Errors(); },
+      "How often a hook has gone on without donation, or without a check, after an error, by error.");
   m.def(
       "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
       "The last steps that read marked buffers, oldest first.");

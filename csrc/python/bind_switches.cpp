@@ -2,6 +2,7 @@
 #include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -13,6 +14,17 @@
 namespace torch_xla_donate {
 
 namespace {
+
+// The names of the codes, in the order of ReasonCode; a test finds one that is missing.
+constexpr std::array<const char*, static_cast<std::size_t>(ReasonCode::kFailedForeign) + 1> kReasonCodes = {
+    "none",           "given",         "another_buffer",
+    "held_by_others", "has_views",     "constant",
+    "read_eagerly",   "unmatched",     "ignored",
+    "auto_sharding",  "disabled",      "debug_nans",
+    "debug_process",  "kept_nodes",    "shared_graphs",
+    "device_locked",  "token_kept",    "plan_failed",
+    "given_up",       "not_compiled",  "earlier_step_failed",
+    "failed",         "failed_foreign"};
 
 // One wish for donation to be disabled.
 class DisablingScope {
@@ -103,6 +115,13 @@ void Exit(const py::object& self, const py::object& kind, const py::object&, con
 }  // namespace
 
 void BindSwitches(py::module_& m) {
+  py::class_<Reason>(m, "Reason", "Why a donor was not donated, or a step has none.")
+      .def_property_readonly(
+          "code", [](const Reason& reason) { return kReasonCodes[static_cast<std::size_t>(reason.code)]; },
+          "One of reason_codes.")
+      .def_readonly("details", &Reason::details, "What the sentence needs beyond the code.")
+      .def("__bool__", [](const Reason& reason) { return !reason.empty(); });
+  m.def("reason_codes", [] { return kReasonCodes; }, "All codes; _reasons.py has a sentence for each.");
   py::class_<Scope>(m, "Scope", py::dynamic_attr(),
                     "Base of contexts that an interrupt cannot leave half entered or half left: subclasses have "
                     "enter(), leave(raised), which may be called again, and finish(), before leave() if nothing was "
@@ -121,8 +140,12 @@ void BindSwitches(py::module_& m) {
       .def("off", &DisablingScope::Off);
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
   m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
-  m.def("set_switched_off", &SetSwitchedOff, py::arg("reason"),
-        "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
+  m.def(
+      "set_switched_off",
+      [](const std::string& setting) {
+        SetSwitchedOff(setting.empty() ? Reason() : Reason(ReasonCode::kIgnored, setting));
+      },
+      py::arg("setting"), "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
   m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
         "Whether donation is disabled, uses are reported and outputs noted on every thread.");

@@ -1,4 +1,6 @@
 // Counts by which tests see that nothing is left behind.
+#include <string>
+
 #include "features/auto_donors.h"
 #include "features/outdated_tensors.h"
 #include "python/bind.h"
@@ -7,6 +9,9 @@
 namespace torch_xla_donate {
 
 void BindTesting(py::module_& m) {
+  m.def(
+      "note_error", [](const std::string& error) { DonationRegistry::Get().NoteError(error.c_str()); },
+      py::arg("error"), "As a hook does that goes on after an error.");
   m.def(
       "sizes",
       [] {

@@ -72,7 +72,8 @@ std::string NamesOf(const Donor& donor) {
 std::string WhereOf(const Donor& donor) { return donor.holders.empty() ? "" : donor.holders.front().site->where; }
 
 void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
-                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token) {
+                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token,
+                  py::object auto_sharding) {
   HookCallbacks callbacks;
   callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
   // Kept for the life of the process, as the hooks are.
@@ -81,6 +82,7 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
   auto* ended = new py::object(std::move(step_ended));
   auto* prepare = new py::object(std::move(prepare_auto));
   auto* set_token = new py::object(std::move(set_collectives_token));
+  auto* is_auto_sharding = new py::object(std::move(auto_sharding));
   callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
     return DescribeUse(donor, step, *format);
   };
@@ -89,17 +91,20 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
     py::gil_scoped_acquire gil;
     (*ended)();
   };
-  callbacks.prepare_auto = [prepare]() -> std::string {
+  callbacks.prepare_auto = [prepare]() -> Reason {
     py::gil_scoped_acquire gil;
     try {
-      return (*prepare)().cast<std::string>();
+      return Reason::Given((*prepare)().cast<std::string>());
     } catch (py::error_already_set& error) {
       PassOn(error);
     }
   };
-  callbacks.forget_collectives = [set_token](const std::string& device) {
+  callbacks.forget_collectives = [set_token, is_auto_sharding](const std::string& device) {
     py::gil_scoped_acquire gil;
     (*set_token)(device, py::none());
+    if ((*is_auto_sharding)().cast<bool>()) {
+      SetSwitchedOff(ReasonCode::kAutoSharding);
+    }
   };
   SetHookCallbacks(std::move(callbacks));
 }

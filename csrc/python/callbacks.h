@@ -21,7 +21,8 @@ std::string NamesOf(const Donor& donor);
 std::string WhereOf(const Donor& donor);
 
 void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
-                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token);
+                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token,
+                  py::object auto_sharding);
 
 // torch_xla's own pybind11 functions translate foreign C++ exceptions by this list, which all modules share.
 void RegisterExceptions();

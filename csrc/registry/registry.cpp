@@ -9,14 +9,6 @@
 
 namespace torch_xla_donate {
 
-namespace {
-
-constexpr const char* kAnotherBuffer =
-    "its tensor got another buffer before a step read the marked one, as xs.mark_sharding gives it; donate it after "
-    "that";
-
-}  // namespace
-
 std::string Donor::Shape() const {
   std::string text = ElementName(dtype);
   text += '[';
@@ -91,7 +83,7 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
     }
     DonorPtr& donor = pending_[leaf.buffer.get()];
     if (donor != nullptr && !donor->buffer.expired()) {
-      const Holder fresh{leaf.tensor, site, leaf.index, leaf.target};
+      const Holder fresh{leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)};
       const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
                                     [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
       // A held mark is found by its call, so it stands beside an earlier one.
@@ -104,7 +96,7 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
     }
     donor = std::make_shared<Donor>(leaf.buffer->device());
     donor->buffer = leaf.buffer;
-    donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target});
+    donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)});
     donor->sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
     donor->dtype = leaf.dtype;
     donor->bytes = static_cast<std::int64_t>(c10::elementSize(leaf.dtype));
@@ -155,8 +147,8 @@ void DonationRegistry::CancelCall(const CallSite* site) {
   Refresh();
 }
 
-void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, std::string>& reasons,
-                               const std::string& reason, bool tell) {
+void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons,
+                               const Reason& reason, bool tell) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (pending_.empty()) {
     return;
@@ -352,13 +344,18 @@ void DonationRegistry::Sweep() {
       ++it;
       continue;
     }
-    // A tensor that is overwritten has no buffer until the step. One that has been marked again is a donor.
-    const auto lives = [this](const Holder& holder) {
+    // xs.mark_sharding gives a tensor without a sharding one, with the buffer. A tensor that is overwritten has one
+    // after it if it had one before. One that has been marked again is a donor.
+    const auto is_resharded = [this](const Holder& holder) {
       const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
-      return tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0;
+      const std::weak_ptr<void> none;
+      const bool was_sharded = none.owner_before(holder.sharding) || holder.sharding.owner_before(none);
+      return tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0 &&
+             !was_sharded && abi::ShardingOf(*tensor) != nullptr;
     };
-    if (abi::IsSpmd(donor.device) && !donor.Held() && std::any_of(donor.holders.begin(), donor.holders.end(), lives)) {
-      lost.push_back({it->second, kAnotherBuffer, /*tell=*/true});
+    if (abi::IsSpmd(donor.device) && !donor.Held() &&
+        std::any_of(donor.holders.begin(), donor.holders.end(), is_resharded)) {
+      lost.push_back({it->second, ReasonCode::kAnotherBuffer, /*tell=*/true});
     } else {
       donor.state = DonorState::kCancelled;
     }
@@ -470,7 +467,7 @@ std::optional<std::string> DonationRegistry::GraphText(const std::string& graph_
   return executable == nullptr ? std::nullopt : std::optional(abi::DescribeGraph(*executable).text);
 }
 
-void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
+void DonationRegistry::Settle(const StepPtr& step, const Reason& failure) {
   // Asked before the lock is taken: this calls into the host.
   std::vector<lazy::BackendDataPtr> buffers;
   std::vector<bool> used;
@@ -483,7 +480,7 @@ void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
   }
   const bool all_used = std::all_of(used.begin(), used.end(), [](bool value) { return value; });
   std::shared_ptr<GraphOutcome> outcome;
-  if (failure == nullptr && (step->outcome == nullptr || step->outcome->used != used)) {
+  if (failure.empty() && (step->outcome == nullptr || step->outcome->used != used)) {
     outcome = std::make_shared<GraphOutcome>();
     outcome->used = used;
     outcome->executable = step->executable;
@@ -508,17 +505,17 @@ void DonationRegistry::Settle(const StepPtr& step, const std::string* failure) {
   Finish(step, buffers, used, std::move(outcome), failure);
 }
 
-void DonationRegistry::Abandon(const StepPtr& step, const std::string& failure) {
+void DonationRegistry::Abandon(const StepPtr& step, const Reason& failure) {
   std::vector<lazy::BackendDataPtr> buffers;
   for (const DonorPtr& donor : step->donors) {
     buffers.push_back(donor->buffer.lock());
   }
-  Finish(step, buffers, std::vector<bool>(buffers.size(), false), nullptr, &failure);
+  Finish(step, buffers, std::vector<bool>(buffers.size(), false), nullptr, failure);
 }
 
 void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers,
                               const std::vector<bool>& used, std::shared_ptr<const GraphOutcome> outcome,
-                              const std::string* failure) {
+                              const Reason& failure) {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool was_running = step->status == Step::Status::kRunning;
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
@@ -528,15 +525,12 @@ void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::Backe
       continue;
     }
     consumed_.erase(buffers[i].get());
-    if (failure != nullptr) {
-      donor.reason = "the step failed: " + failure->substr(0, failure->find('\n'));
+    if (!failure.empty()) {
+      donor.reason = failure;
       donor.told = true;  // the failure itself is raised by torch_xla
     }
   }
-  step->status = failure == nullptr ? Step::Status::kDone : Step::Status::kFailed;
-  if (failure != nullptr) {
-    step->failure = *failure;
-  }
+  step->status = failure.empty() ? Step::Status::kDone : Step::Status::kFailed;
   if (outcome != nullptr) {
     step->outcome = outcome;
     if (outcomes_.insert_or_assign(step->graph_hash, outcome).second) {
@@ -556,14 +550,24 @@ void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::Backe
   settled_.notify_all();
 }
 
-void DonationRegistry::NoteAutoRefusal(const std::string& reason) {
+void DonationRegistry::NoteAutoRefusal(const Reason& reason) {
   std::lock_guard<std::mutex> lock(mutex_);
   ++auto_refusals_[reason];
 }
 
-std::map<std::string, std::uint64_t> DonationRegistry::AutoRefusals() const {
+std::map<Reason, std::uint64_t> DonationRegistry::AutoRefusals() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return auto_refusals_;
+}
+
+void DonationRegistry::NoteError(const char* error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++errors_[error];
+}
+
+std::map<std::string, std::uint64_t> DonationRegistry::Errors() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return errors_;
 }
 
 void DonationRegistry::WaitForSteps() {
@@ -577,7 +581,6 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.number = step.number;
   snapshot.graph_hash = step.graph_hash;
   snapshot.status = names[static_cast<int>(step.status)];
-  snapshot.failure = step.failure;
   snapshot.plain_before = step.plain_before;
   snapshot.after_backward_thread = step.after_backward_thread;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());

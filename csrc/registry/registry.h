@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "host/torch_xla_abi.h"
+#include "registry/reasons.h"
 
 namespace torch_xla_donate {
 
@@ -46,6 +47,7 @@ struct Holder {
   std::shared_ptr<const CallSite> site;
   std::uint32_t leaf = 0;
   std::weak_ptr<abi::TensorData> target;  // the output that should take the buffer over; empty without a wish
+  std::weak_ptr<void> sharding;           // that the tensor had then, under SPMD
 };
 
 enum class DonorState {
@@ -68,7 +70,7 @@ struct Donor {
   std::string
       array;  // of a sharded one, in a snapshot: as XLA writes it; otherwise the buffer tells, while it is there
   DonorState state = DonorState::kPending;
-  std::string reason;  // why it is unusable, where this side knows; empty if XLA found no use for it
+  Reason reason;  // why it is unusable, where this side knows; empty if XLA found no use for it
   // In the graph of the step that reads it: its number among the parameters, and that of the output computed from it.
   std::optional<std::size_t> parameter, successor;
   bool automatic = false;  // found by liveness: nobody has marked it, and there are no holders
@@ -104,7 +106,6 @@ struct Step {
   std::vector<DonorPtr> donors;   // asked of XLA, in parameter order
   std::vector<DonorPtr> refused;  // read by the step, but not asked for; each with its reason
   std::string graph_hash;
-  std::string failure;
   std::shared_ptr<const GraphOutcome> outcome;            // of the graph's last run, if it has run before
   std::vector<std::weak_ptr<lazy::BackendData>> outputs;  // kept until the outcome is known
   std::weak_ptr<const abi::HostCachedComputation> executable;
@@ -118,7 +119,6 @@ struct StepSnapshot {
   std::uint64_t number = 0;
   std::string graph_hash;
   std::string status;
-  std::string failure;
   std::vector<Donor> donors;
   std::vector<std::string> outputs;
   std::uint64_t plain_before = 0;
@@ -161,8 +161,8 @@ class DonationRegistry {
   // Takes back what is still pending of one call's marks. A buffer that another call has marked, too, stays marked.
   void CancelCall(const CallSite* site);
   // The same, but what is taken back has been unusable: for the reason of its leaf, or else for the general one.
-  void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, std::string>& reasons,
-               const std::string& reason, bool tell);
+  void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,
+               bool tell);
   // The leaves of a call that are still pending and whose buffers somebody else may hold, as far as reference counts
   // tell: too many is possible, too few is not.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
@@ -209,7 +209,7 @@ class DonationRegistry {
 
   struct Refusal {
     DonorPtr donor;
-    std::string reason;
+    Reason reason;
     bool tell;  // false where the user has switched donation off and need not be told
   };
   // Moves donors from pending to a new step: asked of XLA, or refused, each with its reason.
@@ -223,19 +223,23 @@ class DonationRegistry {
   // A step that has read no marked buffer is about to run. Does not wait.
   void NotePlainStep() noexcept { plain_steps_.fetch_add(1, std::memory_order_relaxed); }
 
-  // The step has run, or has failed on the way (then with the text given). What XLA used is read from the buffers.
-  void Settle(const StepPtr& step, const std::string* failure);
+  // The step has run, or has failed on the way (then for the reason given). What XLA used is read from the buffers.
+  void Settle(const StepPtr& step, const Reason& failure = {});
 
   // The step will not run: nothing was used.
-  void Abandon(const StepPtr& step, const std::string& failure);
+  void Abandon(const StepPtr& step, const Reason& failure);
 
   // Automatic donation has left a step alone, for this reason.
-  void NoteAutoRefusal(const std::string& reason);
+  void NoteAutoRefusal(const Reason& reason);
+  // A hook has gone on without donation, or without a check, after this error.
+  void NoteError(const char* error);
 
   // --- For readers ---
 
   // How many steps automatic donation has left alone, by reason.
-  std::map<std::string, std::uint64_t> AutoRefusals() const;
+  std::map<Reason, std::uint64_t> AutoRefusals() const;
+  // How often a hook has gone on after an error, by error.
+  std::map<std::string, std::uint64_t> Errors() const;
 
   // How many steps without donors have run.
   std::uint64_t PlainSteps() const noexcept { return plain_steps_.load(std::memory_order_relaxed); }
@@ -265,7 +269,7 @@ class DonationRegistry {
   void Refresh();  // the atomics, after a change
   void AddStep(const StepPtr& step);
   void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
-              std::shared_ptr<const GraphOutcome> outcome, const std::string* failure);
+              std::shared_ptr<const GraphOutcome> outcome, const Reason& failure);
   StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
   std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
@@ -289,7 +293,8 @@ class DonationRegistry {
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;
   std::deque<std::string> outcome_order_;
-  std::map<std::string, std::uint64_t> auto_refusals_;
+  std::map<Reason, std::uint64_t> auto_refusals_;
+  std::map<std::string, std::uint64_t> errors_;
 };
 
 }  // namespace torch_xla_donate

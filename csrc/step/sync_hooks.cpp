@@ -33,7 +33,7 @@ HookCallbacks& Callbacks() {
 
 struct SwitchedOff {
   std::mutex mutex;
-  std::string reason;
+  Reason reason;
 };
 SwitchedOff& TheSwitch() {
   static SwitchedOff* value = new SwitchedOff();
@@ -91,7 +91,7 @@ struct StepInProgress {
     }
   }
 
-  void Abandon(const std::string& why) {
+  void Abandon(const Reason& why) {
     GiveInfosBack();
     ReleaseOutputs(moved);
     if (step != nullptr) {
@@ -127,7 +127,7 @@ std::atomic<int> auto_wishes{0};
 struct AutoObstacle {
   std::atomic<bool> asked{false};
   std::atomic<bool> known{false};
-  std::string text;  // written before it is known, and never again
+  Reason reason;  // written before it is known, and never again
 };
 AutoObstacle& TheAutoObstacle() {
   static AutoObstacle* value = new AutoObstacle();
@@ -140,7 +140,7 @@ bool AutoObstacleKnown() {
   AutoObstacle& obstacle = TheAutoObstacle();
   if (!obstacle.asked.exchange(true)) {
     try {
-      obstacle.text = Callbacks().prepare_auto ? Callbacks().prepare_auto() : "it has not been set up";
+      obstacle.reason = Callbacks().prepare_auto();
     } catch (...) {
       obstacle.asked.store(false);
       throw;
@@ -248,7 +248,7 @@ void AbandonLeftover(ThreadState& state) {
   if (state.current != nullptr) {
     std::shared_ptr<StepInProgress> leftover = std::move(state.current);
     state.current = nullptr;
-    leftover->Abandon("the step was given up before it ran");
+    leftover->Abandon(ReasonCode::kGivenUp);
   }
 }
 
@@ -264,8 +264,6 @@ void ForgetReused(ThreadState& state) {
 }
 
 // ---- Choosing the donors of a step ----
-
-constexpr const char* kUnmatched = "the outputs of the step could not be matched with live tensors";
 
 // The tensors that will hold the step's outputs, in output order; empty if they cannot be told for certain.
 // The executor has just cleared the graph of each (a placeholder will follow), so an output is a live tensor at one of
@@ -290,7 +288,7 @@ std::vector<const abi::TensorData*> OutputsOf(const std::vector<std::shared_ptr<
 struct Candidate {
   lazy::BackendDataPtr buffer;
   DonorPtr donor;
-  std::string refusal;  // empty: may be donated
+  Reason refusal;  // empty: may be donated
 };
 
 // Refuses each donor whose buffer somebody else would miss: a live tensor that nobody offered, or a view made since the
@@ -313,11 +311,9 @@ void RefuseSharedBuffers(const std::vector<std::shared_ptr<abi::TensorData>>& li
       continue;
     }
     if (abi::HasView(*data)) {
-      found->second->refusal = "it has views, which share its graph while functionalization is off";
+      found->second->refusal = ReasonCode::kHasViews;
     } else if (!found->second->donor->HeldBy(data.get())) {
-      found->second->refusal =
-          "another live tensor, which was not donated, holds the same buffer (as after a whole "
-          "copy, b.copy_(t)); donate both, or clone one of them";
+      found->second->refusal = ReasonCode::kHeldByOthers;
     }
   }
 }
@@ -410,16 +406,16 @@ std::optional<Liveness> HeldParameters(const ThreadState& state, const Executor:
 }
 
 // Why automatic donation leaves the step alone; empty if it does not.
-std::string AutoObstacleOf(const abi::OutputIds& ids) {
-  for (const std::string& reason : {TheAutoObstacle().text, SwitchedOffReason()}) {
+Reason AutoObstacleOf(const abi::OutputIds& ids) {
+  for (const Reason& reason : {TheAutoObstacle().reason, SwitchedOffReason()}) {
     if (!reason.empty()) {
       return reason;
     }
   }
   if (abi::KeepsNodes()) {
-    return "torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs";
+    return ReasonCode::kKeptNodes;
   }
-  return ids.Empty() ? kUnmatched : "";
+  return ids.Empty() ? ReasonCode::kUnmatched : ReasonCode::kNone;
 }
 
 using DonorsByBuffer = ska::flat_hash_map<const lazy::BackendData*, DonorPtr>;
@@ -486,15 +482,12 @@ std::vector<DonorPtr> PlanDonors(ThreadState& state, Executor::PostOrderData& gr
   const std::size_t count = graph.parameters_data.size();
   std::optional<Liveness> held;
   if (automatic) {
-    std::string obstacle = AutoObstacleOf(ids);
+    const Reason obstacle = AutoObstacleOf(ids);
     if (obstacle.empty()) {
       held = HeldParameters(state, graph, collection.device, live);
     }
     if (!held.has_value()) {
-      DonationRegistry::Get().NoteAutoRefusal(
-          !obstacle.empty()
-              ? obstacle
-              : "functionalization is off and a live tensor is a view, or has views, which share its graph");
+      DonationRegistry::Get().NoteAutoRefusal(obstacle.empty() ? ReasonCode::kSharedGraphs : obstacle);
     }
   }
   DonorsByBuffer donor_of = ByBuffer(asked);
@@ -538,14 +531,14 @@ std::vector<DonorPtr> PlanDonors(ThreadState& state, Executor::PostOrderData& gr
 }
 
 void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots,
-                 Executor::SyncTensorCollection* collection, const std::string& obstacle) {
+                 Executor::SyncTensorCollection* collection, const Reason& obstacle) {
   DonationRegistry& registry = DonationRegistry::Get();
   const auto marked = registry.PendingAmong(graph.parameters_data);
   bool automatic = AutoDonates() && state.arena != nullptr && !DonationDisabled();
   if (marked.empty() && !automatic) {
     return;
   }
-  std::string refusal = SwitchedOffReason();  // of all of them
+  Reason refusal = SwitchedOffReason();  // of all of them
   bool switched_off = true;
   if (refusal.empty() && !obstacle.empty()) {
     switched_off = false;
@@ -572,12 +565,12 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   }
   if (refusal.empty() && outputs.empty()) {
     switched_off = false;
-    refusal = kUnmatched;
+    refusal = ReasonCode::kUnmatched;
   }
   std::vector<Candidate> candidates;
   candidates.reserve(marked.size());
   for (const auto& [index, donor] : marked) {
-    candidates.push_back({graph.parameters_data[index], donor, spare ? std::string() : refusal});
+    candidates.push_back({graph.parameters_data[index], donor, spare ? Reason() : refusal});
   }
   if (refusal.empty() || spare) {
     RefuseSharedBuffers(live, candidates);
@@ -590,7 +583,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
   for (Candidate& candidate : candidates) {
     const abi::DeviceDataInfo* info = abi::InfoOf(*candidate.buffer);
     if (candidate.refusal.empty() && info != nullptr && info->read_only) {
-      candidate.refusal = "torch_xla shares this buffer between tensors (a cached constant)";
+      candidate.refusal = ReasonCode::kConstant;
     }
     if (spare) {
       if (candidate.refusal.empty()) {
@@ -612,7 +605,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
       asked = PlanDonors(state, graph, roots, *collection, live, outputs, ids, marks, automatic, *progress);
     } catch (const std::exception& error) {  // marks are worth more
       asked = marks;
-      registry.NoteAutoRefusal(error.what());
+      registry.NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
     }
   }
   // The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
@@ -650,7 +643,7 @@ void ClaimDonors(ThreadState& state, Executor::PostOrderData& graph, const std::
       if (State().current == progress) {
         State().current = nullptr;
       }
-      progress->Abandon("it did not compile");
+      progress->Abandon(ReasonCode::kNotCompiled);
     }
   });
 }
@@ -661,8 +654,8 @@ void EndMarksReadEagerly(const std::vector<lazy::BackendDataPtr>& parameters) {
   DonationRegistry& registry = DonationRegistry::Get();
   std::vector<DonationRegistry::Refusal> refused;
   for (const auto& [position, donor] : registry.PendingAmong(parameters)) {
-    std::string refusal = "eager mode runs each operation at once, outside of a step, and has run one that reads it";
-    refused.push_back({donor, DonationDisabled() ? DisabledReason() : refusal, /*tell=*/!DonationDisabled()});
+    const bool off = DonationDisabled();
+    refused.push_back({donor, off ? DisabledReason() : ReasonCode::kReadEagerly, /*tell=*/!off});
   }
   if (!refused.empty()) {
     registry.Claim({}, std::move(refused));
@@ -698,17 +691,15 @@ void ApplyOrder(ThreadState& state, Executor::PostOrderData& graph, const std::v
 // live tensors without that does not. As the graph of this step is complete, it can go before the donors are chosen,
 // and before the executor has a lock, for which somebody who has the GIL may wait. Returns why it may still be there;
 // empty if it is gone.
-std::string ForgetCollectives(const Executor::SyncTensorCollection& collection) {
-  constexpr const char* kKept =
-      "the token that orders collectives, which may read inputs of the step, could not be dropped: ";
+Reason ForgetCollectives(const Executor::SyncTensorCollection& collection) {
   if (!collection.unlocker.empty()) {
-    return std::string(kKept) + "torch_xla has locked the device already";
+    return ReasonCode::kDeviceLocked;
   }
   try {
     Callbacks().forget_collectives(abi::TorchDevice(collection.device).str());
-    return "";
+    return {};
   } catch (const std::exception& error) {
-    return std::string(kKept) + error.what();
+    return {ReasonCode::kTokenKept, error.what()};
   }
 }
 
@@ -730,7 +721,7 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   if (is_step) {
     state.after_backward_thread = TakeBackwardThread();
   }
-  const std::string refusal = is_step ? ForgetCollectives(*collection) : "";
+  const Reason refusal = is_step ? ForgetCollectives(*collection) : Reason();
   Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
   collection->hash = lazy::HashCombine(collection->hash, HashWiring(result.post_order, roots));
   if (state.ordered_donors.has_value()) {
@@ -739,8 +730,9 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
   if (is_step) {
     try {
       ClaimDonors(state, result, roots, collection, refusal);
-    } catch (const std::exception&) {
+    } catch (const std::exception& error) {
       // Out of memory, at worst: the step must go on, without donation.
+      DonationRegistry::Get().NoteError(error.what());
       AbandonLeftover(state);
     }
   } else if (DonationRegistry::Armed() && collection->config.force_ltc_data && !collection->config.sync_ltc_data &&
@@ -773,7 +765,7 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
   } catch (...) {
     // The barrier passes on what made an earlier step fail; this one will not run.
     state.current = nullptr;
-    current->Abandon("an earlier step failed");
+    current->Abandon(ReasonCode::kEarlierStepFailed);
     throw;
   }
   current->moved.clear();
@@ -846,8 +838,9 @@ void NoteForDebugging(ThreadState& state, Executor::Async& run, const Executor::
     if (state.Checking() && collection.config.force_ltc_data && collection.config.sync_ltc_data) {
       OutputCheck::OfThisThread().Note(run);
     }
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
     // Out of memory, at worst: the run must go on, unchecked.
+    DonationRegistry::Get().NoteError(error.what());
   }
   state.would_be.reset();
 }
@@ -920,15 +913,13 @@ std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run
       try {
         run();
       } catch (const std::exception& error) {
-        const std::string text = error.what();
-        DonationRegistry::Get().Settle(current->step, &text);
+        DonationRegistry::Get().Settle(current->step, {ReasonCode::kFailed, error.what()});
         throw;
       } catch (...) {
-        const std::string text = "unknown error";
-        DonationRegistry::Get().Settle(current->step, &text);
+        DonationRegistry::Get().Settle(current->step, ReasonCode::kFailedForeign);
         throw;
       }
-      DonationRegistry::Get().Settle(current->step, nullptr);
+      DonationRegistry::Get().Settle(current->step);
       // Not where other processes must compile the same graph: the next step may come before this or after it.
       if (!one_of_many.load(std::memory_order_relaxed)) {
         current->Learn();
@@ -1064,12 +1055,12 @@ PyObject* DonatedBufferAccess::python_type() { return Callbacks().donated_buffer
 
 void SetHookCallbacks(HookCallbacks callbacks) { Callbacks() = std::move(callbacks); }
 
-void SetSwitchedOff(std::string reason) {
+void SetSwitchedOff(Reason reason) {
   std::lock_guard<std::mutex> lock(TheSwitch().mutex);
   TheSwitch().reason = std::move(reason);
 }
 
-std::string SwitchedOffReason() {
+Reason SwitchedOffReason() {
   std::lock_guard<std::mutex> lock(TheSwitch().mutex);
   return TheSwitch().reason;
 }
@@ -1192,12 +1183,12 @@ bool AutoDonates() {
   return wishes.empty() ? auto_default.load(std::memory_order_relaxed) : wishes.back();
 }
 
-std::string DisabledReason() {
+Reason DisabledReason() {
   const ThreadState& state = State();
-  return state.checking > 0   ? "donation is disabled (debug_nans())"
-         : state.disabled > 0 ? "donation is disabled (donation_disabled())"
-         : DonationDisabled() ? "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)"
-                              : "";
+  return state.checking > 0   ? ReasonCode::kDebugNans
+         : state.disabled > 0 ? ReasonCode::kDisabled
+         : DonationDisabled() ? ReasonCode::kDebugProcess
+                              : ReasonCode::kNone;
 }
 
 bool DonationDisabled() { return State().disabled > 0 || State().Checking(); }

@@ -50,9 +50,10 @@ struct HookCallbacks {
   // Called before the first list of live tensors that automatic donation needs: verifies what it relies on. Returns why
   // nothing can be donated automatically in this process; empty if it can. May take the GIL and throw: then the step is
   // not begun, and the next one asks again.
-  std::function<std::string()> prepare_auto;
+  std::function<Reason()> prepare_auto;
   // Called before the donors of a step are chosen: drops the token that orders the collectives of a device, by its
-  // name. Called without locks; may take the GIL, but runs no bytecode; if it throws, nothing is donated.
+  // name, and looks whether auto-sharding is on by now. Called without locks; may take the GIL, but runs no bytecode;
+  // if it throws, nothing is donated.
   std::function<void(const std::string& device)> forget_collectives;
   // Called at the end of a step when there is something to tell or to check. May take the GIL and throw.
   std::function<void()> step_ended;
@@ -60,7 +61,7 @@ struct HookCallbacks {
 void SetHookCallbacks(HookCallbacks callbacks);
 
 // Use of a donated buffer. Ops raise it as DonatedBufferError; pybind11 functions of torch_xla do by way of the
-// translator that bindings.cpp registers.
+// translator that callbacks.cpp registers.
 struct DonatedBufferAccess : torch::PyTorchError {
   using PyTorchError::PyTorchError;
   PyObject* python_type() override;
@@ -130,7 +131,7 @@ void PushDonationDisabled(Disabling wishes);
 void PopDonationDisabled(Disabling wishes);
 bool DonationDisabled();
 // Who has disabled it; empty if nobody has.
-std::string DisabledReason();
+Reason DisabledReason();
 // Both wishes, for every thread.
 void SetDebugProcess(bool on);
 
@@ -151,7 +152,7 @@ void PopAutoDonate(std::size_t depth);
 bool AutoDonates();
 
 // A setting that makes torch_xla ignore every donor; empty if there is none. Process-wide.
-void SetSwitchedOff(std::string reason);
-std::string SwitchedOffReason();
+void SetSwitchedOff(Reason reason);
+Reason SwitchedOffReason();
 
 }  // namespace torch_xla_donate

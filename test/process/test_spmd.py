@@ -489,6 +489,19 @@ def test_a_mark_ends_when_its_tensor_is_sharded_before_the_step():
 
 
 @in_process(devices=4)
+def test_a_mark_ends_silently_when_its_tensor_is_overwritten_and_read():
+    for spec in (None, ROWS):
+        t = make((8, 16), spec)
+        donate_buffer(t)
+        t.copy_(values(8, 16) + 1)
+        assert torch.equal(t.cpu(), values(8, 16) + 1)
+        out = t * 2  # which gives it a buffer, before a step
+        torch_xla.sync(wait=True)  # a warning would be an error
+        assert not donation_report(steps=1).donors and _C.pending() == []
+        assert torch.equal(out.cpu(), values(8, 16) * 2 + 2)
+
+
+@in_process(devices=4)
 def test_a_tensor_that_is_sharded_and_marked_again_donates():
     t = make((8, 16))
     donate_buffer(t, strict=True)

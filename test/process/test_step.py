@@ -156,6 +156,25 @@ SETTINGS = [
 ]
 
 
+@in_process(devices=4)
+def test_auto_sharding_that_begins_between_steps_is_noticed():
+    import torch_xla.runtime as xr
+
+    xr.use_spmd()
+    out = make(4)
+    with auto_donate():
+        for step in range(4):
+            if step == 2:
+                xr.use_spmd(auto=True)
+            out = out + 1
+            torch_xla.sync(wait=True)
+    report = donation_report()
+    assert [donor.outcome for donor in report.donors] == ["donated", "donated"]
+    ((reason, count),) = report.auto_refusals.items()
+    assert "auto-sharding" in reason and count == 2
+    assert out.tolist() == [4, 5, 6, 7]
+
+
 @pytest.mark.parametrize(("name", "value"), SETTINGS)
 @in_process(env=lambda name, value: {name: value})
 def test_a_setting_that_switches_donation_off_is_named_once(name, value):

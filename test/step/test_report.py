@@ -208,3 +208,12 @@ def test_work_on_views_that_cannot_be_seen_is_not_predicted():
     assert donation_report()
     assert view.tolist() == [2, 2]
     assert len(out) == 5
+
+
+@in_process
+def test_an_error_inside_a_hook_is_in_the_report():
+    for _ in range(2):
+        _C.note_error("out of memory")
+    report = donation_report()
+    assert report.errors == {"out of memory": 2} == report.to_dict()["errors"]
+    assert "A hook failed 2 times and the step went on without it: out of memory." in str(report)

@@ -10,7 +10,15 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
 
-from torch_xla_donate import _C, DonatedBufferError, _host, donate_buffer, donation_disabled, is_donated
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    _host,
+    auto_donate,
+    donate_buffer,
+    donation_disabled,
+    is_donated,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 
@@ -366,3 +374,36 @@ def test_is_donated_answers_for_every_kind_of_tensor(make):
     for other in (torch.ones(2), torch.ones(2, device="meta"), torch.ones(2).to_sparse(), t + 1, t[:0], xla(1)[0]):
         assert not is_donated(other)
     torch_xla.sync()
+
+
+class InterruptedNames:
+    """Names of leaves whose text comes with an interrupt, as if a signal had come while an error is described."""
+
+    interrupts = 0
+
+    def name(self, index):
+        if self.interrupts:
+            self.interrupts -= 1
+            raise KeyboardInterrupt
+        return "w"
+
+
+def test_an_interrupt_while_written_tensors_take_their_values(make):
+    """The step brings a tensor up to date whose value is consumed; what a signal raises there reaches the program."""
+    t, names = make(4, 4), InterruptedNames()
+    donate_buffer(make(1))  # the layouts are checked
+    assert _C.mark([t], f"{__file__}:1", False, names, {}).refusal is None
+    row = t[1]  # has its own value
+    taken = t * 2
+    torch_xla.sync(wait=True)
+    with pytest.raises(DonatedBufferError, match="'w'"):
+        row.fill_(3)
+    names.interrupts = 1
+    with pytest.raises(KeyboardInterrupt):
+        row.fill_(3)
+    names.interrupts = 1
+    with auto_donate():
+        with pytest.raises(KeyboardInterrupt):
+            torch_xla.sync()
+        torch_xla.sync()
+    assert torch.equal(taken.cpu(), torch.arange(16.0).reshape(4, 4) * 2)

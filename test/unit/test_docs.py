@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch_xla
 from children import run_file, run_in_child
 
 import torch_xla_donate
 from torch_xla_donate import _C, _host, _report
+from torch_xla_donate._report import reasons
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -130,26 +132,11 @@ def constants(node: ast.expr) -> list[str]:
     return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
 
 
-# Modules some of whose messages no page has.
-WITHOUT_A_PAGE = {
-    "_compile/lower.py",
-    "_compile/module.py",
-    "_compile/openxla.py",
-    "_compile/program.py",
-    "_compile/pure.py",
-    "_loops/donations.py",
-    "_loops/gradient_accumulation.py",
-    "_numbers.py",
-    "hlo/model.py",
-    "hlo/parser.py",
-}
-
-
 def python_messages() -> Iterator[tuple[str, str]]:
     errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
     for path in sorted((ROOT / "torch_xla_donate").rglob("*.py")):
-        if str(path.relative_to(ROOT / "torch_xla_donate")) in WITHOUT_A_PAGE:
-            continue
+        if path.name == "_numbers.py":
+            continue  # its error is torch's own
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = isinstance(node, ast.Call) and (
                 (isinstance(node.func, ast.Name) and node.func.id in errors)
@@ -173,19 +160,29 @@ def python_messages() -> Iterator[tuple[str, str]]:
                         yield f"{path.name}:{inner.lineno}", max(constants(inner.value), key=len)
 
 
-def reasons_of_the_hooks() -> Iterator[tuple[str, str]]:
-    for path in sorted((ROOT / "csrc" / "step").glob("*.cpp")):
-        source = re.sub(r'"\s*\n\s*"', "", path.read_text(encoding="utf-8"))  # strings over several lines
-        for match in re.finditer(r'(?:refusal\s*=\s*|Abandon\(|runtime_error\(std::string\()"([^"]+)"', source):
-            yield f"csrc: {path.name}: {match[1][:40]}", match[1]
+def sentences() -> Iterator[tuple[str, str]]:
+    """The pieces of the sentences for the hooks' codes, between what is filled in."""
+    for code, text in reasons.SENTENCES.items():
+        for piece in re.split(r"\{details\}|(?<=: )", text):
+            if piece:
+                yield f"{code}: {piece[:30]}", piece
 
 
-MESSAGES = [*python_messages(), *reasons_of_the_hooks()]
+MESSAGES = [*python_messages(), *sentences()]
 
 
 def test_the_messages_of_the_code_are_found() -> None:
-    assert len([where for where, _ in MESSAGES if where.startswith("csrc")]) >= 8
+    assert len(list(sentences())) >= len(reasons.SENTENCES)
     assert len(MESSAGES) >= 30
+
+
+def test_every_code_of_the_hooks_has_a_sentence() -> None:
+    assert _C.reason_codes() == list(reasons.SENTENCES)
+
+
+def test_no_message_sends_users_to_a_private_name() -> None:
+    for where, text in MESSAGES:
+        assert not re.search(r"torch_xla_donate\._", text), where
 
 
 @pytest.mark.parametrize("message", [text for _, text in MESSAGES], ids=[where for where, _ in MESSAGES])
@@ -198,6 +195,23 @@ def test_the_page_that_a_warning_names_exists() -> None:
     source = (ROOT / "torch_xla_donate" / "_report" / "notices.py").read_text(encoding="utf-8")
     (named,) = set(re.findall(r"See (docs/\w+\.md)", source))
     assert (ROOT / named).is_file()
+
+
+def test_the_texts_of_the_page_on_import_errors_are_in_the_code() -> None:
+    sources = [*(ROOT / "torch_xla_donate").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    code = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text(encoding="utf-8") for path in sources))
+    page = (ROOT / "docs" / "import_errors.md").read_text(encoding="utf-8")
+    shown = [text for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) for text in re.findall("`(.+?)`", row)]
+    assert len(shown) >= 8
+    for text in shown:
+        pieces = re.split(r"\.\.\.|2\.[\d., 789]+|\bon\b", text)
+        assert all(piece.strip(" .()") in code for piece in pieces), text
+
+
+def test_the_record_names_the_probe_of_the_layouts() -> None:
+    probe, _ = _host._probe(torch_xla.device())
+    record = words((ROOT / "third_party" / "host_facts.md").read_text(encoding="utf-8"))
+    assert f"a fresh {str(probe.dtype).removeprefix('torch.')}[{probe.numel()}] with known values" in record
 
 
 # --- Tables, links, pictures ---

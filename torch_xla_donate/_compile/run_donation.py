@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _host
+from torch_xla_donate import _C, _host, _report
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
-from torch_xla_donate._errors import HELD_BY_OTHERS, DonationError
+from torch_xla_donate._errors import DonationError
 
 _numbers = itertools.count(1)
 
@@ -43,9 +43,9 @@ class RunDonation:
             self.cancel()
             raise
         for leaf in self._call.constants:
-            self._refused[leaf] = "torch_xla shares this buffer between tensors (a cached constant)"
+            self._refused[leaf] = _report.CONSTANT
         # Why this call donates nothing at all; empty if it does.
-        self._off = _C.disabled_reason() or _C.switched_off()
+        self._off = _report.no_donation()
         self.unread = NOT_READ  # why what no graph has read was not donated
 
     def _refuse_shared(self) -> None:
@@ -60,7 +60,7 @@ class RunDonation:
             _host.list_live_tensors()
             shared = _C.shared_with_listed(self._call)
         for leaf in shared:
-            self._refused[leaf] = HELD_BY_OTHERS
+            self._refused[leaf] = _report.HELD_BY_OTHERS
 
     def choice(self) -> Hashable:
         """What `positions` depends on beyond the kind of the arguments and which of them share a buffer."""

@@ -41,7 +41,7 @@ from torch_xla_donate._host.settings import (
     in_eager_mode,
     process_count,
     runtime,
-    set_collectives_token,
+    functions_of_a_step,
 )
 from torch_xla_donate._host.switches import graph_name, is_refused_execution, tracing
 from torch_xla_donate._host.tensors import (

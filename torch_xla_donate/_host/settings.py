@@ -52,7 +52,7 @@ def ignores_donors() -> str:
         setting = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
     else:
         setting = next(iter(ignoring_donors()), "")
-    _C.set_switched_off(f"{setting} makes torch_xla ignore every donor" if setting else "")
+    _C.set_switched_off(setting)
     return setting
 
 
@@ -67,6 +67,10 @@ def autocast_state() -> tuple[Any, ...]:
     return (enabled, torch.get_autocast_dtype("xla") if enabled else None)
 
 
-def set_collectives_token() -> Any:
-    """torch_xla's function that sets the token that orders collectives within a step; with None it drops it."""
-    return xlac()._set_all_reduce_token
+def functions_of_a_step() -> tuple[Any, Any]:
+    """torch_xla's functions that the hooks call at a step that may donate.
+
+    The first sets the token that orders collectives within a step; with None it drops it. The second answers whether
+    auto-sharding is on, which a program may switch on at any time.
+    """
+    return xlac()._set_all_reduce_token, xlac()._xla_get_auto_sharding

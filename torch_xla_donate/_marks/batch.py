@@ -61,7 +61,7 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
 
     Raises DonationError if one is strict; inside of a compiled function, at the end of its call.
     """
-    off = _C.disabled_reason()
+    off = _report.sentence(_C.disabled_reason())
     for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
         names = _trees.FixedNames([given.name for given in group])

@@ -16,7 +16,7 @@ def prepare(where: str) -> None:
     if not _C.installed():
         raise DonationError(
             "the hooks of torch_xla_donate have been taken out of torch_xla, so nothing can be donated. "
-            "Put them back with torch_xla_donate._host.install_hooks()."
+            "Start a new process to have them again."
         )
     _host.verify_layouts()
     setting = _host.ignores_donors()

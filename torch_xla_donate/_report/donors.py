@@ -10,6 +10,7 @@ from torch_xla_donate import _C, hlo
 from torch_xla_donate._report.explain import explain, split_sharding
 from torch_xla_donate._report.pairs import pair_kept
 from torch_xla_donate._report.predict import Prediction, StepPrediction
+from torch_xla_donate._report.reasons import sentence
 from torch_xla_donate.hlo.dump import copied_parameters
 
 Outcome = Literal["donated", "unusable", "pending"]
@@ -115,7 +116,7 @@ def describe_donor(
     elif raw["outcome"] == "donated":
         outcome, reason = "donated", ""
     else:
-        outcome, reason = "unusable", raw["reason"] or explain(raw, step)
+        outcome, reason = "unusable", sentence(raw["reason"]) or explain(raw, step)
     output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
     return Donor(
         name=raw["name"],

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 
 from torch_xla_donate import _C, _host
-from torch_xla_donate._errors import HELD_BY_OTHERS
+from torch_xla_donate._report.reasons import HELD_BY_OTHERS, no_donation
 
 Prediction = Literal["donated", "unusable", "unknown"]
 
@@ -25,7 +25,7 @@ class StepPrediction:
 
     def __init__(self) -> None:
         look = _look_ahead()
-        self._off = _C.disabled_reason() or _C.switched_off()
+        self._off = no_donation()
         self._shared: frozenset[int] = frozenset(look["shared"])
         self._complete = look["complete"]
         spmd = bool(_host.runtime().is_spmd())

@@ -13,6 +13,7 @@ from torch_xla_donate._report.holders import UNKNOWN, holders_of
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.pairs import resolve_pairs
 from torch_xla_donate._report.predict import StepPrediction
+from torch_xla_donate._report.reasons import sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,8 @@ class DonationReport:
         backward_threads: how many of the reported steps with donors followed a backward pass on autograd's own threads.
             Such a thread may still hold gradients, which are outputs then. To avoid that, run the backward pass under
             ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
+        errors: how often a hook of the package has failed in this process and the step went on without donation or
+            without the check of `debug_nans`, by error; empty if none has. Please report them.
     """
 
     donors: tuple[Donor, ...]
@@ -76,6 +79,7 @@ class DonationReport:
     held: tuple[HeldInput, ...] = ()
     steps: tuple[Step, ...] = ()
     backward_threads: int = 0
+    errors: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def crossed(self) -> int:
@@ -129,6 +133,7 @@ class DonationReport:
             "auto_refusals": dict(self.auto_refusals),
             "held": [dataclasses.asdict(held) for held in self.held],
             "backward_threads": self.backward_threads,
+            "errors": dict(self.errors),
         }
 
 
@@ -181,7 +186,15 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         for raw in left_alone
     )
     backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
-    return DonationReport(tuple(donors), tuple(pending), _C.auto_refusals(), held, tuple(summary), backward_threads)
+    return DonationReport(
+        tuple(donors),
+        tuple(pending),
+        {sentence(reason): count for reason, count in _C.auto_refusals()},
+        held,
+        tuple(summary),
+        backward_threads,
+        _C.hook_errors(),
+    )
 
 
 _KEPT = 8

@@ -43,6 +43,10 @@ def report(found: DonationReport) -> str:
         f"\nauto_donate left {count} step{'s' if count > 1 else ''} alone: {reason}."
         for reason, count in found.auto_refusals.items()
     )
+    left_alone += "".join(
+        f"\nA hook failed {count} time{'s' if count > 1 else ''} and the step went on without it: {error}."
+        for error, count in found.errors.items()
+    )
     if found.backward_threads:
         steps = "1 step" if found.backward_threads == 1 else f"{found.backward_threads} steps"
         left_alone += (

@@ -1,0 +1,59 @@
+// Why a donor was not donated, or why a step has no donors: a code, and what the sentence needs beyond it.
+//
+// The sentences are in torch_xla_donate/_reasons.py; C++ carries none.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <utility>
+
+namespace torch_xla_donate {
+
+enum class ReasonCode : std::uint8_t {
+  kNone,
+  kGiven,  // details: the sentence, which Python has given
+  // Of one donor.
+  kAnotherBuffer,
+  kHeldByOthers,
+  kHasViews,
+  kConstant,
+  kReadEagerly,
+  // Of a step and all its donors.
+  kUnmatched,
+  kIgnored,  // details: the setting
+  kAutoSharding,
+  kDisabled,
+  kDebugNans,
+  kDebugProcess,
+  kKeptNodes,
+  kSharedGraphs,
+  kDeviceLocked,
+  kTokenKept,   // details: the error
+  kPlanFailed,  // details: the error
+  // Of a step that did not run, or failed.
+  kGivenUp,
+  kNotCompiled,
+  kEarlierStepFailed,
+  kFailed,  // details: the error
+  kFailedForeign,
+};
+
+struct Reason {
+  ReasonCode code = ReasonCode::kNone;
+  std::string details;
+
+  Reason() = default;
+  Reason(ReasonCode of, std::string more = {}) : code(of), details(std::move(more)) {}
+  // The text of Python; none if it is empty.
+  static Reason Given(std::string text) {
+    return text.empty() ? Reason() : Reason(ReasonCode::kGiven, std::move(text));
+  }
+
+  bool empty() const { return code == ReasonCode::kNone; }
+  friend bool operator<(const Reason& left, const Reason& right) {
+    return std::tie(left.code, left.details) < std::tie(right.code, right.details);
+  }
+};
+
+}  // namespace torch_xla_donate

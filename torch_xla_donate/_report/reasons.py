@@ -1,0 +1,55 @@
+"""The sentences for the reasons that the hooks give as codes: why a donor was not donated, or a step has none."""
+
+from __future__ import annotations
+
+from torch_xla_donate import _C
+
+HELD_BY_OTHERS = (
+    "another live tensor, which was not donated, holds the same buffer (as after a whole copy, b.copy_(t)); "
+    "donate both, or clone one of them"
+)
+CONSTANT = "torch_xla shares this buffer between tensors (a cached constant)"
+
+_TOKEN = "the token that orders collectives, which may read inputs of the step, could not be dropped: "
+_FAILED = "the step failed: "
+
+# By code of csrc/registry/reasons.h; {details} is what comes with it.
+SENTENCES = {
+    "none": "",
+    "given": "{details}",
+    "another_buffer": (
+        "its tensor got another buffer before a step read the marked one, as xs.mark_sharding gives it; donate it "
+        "after that"
+    ),
+    "held_by_others": HELD_BY_OTHERS,
+    "has_views": "it has views, which share its graph while functionalization is off",
+    "constant": CONSTANT,
+    "read_eagerly": "eager mode runs each operation at once, outside of a step, and has run one that reads it",
+    "unmatched": "the outputs of the step could not be matched with live tensors",
+    "ignored": "{details} makes torch_xla ignore every donor",
+    "auto_sharding": "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True)) makes torch_xla ignore every donor",
+    "disabled": "donation is disabled (donation_disabled())",
+    "debug_nans": "donation is disabled (debug_nans())",
+    "debug_process": "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)",
+    "kept_nodes": "torch keeps nodes for graphs to come (torch_lazy_reuse_ir), and with them their inputs",
+    "shared_graphs": "functionalization is off and a live tensor is a view, or has views, which share its graph",
+    "device_locked": f"{_TOKEN}torch_xla has locked the device already",
+    "token_kept": f"{_TOKEN}{{details}}",
+    "plan_failed": "the donors of the step could not be chosen: {details}",
+    "given_up": f"{_FAILED}the step was given up before it ran",
+    "not_compiled": f"{_FAILED}it did not compile",
+    "earlier_step_failed": f"{_FAILED}an earlier step failed",
+    "failed": f"{_FAILED}{{details}}",
+    "failed_foreign": f"{_FAILED}unknown error",
+}
+
+
+def sentence(reason: _C.Reason) -> str:
+    """What a reason says to people; empty if it is none. Of an error it has the first line."""
+    details = reason.details if reason.code == "given" else reason.details.partition("\n")[0]
+    return SENTENCES[reason.code].replace("{details}", details)
+
+
+def no_donation() -> str:
+    """Why steps of this thread donate nothing at all; empty if they do."""
+    return sentence(_C.disabled_reason()) or sentence(_C.switched_off())
