@@ -520,3 +520,32 @@ def test_each_set_of_donors_has_a_graph_which_names_them(dump_folder):
     assert len(found) == 1
     assert [found[0].shape_of(donor).dims for donor in found[0].donors] == [(3,)]
     assert [found[0].shape_of(alias).dims for alias in found[0].aliases] == [(3,)]
+
+
+def test_a_break_beside_parameters_that_the_first_graph_does_not_read():
+    """An LSTM's functional step: to look at the captured frame must not add inputs to the graph."""
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(4, 6, batch_first=True)
+
+    def step(state, x):
+        weights = {name: value.detach().requires_grad_() for name, value in state["weights"].items()}
+        zeros = (torch.zeros(1, 2, 6, device=x.device), torch.zeros(1, 2, 6, device=x.device))
+        loss = torch.func.functional_call(lstm, weights, (x, zeros))[0].pow(2).mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()))
+        with torch.no_grad():
+            momenta = {name: 0.9 * state["momenta"][name] + 0.1 * g for name, g in zip(weights, gradients)}
+            weights = {name: value.detach() - 0.5 * momenta[name] for name, value in weights.items()}
+        return {"weights": weights, "momenta": momenta}, loss.detach()
+
+    batches = [torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    losses = {}
+    for device in ("cpu", "xla"):
+        run = step if device == "cpu" else openxla(step, donate_argnums=0)
+        weights = {name: value.detach().clone().to(device) for name, value in lstm.named_parameters()}
+        state = {"weights": weights, "momenta": {name: torch.zeros_like(value) for name, value in weights.items()}}
+        torch_xla.sync(wait=True)
+        losses[device] = []
+        for batch in batches:
+            state, loss = run(state, batch.to(device))
+            losses[device].append(loss.item())
+    assert losses["xla"] == pytest.approx(losses["cpu"], rel=1e-5)

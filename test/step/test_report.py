@@ -109,6 +109,9 @@ def test_steps_are_kept_for_the_last_eight(make):
     assert len(steps) == 8
     assert steps == sorted(steps)
     assert [donor.step for donor in donation_report(steps=2).donors] == steps[-2:]
+    for steps in ("2", True, 1.0):
+        with pytest.raises(TypeError, match="steps is of type (str|bool|float); it must be an int"):
+            donation_report(steps=steps)
     with pytest.raises(ValueError, match="steps is 0; it must be 1 or more"):
         donation_report(steps=0)
 

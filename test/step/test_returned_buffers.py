@@ -320,7 +320,16 @@ def test_an_object_that_leads_to_an_argument(make):
 def test_pure_refuses_an_object_that_hides_an_argument(make):
     g = give_away(lambda p: Box(p, p + 1), "pure")
     w = make(3)
-    with pytest.raises(DonationError, match="keeps"):
+    with pytest.raises(DonationError, match="which a result of type Box keeps.*register the type"):
+        g(w)
+    assert w.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("hide", [lambda t: {t}, lambda t: {"a": t}.values()], ids=["set", "dict view"])
+def test_pure_names_the_type_of_a_result_that_hides_a_tensor(make, hide):
+    g = give_away(lambda x: hide(x * 2), "pure")
+    w = make(3)
+    with pytest.raises(DonationError, match="which a result of type (set|dict_values) keeps"):
         g(w)
     assert w.tolist() == [0, 1, 2]
 

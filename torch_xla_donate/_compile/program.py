@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch_xla_donate._compile.pure import PureCompiled
 
 
+# What a result may be without holding tensors that cannot be seen.
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
 class ValueSource(NamedTuple):
     """Where a result, or an input of the graph, comes from."""
 
@@ -41,7 +45,7 @@ class TracedProgram:
         proxies = ArgumentProxies(compiled, roles, args, kwargs)
         while self._trace_once(compiled, proxies, offered):
             proxies.separate()
-        proxies.refuse_kept(compiled.function)
+        proxies.refuse_kept(compiled.function, self._opaque)
 
     def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
         """True if the buffer of an argument is another input, too, which the graph takes for the same one."""
@@ -57,6 +61,7 @@ class TracedProgram:
                 with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
                     tree = compiled.trace(*args, **kwargs)
                     results, self._structure = pytree.tree_flatten(tree)
+                    self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, _PLAIN)), "")
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
                     del tree

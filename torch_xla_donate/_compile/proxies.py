@@ -113,8 +113,11 @@ class ArgumentProxies:
         self._made = [*made, *given]
         self._buffers = {_C.identity(tensor)[1] for reference, _ in given if (tensor := reference()) is not None}
 
-    def refuse_kept(self, function: str) -> None:
-        """DonationError if something outside of the function keeps a tensor that depends on the arguments."""
+    def refuse_kept(self, function: str, opaque: str) -> None:
+        """DonationError if something outside of the function keeps a tensor that depends on the arguments.
+
+        opaque: the type of a result that may hold tensors and is not a pytree node; empty if there is none.
+        """
 
         def kept() -> list[tuple[torch.Tensor, str]]:
             alive = [(reference(), where) for reference, where in self._made]
@@ -130,6 +133,9 @@ class ArgumentProxies:
             raise _trace.impure(
                 function,
                 where,
-                f"makes {_trees.dtype_and_shape(tensor)}, which something outside of the function keeps",
-                "Return it",
+                f"makes {_trees.dtype_and_shape(tensor)}, which "
+                + (f"a result of type {opaque} keeps" if opaque else "something outside of the function keeps"),
+                "Return the tensor in a tuple, list or dict, or register the type with torch.utils._pytree"
+                if opaque
+                else "Return it",
             )

@@ -151,9 +151,12 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
             compiled or run. What is seen from outside (dlpack, numpy) is not known; XLA copies it then.
 
     Raises:
+        TypeError: ``steps`` is not an int.
         ValueError: ``steps`` is not positive.
         DonationError: a donation made with ``strict=True`` was unusable and has not been told before.
     """
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+        raise TypeError(f"steps is of type {type(steps).__name__}; it must be an int, 1 or more, or None.")
     if steps is not None and steps < 1:
         raise ValueError(f"steps is {steps}; it must be 1 or more.")
     _C.wait_for_steps()
