@@ -11,10 +11,6 @@
 
 namespace torch_xla_donate {
 
-// Call this where a tensor is made: in a backward pass, it remembers the thread.
-void NoteBackwardThread();
-// A step begins on this thread. Counts it if the last backward pass before it ran on another thread.
-void CountBackwardThreads();
 // The steps counted so far.
 std::int64_t StepsAfterBackwardThreads();
 

@@ -18,12 +18,24 @@
 
 #include "features/auto_donors.h"
 #include "features/backward_threads.h"
+#include "features/compiled_run.h"
+#include "features/donor_plans.h"
 #include "features/outdated_tensors.h"
+#include "features/output_check.h"
 #include "features/prediction.h"
+#include "features/reuse_warnings.h"
+#include "features/run_guard.h"
+#include "features/run_probe.h"
+#include "features/switches.h"
+#include "features/use_guard.h"
 #include "host/array_text.h"
 #include "host/torch_xla_abi.h"
 #include "registry/registry.h"
-#include "step/sync_hooks.h"
+#include "step/callbacks.h"
+#include "step/graph_arrays.h"
+#include "step/hooks.h"
+#include "step/thread_step.h"
+#include "step/watch.h"
 
 namespace py = pybind11;
 
@@ -250,7 +262,7 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
   }
-  if (DonationRegistry::Get().HasSpared()) {
+  if (Watches(kSpared)) {
     for (const DonationRegistry::Leaf& leaf : resolved) {
       ReportReuse(leaf.buffer.get());
     }
@@ -564,17 +576,17 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
   const std::size_t count = outlook.parameters.size();
   std::vector<lazy::BackendDataPtr> parameters;
   std::vector<std::string> arrays;
-  std::vector<std::optional<std::int64_t>> bytes, output_bytes;  // as a step compares them before it is compiled
+  std::vector<ArraySize> bytes, output_bytes;  // as a step compares them before it is compiled
   std::vector<bool> donors(count);
   std::vector<std::optional<std::size_t>> wanted(count);
   for (const std::string& output : outlook.outputs) {
-    output_bytes.push_back(BytesPerDevice(ask ? WithoutLayout(output) : output));
+    output_bytes.push_back(SizeOf(output, /*unsharded=*/ask != nullptr));
   }
   for (std::size_t i = 0; i < count; ++i) {
     const auto& [buffer, own] = outlook.parameters[i];
     parameters.push_back(buffer);
     arrays.push_back(abi::DescribeBuffer(*buffer));
-    bytes.push_back(BytesPerDevice(ask ? WithoutLayout(arrays.back()) : arrays.back()));
+    bytes.push_back(SizeOf(arrays.back(), /*unsharded=*/ask != nullptr));
     const auto found = marked.find(buffer.get());
     const bool is_marked = found != marked.end() && !shared.contains(reinterpret_cast<std::uintptr_t>(buffer.get()));
     donors[i] = own.has_value() || is_marked;
@@ -585,10 +597,10 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
       wanted[i] = static_cast<std::size_t>(output - outlook.tensors.begin());
     }
   }
-  std::vector<std::size_t> order = PairDonors({parameters, outlook.roots, bytes, output_bytes,
-                                               /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
-                                               /*offered=*/std::vector<bool>(count, false), wanted})
-                                       .parameter_order;
+  std::vector<std::size_t> order =
+      PairDonors({bytes, output_bytes, /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
+                  /*offered=*/std::vector<bool>(count, false), wanted, NearParameters(parameters, outlook.roots)})
+          .parameter_order;
   std::vector<bool> ordered(count);
   for (const std::size_t i : order) {
     ordered[i] = true;
@@ -837,7 +849,7 @@ PYBIND11_MODULE(_C, m) {
             buffers.push_back({std::move(buffer), places.at(i).first, places.at(i).second});
           }
         }
-        ArmRun(call.site, std::move(buffers), graph);
+        DonateToNextRun(call.site, std::move(buffers), graph);
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
       "The next run of a compiled graph on this thread consumes the buffers of these tensors, which the call has "
@@ -1007,7 +1019,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("verify_executor", &VerifyExecutor, py::arg("eager_mode"), py::arg("allow_execution"),
         "Compares torch_xla's executor with the layout relied on, and with what it says of itself; RuntimeError if it "
         "differs.");
-  m.def("refuse_runs", &RefuseRuns, py::arg("on"),
+  m.def("refuse_runs", &BlockRuns, py::arg("on"),
         "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,
@@ -1028,7 +1040,7 @@ PYBIND11_MODULE(_C, m) {
         result["spared"] = counts.spared;
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
-        result["auto_plans"] = AutoPlans::Get().Size();
+        result["auto_plans"] = DonorPlanner::Get().Size();
         result["bases"] = OutdatedTensors::Get().Size().bases;
         result["outdated"] = OutdatedTensors::Get().Size().outdated;
         return result;
@@ -1059,7 +1071,7 @@ PYBIND11_MODULE(_C, m) {
       "auto_held",
       [] {
         py::list result;
-        for (const HeldInput& input : AutoPlans::Get().LastHeld()) {
+        for (const HeldInput& input : DonorPlanner::Get().LastHeld()) {
           result.append(py::make_tuple(input.array, input.bytes, input.device.toString(), input.by_tensor,
                                        reinterpret_cast<std::uintptr_t>(input.buffer.lock().get())));
         }
@@ -1075,7 +1087,7 @@ PYBIND11_MODULE(_C, m) {
         return reinterpret_cast<std::uintptr_t>(data == nullptr ? nullptr : abi::BufferOf(*data).get());
       },
       py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying what is pending; or 0.");
-  m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
+  m.def("set_one_of_many", &SetMultiProcess, py::arg("on"),
         "Whether other processes run the same program, whose steps must have the same donors.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
         "Whether donation is disabled, uses are reported and outputs noted on every thread.");

@@ -176,9 +176,10 @@ def python_messages() -> Iterator[tuple[str, str]]:
 
 
 def reasons_of_the_hooks() -> Iterator[tuple[str, str]]:
-    for path in sorted((ROOT / "csrc" / "step").glob("*.cpp")):
+    starts = r"(?:refusal = |char\* why = |Abandon\(|GiveUp\(|case Obstacle::\w+: return |runtime_error\(std::string\()"
+    for path in sorted((ROOT / "csrc").glob("*/*.*")):
         source = re.sub(r'"\s*\n\s*"', "", path.read_text(encoding="utf-8"))  # strings over several lines
-        for match in re.finditer(r'(?:refusal\s*=\s*|Abandon\(|runtime_error\(std::string\()"([^"]+)"', source):
+        for match in re.finditer(starts + r'"([^"]+)"', re.sub(r"\s+", " ", source)):
             yield f"csrc: {path.name}: {match[1][:40]}", match[1]
 
 
