@@ -1,238 +1,198 @@
-// Liveness of a step's parameters, and the choice among the dead ones.
+// Offers the inputs that no live tensor can reach.
 #include "features/auto_donors.h"
 
-#include <torch/csrc/lazy/backend/backend_interface.h>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
 
-#include <algorithm>
-#include <map>
-#include <utility>
-
-#include "host/array_text.h"
+#include "features/outdated_tensors.h"
+#include "features/switches.h"
+#include "step/callbacks.h"
+#include "step/donor_set.h"
+#include "step/observer.h"
+#include "step/watch.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
-constexpr std::size_t kKnownDeadSets = 16;
+std::atomic<bool> is_default{false};
+std::atomic<bool> multi_process{false};
 
-bool IsSubset(const std::vector<std::size_t>& parameters, const std::vector<bool>& dead) {
-  return std::all_of(parameters.begin(), parameters.end(), [&dead](std::size_t i) { return dead[i]; });
+// How many wishes for automatic donation there are in all.
+void CountWish(int change) {
+  static std::mutex* mutex = new std::mutex();
+  static int wishes = 0;
+  std::lock_guard<std::mutex> lock(*mutex);
+  wishes += change;
+  SetWatch(kAutomatic, wishes > 0 ? kAutomatic : Watch{});
 }
+
+struct ThreadWishes {
+  std::vector<bool> pushed;  // by this thread's contexts
+  void* arena = nullptr;     // of the executor that has made the last list, if it was made for automatic donation
+};
+ThreadWishes& Wishes() {
+  thread_local ThreadWishes wishes;
+  return wishes;
+}
+
+// Why automatic donation cannot be had in this process. Asked once; nobody waits for the answer, as the thread that
+// asks takes the GIL, which others may hold here.
+struct ProcessObstacle {
+  std::atomic<bool> asked{false};
+  std::atomic<bool> known{false};
+  Reason reason;  // written before it is known, and never again
+};
+ProcessObstacle& TheObstacle() {
+  static ProcessObstacle* value = new ProcessObstacle();
+  return *value;
+}
+
+bool IsObstacleKnown() {
+  ProcessObstacle& obstacle = TheObstacle();
+  if (!obstacle.asked.exchange(true)) {
+    try {
+      obstacle.reason = Callbacks().prepare_auto();
+    } catch (...) {
+      obstacle.asked.store(false);
+      throw;
+    }
+    obstacle.known.store(true, std::memory_order_release);
+  }
+  return obstacle.known.load(std::memory_order_acquire);
+}
+
+// What was held when the list was made, what is held now, and what has been made since: whatever another thread does
+// meanwhile, a buffer is in one of them until nobody has it. Nothing if a view hides what it holds.
+std::optional<Liveness> FindReach(const DonorSet& step) {
+  Liveness liveness(step.Context().graph->parameters_data);
+  const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
+    if (data == nullptr) {
+      liveness.Hold(listed);
+      return true;
+    }
+    liveness.Hold(data->handle.get());
+    if (listed != data->handle.get()) {
+      liveness.Hold(listed);
+    }
+    // A tensor that has a buffer keeps no other graph than the node of that buffer, and the graph of an output has
+    // become the step's.
+    if (data->handle == nullptr && data->ir_value) {
+      liveness.HoldGraph(data->ir_value);
+    }
+    return !abi::HasView(*data);
+  };
+  for (std::size_t i = 0; i < step.Live().size(); ++i) {
+    if (!hold(step.Live()[i].get(), step.List().BufferOf(i))) {
+      return std::nullopt;
+    }
+  }
+  const lazy::BackendDevice& device = step.Context().collection.device;
+  for (const auto& data : abi::TensorsSince(Wishes().arena, device, step.List().Newest())) {
+    if (!hold(data.get(), nullptr)) {
+      return std::nullopt;
+    }
+  }
+  return liveness;
+}
+
+std::optional<Liveness> FindReachOrSayWhy(const DonorSet& step) {
+  Reason why = TheObstacle().reason;
+  if (why.empty() && abi::KeepsNodes()) {
+    why = ReasonCode::kKeptNodes;
+  }
+  std::optional<Liveness> found = why.empty() ? FindReach(step) : std::nullopt;
+  if (!found.has_value()) {
+    DonationRegistry::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
+  }
+  return found;
+}
+
+// The compiler alone chooses shardings, so only the outcome shows which donors are of use.
+void Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors) {
+  // Not where other processes must compile the same graph: the next step may come before this or after it.
+  if (multi_process.load(std::memory_order_relaxed)) {
+    return;
+  }
+  std::vector<std::size_t> of_no_use;
+  for (std::size_t i = 0; i < donors.size(); ++i) {
+    if (donors[i]->state == DonorState::kUnusable) {
+      of_no_use.push_back(plan.choice->parameters[i]);
+    }
+  }
+  if (!of_no_use.empty()) {
+    DonorPlanner::Get().OfNoUse(plan.plan, of_no_use);
+  }
+}
+
+class AutoDonors : public StepObserver {
+  // The question comes before the list, as it makes a tensor.
+  bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
+    Wishes().arena = nullptr;
+    const bool needs = AutoDonates() && IsObstacleKnown();
+    if (needs) {
+      Wishes().arena = arena;
+    }
+    return needs;
+  }
+  void BeforeGraph(GraphContext& graph) override {
+    if (graph.follows_list && graph.runs_all) {
+      DonorPlanner::Get().BeginStep(graph.collection.device);
+    }
+  }
+  void ProposeDonors(DonorSet& step) override {
+    if (AutoDonates() && Wishes().arena != nullptr && !DonationDisabled()) {
+      step.OfferInputs(&FindReachOrSayWhy, abi::IsSpmd(step.Context().collection.device) ? &Learn : nullptr);
+    }
+  }
+};
 
 }  // namespace
 
-Liveness::Liveness(const std::vector<lazy::BackendDataPtr>& parameters)
-    : held_(parameters.size(), false), read_(parameters.size(), false) {
-  position_of_.reserve(parameters.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    position_of_.emplace(parameters[i].get(), i);
+StepObserver& AutoDonorsFeature() { return TheOnly<AutoDonors>(); }
+
+void SetAutoDonate(bool on) {
+  if (on) {
+    OutdatedTensors::FollowAliases();
+  }
+  if (is_default.exchange(on) != on) {
+    CountWish(on ? 1 : -1);
   }
 }
 
-void Liveness::Hold(const lazy::BackendData* buffer) {
-  if (const auto found = position_of_.find(buffer); found != position_of_.end()) {
-    held_[found->second] = true;
+bool AutoDonateIsDefault() { return is_default.load(); }
+
+void PushAutoDonate(bool on) {
+  if (on) {
+    OutdatedTensors::FollowAliases();
+    CountWish(1);
+  }
+  Wishes().pushed.push_back(on);
+}
+
+std::size_t AutoDonateDepth() { return Wishes().pushed.size(); }
+
+void PopAutoDonate(std::size_t depth) {
+  std::vector<bool>& pushed = Wishes().pushed;
+  while (pushed.size() > depth) {  // not where a context is left on another thread than it was entered on
+    if (pushed.back()) {
+      CountWish(-1);
+    }
+    pushed.pop_back();
   }
 }
 
-void Liveness::HoldGraph(const lazy::Value& root) {
-  std::vector<const lazy::Node*> open = {root.node.get()};
-  while (!open.empty()) {
-    const lazy::Node* node = open.back();
-    open.pop_back();
-    if (node == nullptr || !seen_.insert(node).second) {
-      continue;
-    }
-    const lazy::BackendDataPtr data = lazy::getBackend()->GetComputationDataFromNode(node);
-    if (const auto found = position_of_.find(data.get()); found != position_of_.end()) {
-      read_[found->second] = true;
-    }
-    for (const lazy::Output& operand : node->operands()) {
-      open.push_back(operand.node);
-    }
+bool AutoDonates() {
+  if (!Watches(kAutomatic)) {
+    return false;
   }
+  const std::vector<bool>& pushed = Wishes().pushed;
+  return pushed.empty() ? is_default.load(std::memory_order_relaxed) : pushed.back();
 }
 
-AutoPlans& AutoPlans::Get() {
-  static AutoPlans* plans = new AutoPlans();
-  return *plans;
-}
-
-std::size_t AutoPlans::Size() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return plans_.size();
-}
-
-AutoPlans::Plan AutoPlans::Look(const AutoQuestion& question) {
-  Plan plan;
-  plan.sizes = MeasureArrays(question.graph.parameters_data, question.roots, question.sharded);
-  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(plan.sizes.arrays));
-  const auto& bytes = plan.sizes.bytes;
-  std::map<std::int64_t, std::int64_t> free;
-  for (const auto& size : plan.sizes.output_bytes) {
-    free[size.value_or(0)] += size.has_value() ? 1 : 0;
-  }
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    free[bytes[i].value_or(0)] -= question.donors[i] && bytes[i].has_value() ? 1 : 0;
-  }
-  for (std::size_t i = 0; i < bytes.size(); ++i) {
-    plan.fits.push_back(!plan.sizes.dynamic && !question.donors[i] && bytes[i].value_or(0) > 0 && free[*bytes[i]] > 0);
-  }
-  return plan;
-}
-
-AutoPlans::ChoicePtr AutoPlans::Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead) {
-  auto choice = std::make_shared<AutoChoice>();
-  choice->pairs = PairDonors({question.graph.parameters_data, question.roots, plan.sizes.bytes, plan.sizes.output_bytes,
-                              plan.sizes.movable, question.donors, dead, question.wanted});
-  choice->parameters = choice->pairs.chosen;
-  for (std::size_t i : choice->parameters) {
-    const std::string& array = (*plan.arrays)[i];
-    auto donor = std::make_shared<Donor>(question.graph.parameters_data[i]->device());
-    donor->automatic = true;
-    donor->told = true;
-    donor->dtype = ElementType(array).value_or(at::ScalarType::Undefined);
-    const std::vector<std::int64_t> sizes = SizesOf(array);
-    donor->sizes.assign(sizes.begin(), sizes.end());
-    donor->bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
-    choice->bytes += plan.sizes.bytes[i].value_or(0);
-    choice->prototypes.push_back(std::move(donor));
-  }
-  return choice;
-}
-
-// The answer for a dead set that has not been seen lately.
-AutoPlans::ChoicePtr AutoPlans::Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead) {
-  const auto adopt = [&plan](ChoicePtr made) {
-    const auto same = [&made](const ChoicePtr& other) { return other->parameters == made->parameters; };
-    const auto found = std::find_if(plan.choices.begin(), plan.choices.end(), same);
-    if (found != plan.choices.end()) {
-      return *found;
-    }
-    plan.choices.push_back(made);
-    return made;
-  };
-  if (plan.choices.size() < kMaxChoices) {
-    return adopt(Decide(plan, question, dead));
-  }
-  ChoicePtr best;
-  for (const ChoicePtr& choice : plan.choices) {
-    if (IsSubset(choice->parameters, dead) && (best == nullptr || choice->bytes > best->bytes)) {
-      best = choice;
-    }
-  }
-  if (best != nullptr && best->bytes > 0) {
-    return best;
-  }
-  // Nothing fits. What has been dead every time will do for good, in most loops; two more graphs at the most.
-  if (plan.choices.size() == kMaxChoices) {
-    return adopt(Decide(plan, question, plan.always_dead));
-  }
-  return best != nullptr ? best : adopt(Decide(plan, question, std::vector<bool>(dead.size(), false)));
-}
-
-void AutoPlans::Forget(lazy::hash_t key) {
-  const auto found = plans_.find(key);
-  parameters_ -= found->second.sizes.bytes.size();
-  plans_.erase(found);
-  order_.erase(std::find(order_.begin(), order_.end(), key));
-}
-
-void AutoPlans::OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (const auto entry = plans_.find(plan); entry != plans_.end()) {
-    std::vector<bool>& fits = entry->second.fits;
-    for (const std::size_t i : parameters) {
-      if (i < fits.size()) {  // else another graph has come to have this hash
-        fits[i] = false;
-      }
-    }
-  }
-}
-
-std::vector<HeldInput> AutoPlans::LastHeld() const {
-  std::vector<HeldInput> result;
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [device, left] : last_left_) {
-    for (const bool by_tensor : {true, false}) {
-      for (const std::size_t i : by_tensor ? left.held : left.read_later) {
-        const std::string array = WithoutLayout((*left.arrays)[i]);
-        const std::int64_t bytes = BytesPerDevice(array).value_or(0);
-        if (const auto& room = left.choice->pairs.room; std::find(room.begin(), room.end(), bytes) != room.end()) {
-          result.push_back({array, bytes, device, by_tensor, left.buffers.at(i)});
-        }
-      }
-    }
-  }
-  return result;
-}
-
-void AutoPlans::BeginStep(const lazy::BackendDevice& device) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  last_left_.erase(device);
-}
-
-AutoAnswer AutoPlans::Choose(const AutoQuestion& question) {
-  std::vector<std::size_t> wanted;
-  for (const auto& output : question.wanted) {
-    wanted.push_back(output.has_value() ? *output + 1 : 0);
-  }
-  const std::vector<bool> kind = {question.automatic, question.sharded};
-  lazy::hash_t key = lazy::HashCombine(question.hash, lazy::Hash(question.graph.parameter_sequence));
-  key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(question.donors), lazy::Hash(kind)));
-  key = lazy::HashCombine(key, lazy::Hash(wanted));
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = plans_.find(key);
-  if (found == plans_.end() || found->second.sizes.bytes.size() != question.held.size() ||
-      found->second.sizes.output_bytes.size() != question.roots.size()) {
-    if (found != plans_.end()) {  // another graph has the same hash
-      Forget(key);
-    }
-    found = plans_.emplace(key, Look(question)).first;
-    order_.push_back(key);
-    parameters_ += question.held.size();
-    while (order_.size() > 1 && (order_.size() > kKeptPlans || parameters_ > kKeptParameters)) {
-      Forget(order_.front());
-    }
-    found->second.always_dead.assign(question.held.size(), true);
-  }
-  Plan& plan = found->second;
-  std::vector<bool> dead(question.held.size());
-  Left left;
-  for (std::size_t i = 0; i < dead.size(); ++i) {
-    const bool fits = question.automatic && plan.fits[i] && !question.barred[i];
-    const bool held = fits && (question.held[i] || question.read_later[i]);
-    dead[i] = fits && !held;
-    if (!dead[i]) {
-      plan.always_dead[i] = false;
-    }
-    if (held) {
-      (question.held[i] ? left.held : left.read_later).push_back(i);
-    }
-  }
-  AutoAnswer answer{nullptr, key};
-  const auto same = [&dead](const auto& entry) { return entry.first == dead; };
-  const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);
-  if (given != plan.by_dead.end()) {
-    answer.choice = given->second;
-  } else {
-    answer.choice = Settle(plan, question, dead);
-    plan.by_dead.emplace_front(dead, answer.choice);
-    if (plan.by_dead.size() > kKnownDeadSets) {
-      plan.by_dead.pop_back();
-    }
-  }
-  if (!left.held.empty() || !left.read_later.empty()) {
-    left.arrays = plan.arrays;
-    left.choice = answer.choice;
-    for (const auto* places : {&left.held, &left.read_later}) {
-      for (const std::size_t i : *places) {
-        left.buffers.emplace(i, question.graph.parameters_data[i]);
-      }
-    }
-    last_left_.insert_or_assign(question.device, std::move(left));
-  }
-  return answer;
-}
+void SetMultiProcess(bool on) { multi_process.store(on, std::memory_order_relaxed); }
 
 }  // namespace torch_xla_donate

@@ -1,148 +1,24 @@
-// Donors that nobody has marked: inputs of a step that nothing can read again once its graph has run.
+// Automatic donation: the switch, and the donors that the program has not marked.
 //
-// At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
-// So a parameter that no live tensor holds, by its data or by a graph that the step leaves pending, is out of reach for
-// the program. Reference counts of buffers are not asked: what earlier runs still hold flips with their timing, and
-// each flip would be another graph.
+// An input that nothing can reach after the step (liveness.h) may become a donor; which of them do is the planner's
+// choice (donor_plans.h).
 //
-// Which of the dead parameters are asked for is decided once for each graph and dead set: as many of each size as there
-// are outputs that no other donor takes, each close to the output that is made of it. A loop whose dead set flips (the
-// garbage collector frees a cycle at odd times) is held to kMaxChoices graphs, and to the choice that fits from then
-// on.
-//
-// Ownership: a Liveness belongs to one step. The plans live as long as the process, the last kKeptPlans of them, or the
-// last ones that have kKeptParameters together: a plan takes some hundred bytes for each.
-// Threads: AutoPlans is guarded by a mutex of its own; Liveness belongs to one thread.
-// Errors: none of its own.
+// Threads: any; wishes made with a context belong to its thread.
 #pragma once
 
-#include <c10/util/flat_hash_map.h>
-
-#include <atomic>
-#include <cstdint>
-#include <deque>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <optional>
-#include <string>
-#include <unordered_map>
-#include <unordered_set>
-#include <vector>
-
-#include "host/torch_xla_abi.h"
-#include "registry/registry.h"
-#include "step/donor_pairs.h"
+#include <cstddef>
 
 namespace torch_xla_donate {
 
-// Which parameters of a graph somebody can still reach.
-class Liveness {
- public:
-  explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);
+// Whether steps donate by liveness: on all threads, or on this one, where the last push counts before that.
+void SetAutoDonate(bool on);
+bool AutoDonateIsDefault();
+void PushAutoDonate(bool on);
+std::size_t AutoDonateDepth();
+void PopAutoDonate(std::size_t depth);
+bool AutoDonates();
 
-  // Somebody holds the buffer, whichever it is.
-  void Hold(const lazy::BackendData* buffer);
-  // Somebody may still run the graph, and read what it reads.
-  void HoldGraph(const lazy::Value& root);
-  // By position of the parameter: what Hold() was called with, and what only a graph reads.
-  const std::vector<bool>& Held() const { return held_; }
-  const std::vector<bool>& Read() const { return read_; }
-
- private:
-  ska::flat_hash_map<const lazy::BackendData*, std::size_t> position_of_;
-  std::vector<bool> held_, read_;
-  std::unordered_set<const lazy::Node*> seen_;
-};
-
-// What a step looks like to the planner: which donors it has, and which inputs may become donors.
-struct AutoQuestion {
-  const abi::Executor::PostOrderData& graph;
-  const std::vector<lazy::Value>& roots;
-  const lazy::BackendDevice& device;
-  lazy::hash_t hash;  // of the graph without its donors
-  bool sharded;       // SPMD: what the compiler shards is not known before
-  bool automatic;     // whether inputs may become donors; otherwise the step's donors are paired alone
-  // By position of the parameter:
-  std::vector<bool> held;                          // by a live tensor
-  std::vector<bool> read_later;                    // by work that stays pending
-  std::vector<bool> barred;                        // not to be donated, whoever holds it
-  std::vector<bool> donors;                        // in the donor set already, by a mark or by torch_xla
-  std::vector<std::optional<std::size_t>> wanted;  // the output that such a donor has been given
-};
-
-// The parameters to ask for.
-struct AutoChoice {
-  std::vector<std::size_t> parameters;
-  std::vector<DonorPtr> prototypes;  // what the report will say of each; without a buffer
-  DonorPairs pairs;
-  std::int64_t bytes = 0;
-};
-
-// An input that an output could have taken over, had nobody held it.
-struct HeldInput {
-  std::string array;  // "f32[8,4]"
-  std::int64_t bytes;
-  lazy::BackendDevice device;
-  bool by_tensor;  // held by a live tensor; otherwise by work that stays pending
-  std::weak_ptr<const lazy::BackendData> buffer;
-};
-
-struct AutoAnswer {
-  std::shared_ptr<const AutoChoice> choice;
-  lazy::hash_t plan;
-};
-
-class AutoPlans {
- public:
-  static constexpr std::size_t kMaxChoices = 4;
-  static constexpr std::size_t kKeptPlans = 1024, kKeptParameters = 1 << 18;
-
-  // Never destroyed: hooks may run until the process ends.
-  static AutoPlans& Get();
-
-  // The choice is never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
-  AutoAnswer Choose(const AutoQuestion& question);
-
-  // The compiler has had no use for these parameters: the graph does not ask for them again.
-  void OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters);
-
-  // Of the last step of each device; nothing of one that has not come to Choose(). A step begins with BeginStep().
-  std::vector<HeldInput> LastHeld() const;
-  void BeginStep(const lazy::BackendDevice& device);
-
-  std::size_t Size() const;
-
- private:
-  using ChoicePtr = std::shared_ptr<const AutoChoice>;
-  struct Plan {
-    std::shared_ptr<const std::vector<std::string>> arrays;       // the parameters, as abi::DescribeBuffer writes them
-    ArraySizes sizes;                                             // without the texts of `arrays`
-    std::vector<bool> fits;                                       // an output of this size is free
-    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // answers given, newest first
-    std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
-    std::vector<bool> always_dead;
-  };
-
-  void Forget(lazy::hash_t key);
-  static Plan Look(const AutoQuestion& question);
-  static ChoicePtr Decide(const Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
-  static ChoicePtr Settle(Plan& plan, const AutoQuestion& question, const std::vector<bool>& dead);
-
-  // What a step has left alone, without the texts.
-  struct Left {
-    std::shared_ptr<const std::vector<std::string>> arrays;
-    ChoicePtr choice;
-    std::vector<std::size_t> held, read_later;                                        // parameters
-    std::unordered_map<std::size_t, std::weak_ptr<const lazy::BackendData>> buffers;  // of these
-  };
-
-  mutable std::mutex mutex_;
-  std::map<lazy::BackendDevice, Left> last_left_;
-  std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
-  std::deque<lazy::hash_t> order_;
-  std::size_t parameters_ = 0;  // of all plans
-};
+// Whether other processes run the same program, whose steps must have the same donors.
+void SetMultiProcess(bool on);
 
 }  // namespace torch_xla_donate

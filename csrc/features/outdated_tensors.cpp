@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <exception>
 
+#include "features/auto_donors.h"
 #include "registry/registry.h"
+#include "step/observer.h"
 
 namespace torch_xla_donate {
 
@@ -30,7 +32,7 @@ void TakeValueFromMarkedBase(FunctionalTensorWrapper& view) {
 // The same for a view that has just been made of `source`. Torch takes it to be out of date as soon as the base has
 // been updated once, although its value is that of `source`, which may be another view that has outlived the base.
 void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& source) {
-  if (!DonationRegistry::Armed() || view.is_up_to_date() || !IsXla(view)) {
+  if (!Watches(kRegistry) || view.is_up_to_date() || !IsXla(view)) {
     return;
   }
   const lazy::BackendDataPtr base = abi::BaseBuffer(view);
@@ -70,7 +72,7 @@ void GiveNewValue(FunctionalTensorWrapper& tensor) {
 void CommitUpdate(FunctionalTensorWrapper* self) {
   commit_update.As<abi::CommitUpdateFn>()(self);
   // A write through a view is noted whether the program has donated or not: it may donate before the next step.
-  if (!self->isBaseTensor() || OutdatedTensors::FollowsAliases()) {
+  if (!self->isBaseTensor() || Watches(kAliases)) {
     OutdatedTensors::Get().NoteWrite(*self);
   }
 }
@@ -92,15 +94,15 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
 
 void ViewConstructor(FunctionalTensorWrapper* self, const at::Tensor& value, const FunctionalTensorWrapper* base,
                      const void* meta) {
-  return OutdatedTensors::FollowsAliases() ? FollowedViewConstructor(self, value, base, meta)
-                                           : view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
+  return Watches(kAliases) ? FollowedViewConstructor(self, value, base, meta)
+                           : view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
 }
 
 void CopyTensorMetadata(const FunctionalTensorWrapper* source, FunctionalTensorWrapper* copy,
                         const c10::VariableVersion& version, bool allow_change) {
   copy_tensor_metadata.As<abi::CopyTensorMetadataFn>()(source, copy, version, allow_change);
-  if (OutdatedTensors::FollowsAliases()) {
-    if (DonationRegistry::HasPending()) {
+  if (Watches(kAliases)) {
+    if (Watches(kMarks)) {
       TakeValueFromMarkedBase(*copy);
     }
     OutdatedTensors::Get().NoteBase(*source);
@@ -109,12 +111,24 @@ void CopyTensorMetadata(const FunctionalTensorWrapper* source, FunctionalTensorW
 
 void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
   mutate_view_meta.As<abi::MutateViewMetaFn>()(self, meta);
-  if (DonationRegistry::HasPending()) {
+  if (Watches(kMarks)) {
     TakeValueFromMarkedBase(*self);
   }
 }
 
+class OutdatedTensorsObserver : public StepObserver {
+  // Old values that nothing can read must not be listed: they would be outputs, and keep buffers from being donated.
+  bool NeedsLiveTensors(void*, const lazy::BackendDevice* device) override {
+    if (Watches(kMarks) || AutoDonates()) {
+      OutdatedTensors::Get().BringUpToDate(device);
+    }
+    return false;
+  }
+};
+
 }  // namespace
+
+StepObserver& OutdatedTensorsFeature() { return TheOnly<OutdatedTensorsObserver>(); }
 
 std::vector<Hook> FunctionalHooks() {
   return {
@@ -226,7 +240,7 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
   // write, as that of a new value into `t.data`, has given the storage another.
   for (const auto& tensor : outdated) {
     auto& wrapper = static_cast<FunctionalTensorWrapper&>(*tensor);
-    if (DonationRegistry::Armed() && DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get())) {
+    if (Watches(kRegistry) && DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get())) {
       GiveNewValue(wrapper);
     }
   }

@@ -27,6 +27,7 @@
 
 #include "host/torch_xla_abi.h"
 #include "step/hooks.h"
+#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -43,8 +44,7 @@ class OutdatedTensors {
   // From now on the base of each new alias is noted, too: what a write in inference mode, or through `t.data` or
   // `t.detach()`, leaves out of date cannot be found from the tensor that was written. Called where a program first
   // donates; a program that never does pays one relaxed load.
-  static void FollowAliases() { follows_aliases_.store(true, std::memory_order_relaxed); }
-  static bool FollowsAliases() { return follows_aliases_.load(std::memory_order_relaxed); }
+  static void FollowAliases() { SetWatch(kAliases, kAliases); }
 
   // An alias of the tensor is being made. Does nothing unless the tensor is a base of torch_xla's.
   void NoteBase(const at::FunctionalTensorWrapper& base);
@@ -83,7 +83,6 @@ class OutdatedTensors {
   void Forget(const Tag& tag);
   void RemoveBase(const Tag& tag);
 
-  static inline std::atomic<bool> follows_aliases_{false};
   mutable std::mutex mutex_;
   std::unordered_multimap<const c10::StorageImpl*, Tag*> bases_;  // by storage
   std::vector<Tag*> outdated_;

@@ -4,25 +4,42 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
+#include <future>
+#include <memory>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 
+#include "features/reuse_warnings.h"
+#include "features/switches.h"
 #include "host/array_text.h"
+#include "step/observer.h"
+#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
-OutputCheck& OutputCheck::OfThisThread() {
-  thread_local OutputCheck check;
-  return check;
+namespace {
+
+struct Output {
+  std::size_t index;
+  std::string array;
+  at::ScalarType dtype;
+  lazy::BackendDataPtr buffer;
+  at::Tensor copy;  // defined once it has been fetched
+};
+struct Run {
+  bool compiled = false;
+  std::size_t outputs = 0;
+  std::vector<Output> floating;
+  std::shared_future<void> ended;
+};
+
+std::vector<Run>& Runs() {
+  thread_local std::vector<Run> runs;
+  return runs;
 }
 
-void OutputCheck::Drop() {
-  runs_.clear();
-  runner_ = nullptr;
-  end_ = nullptr;
-}
-
-void OutputCheck::Fetch(Output& output) {
+void Fetch(Output& output) {
   // The device lets nobody read a buffer that is not there.
   if (output.buffer != nullptr && output.buffer->HasValue()) {
     output.copy = lazy::getBackend()->MakeTensorFromComputationData(output.buffer, output.dtype);
@@ -32,12 +49,12 @@ void OutputCheck::Fetch(Output& output) {
 
 // The executor has waited for the earlier runs by now. torch_xla donates what is updated in place, so this is the last
 // moment at which their outputs are there for certain.
-void OutputCheck::FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& parameters) {
-  if (runs_.empty()) {
+void FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& parameters) {
+  if (Runs().empty()) {
     return;
   }
   const std::unordered_set<lazy::BackendDataPtr> read(parameters.begin(), parameters.end());
-  for (Run& run : runs_) {
+  for (Run& run : Runs()) {
     for (Output& output : run.floating) {
       if (read.count(output.buffer) != 0) {
         Fetch(output);
@@ -46,7 +63,8 @@ void OutputCheck::FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& param
   }
 }
 
-void OutputCheck::Note(abi::Executor::Async& run) {
+void Note(RunContext& context) {
+  abi::Executor::Async& run = context.run;
   FetchWhatIsRead(run.parameters_data);
   Run noted;
   noted.compiled = run.indices.empty();  // a compiled graph belongs to no collection of tensors
@@ -62,30 +80,36 @@ void OutputCheck::Note(abi::Executor::Async& run) {
       noted.floating.push_back({i, WithoutLayout(array), *dtype, buffer, {}});
     }
   }
-  end_ = std::make_shared<std::promise<void>>();
-  runner_ = &run.mwait;
-  noted.ended = end_->get_future().share();
-  runs_.push_back(std::move(noted));
+  const auto ended = std::make_shared<std::promise<void>>();
+  noted.ended = ended->get_future().share();
+  context.OnEnd([ended](const Reason&) { ended->set_value(); });
+  Runs().push_back(std::move(noted));
 }
 
-std::function<void()> OutputCheck::Watch(const lazy::MultiWait* runner, std::function<void()> run) {
-  if (end_ == nullptr || runner != runner_) {
-    return run;
-  }
-  return [run = std::move(run), end = std::exchange(end_, nullptr)] {
-    try {
-      run();
-    } catch (...) {
-      end->set_value();
-      throw;
+class OutputCheck : public StepObserver {
+  void BeforeRun(RunContext& run) override {
+    if (!run.runs_all || !ChecksOutputs()) {
+      return;
     }
-    end->set_value();
-  };
-}
+    try {
+      Note(run);
+    } catch (const std::exception& error) {
+      // Out of memory, at worst: the run must go on, unchecked.
+      DonationRegistry::Get().NoteError(error.what());
+    }
+  }
+  bool AfterStep(const lazy::BackendDevice&) override { return !Runs().empty(); }
+};
 
-std::vector<BadOutput> OutputCheck::Check(bool infs) {
-  std::vector<Run> runs = std::exchange(runs_, {});
-  Drop();  // a promise that was never handed on would be waited for in vain
+}  // namespace
+
+StepObserver& OutputCheckFeature() { return TheOnly<OutputCheck>(); }
+
+void DropNotedOutputs() { Runs().clear(); }
+
+std::vector<BadOutput> TakeBadOutputs(bool infs) {
+  std::vector<Run> runs = std::exchange(Runs(), {});
+  ThreadStep::Get().GiveUp();  // a run that never begins would be waited for in vain
   std::vector<BadOutput> bad;
   for (Run& run : runs) {
     run.ended.wait();
@@ -107,6 +131,9 @@ std::vector<BadOutput> OutputCheck::Check(bool infs) {
         bad.push_back(std::move(found));
       }
     }
+  }
+  if (!bad.empty()) {
+    AllowReuseOfLastStep();
   }
   return bad;
 }

@@ -10,8 +10,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "features/use_guard.h"
 #include "host/torch_xla_abi.h"
-#include "registry/registry.h"
+#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -19,11 +20,9 @@ namespace {
 
 thread_local bool is_replacing = false;
 
-bool IsGone(const at::Tensor& tensor) {
+bool HoldsConsumed(const at::Tensor& tensor) {
   const lazy::BackendDataPtr buffer = abi::Resolve(tensor).buffer;
-  const DonationRegistry& registry = DonationRegistry::Get();
-  return buffer != nullptr && (registry.IsTracked(buffer.get()) ||
-                               (registry.HasSpared() && registry.FindSpared(buffer.get()).first != nullptr));
+  return buffer != nullptr && IsGone(buffer.get());
 }
 
 template <typename Op, typename Schema = typename Op::schema>
@@ -31,7 +30,7 @@ struct Overwrite;
 
 at::Tensor EmptyLike(const at::Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); }
 
-bool IsToReplace(const at::Tensor& tensor) { return tensor.defined() && tensor.is_xla() && IsGone(tensor); }
+bool IsToReplace(const at::Tensor& tensor) { return tensor.defined() && tensor.is_xla() && HoldsConsumed(tensor); }
 
 // The result has the shape, dtype and device of the first argument, and depends on nothing else of it.
 template <typename Op, typename... Rest>
@@ -41,7 +40,7 @@ struct Overwrite<Op, at::Tensor(const at::Tensor&, Rest...)> {
 
   static at::Tensor Call(const at::Tensor& self, Rest... rest) {
     const auto call = original.As<Function>();
-    if (DonationRegistry::Armed() && IsToReplace(self)) {
+    if (Watches(kRegistry) && IsToReplace(self)) {
       return call(EmptyLike(self), std::forward<Rest>(rest)...);
     }
     return call(self, std::forward<Rest>(rest)...);
@@ -56,7 +55,7 @@ struct Overwrite<Op, std::vector<at::Tensor>(at::TensorList)> {
 
   static std::vector<at::Tensor> Call(at::TensorList tensors) {
     const auto call = original.As<Function>();
-    if (!DonationRegistry::Armed() || std::none_of(tensors.begin(), tensors.end(), IsToReplace)) {
+    if (!Watches(kRegistry) || std::none_of(tensors.begin(), tensors.end(), IsToReplace)) {
       return call(tensors);
     }
     std::vector<at::Tensor> inputs;
@@ -74,7 +73,7 @@ struct Replacement {
 
   static void Call(const at::Tensor& before, const at::Tensor& after) {
     const auto call = original.As<Function>();
-    if (!DonationRegistry::Armed()) {
+    if (!Watches(kRegistry)) {
       call(before, after);
       return;
     }

@@ -6,9 +6,10 @@
 #include <vector>
 
 #include "features/auto_donors.h"
+#include "features/donor_plans.h"
 #include "python/bind.h"
 #include "registry/registry.h"
-#include "step/sync_hooks.h"
+#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
@@ -41,10 +42,10 @@ void BindAuto(py::module_& m) {
       },
       "How many steps automatic donation has left alone, by reason.");
   m.def(
-      "auto_held", [] { return AutoPlans::Get().LastHeld(); },
+      "auto_held", [] { return DonorPlanner::Get().LastHeld(); },
       "Inputs of each device's last step that an output could have taken, had nobody held them; none where that step "
       "donated nothing automatically.");
-  m.def("set_one_of_many", &SetOneOfMany, py::arg("on"),
+  m.def("set_one_of_many", &SetMultiProcess, py::arg("on"),
         "Whether other processes run the same program, whose steps must have the same donors.");
 }
 

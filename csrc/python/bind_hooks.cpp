@@ -1,8 +1,9 @@
 // Installing the hooks, and checking what they rely on.
+#include "features/run_guard.h"
 #include "host/torch_xla_abi.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
-#include "step/sync_hooks.h"
+#include "step/hooks.h"
 
 namespace torch_xla_donate {
 

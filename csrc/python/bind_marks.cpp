@@ -8,12 +8,15 @@
 #include <vector>
 
 #include "features/outdated_tensors.h"
+#include "features/reuse_warnings.h"
+#include "features/use_guard.h"
 #include "host/torch_xla_abi.h"
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/deferred_decref.h"
 #include "registry/registry.h"
-#include "step/sync_hooks.h"
+#include "step/thread_step.h"
+#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -64,7 +67,7 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
   }
-  if (DonationRegistry::Get().HasSpared()) {
+  if (Watches(kSpared)) {
     for (const DonationRegistry::Leaf& leaf : resolved) {
       ReportReuse(leaf.buffer.get());
     }

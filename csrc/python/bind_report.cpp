@@ -9,14 +9,17 @@
 #include <utility>
 #include <vector>
 
+#include "features/compiled_run.h"
+#include "features/output_check.h"
 #include "features/prediction.h"
+#include "features/run_probe.h"
 #include "host/array_text.h"
 #include "host/torch_xla_abi.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
 #include "registry/registry.h"
-#include "step/donor_pairs.h"
-#include "step/sync_hooks.h"
+#include "step/graph_arrays.h"
+#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
@@ -104,17 +107,17 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
   const std::size_t count = outlook.parameters.size();
   std::vector<lazy::BackendDataPtr> parameters;
   std::vector<std::string> arrays;
-  std::vector<std::optional<std::int64_t>> bytes, output_bytes;  // as a step compares them before it is compiled
+  std::vector<ArraySize> bytes, output_bytes;  // as a step compares them before it is compiled
   std::vector<bool> donors(count);
   std::vector<std::optional<std::size_t>> wanted(count);
   for (const std::string& output : outlook.outputs) {
-    output_bytes.push_back(BytesPerDevice(ask ? WithoutLayout(output) : output));
+    output_bytes.push_back(SizeOf(output, /*unsharded=*/ask != nullptr));
   }
   for (std::size_t i = 0; i < count; ++i) {
     const auto& [buffer, own] = outlook.parameters[i];
     parameters.push_back(buffer);
     arrays.push_back(abi::DescribeBuffer(*buffer));
-    bytes.push_back(BytesPerDevice(ask ? WithoutLayout(arrays.back()) : arrays.back()));
+    bytes.push_back(SizeOf(arrays.back(), /*unsharded=*/ask != nullptr));
     const auto found = marked.find(buffer.get());
     const bool is_marked = found != marked.end() && !shared.contains(reinterpret_cast<std::uintptr_t>(buffer.get()));
     donors[i] = own.has_value() || is_marked;
@@ -125,10 +128,10 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
       wanted[i] = static_cast<std::size_t>(output - outlook.tensors.begin());
     }
   }
-  std::vector<std::size_t> order = PairDonors({parameters, outlook.roots, bytes, output_bytes,
-                                               /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
-                                               /*offered=*/std::vector<bool>(count, false), wanted})
-                                       .parameter_order;
+  std::vector<std::size_t> order =
+      PairDonors({bytes, output_bytes, /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
+                  /*offered=*/std::vector<bool>(count, false), wanted, NearParameters(parameters, outlook.roots)})
+          .parameter_order;
   std::vector<bool> ordered(count);
   for (const std::size_t i : order) {
     ordered[i] = true;

@@ -8,12 +8,15 @@
 #include <utility>
 #include <vector>
 
+#include "features/compiled_run.h"
+#include "features/run_guard.h"
+#include "features/run_probe.h"
 #include "host/torch_xla_abi.h"
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/pytree.h"
 #include "registry/registry.h"
-#include "step/sync_hooks.h"
+#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
@@ -79,7 +82,7 @@ void BindRuns(py::module_& m) {
             buffers.push_back({std::move(buffer), places.at(i).first, places.at(i).second});
           }
         }
-        ArmRun(call.site, std::move(buffers), graph);
+        DonateToNextRun(call.site, std::move(buffers), graph);
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
       "The next run of a compiled graph on this thread consumes the buffers of these tensors, which the call has "
@@ -117,7 +120,7 @@ void BindRuns(py::module_& m) {
         "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
   m.def("take_inspected", &TakeInspected,
         "The graph of the run that inspect_next_run has stopped; None if there was none.");
-  m.def("refuse_runs", &RefuseRuns, py::arg("on"),
+  m.def("refuse_runs", &BlockRuns, py::arg("on"),
         "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,

@@ -8,8 +8,12 @@
 #include <string>
 #include <utility>
 
+#include "features/auto_donors.h"
+#include "features/donor_plans.h"
+#include "features/run_guard.h"
+#include "features/switches.h"
 #include "python/bind.h"
-#include "step/sync_hooks.h"
+#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
@@ -121,7 +125,7 @@ void BindSwitches(py::module_& m) {
           "One of reason_codes.")
       .def_readonly("details", &Reason::details, "What the sentence needs beyond the code.")
       .def("__bool__", [](const Reason& reason) { return !reason.empty(); });
-  m.def("reason_codes", [] { return kReasonCodes; }, "All codes; _reasons.py has a sentence for each.");
+  m.def("reason_codes", [] { return kReasonCodes; }, "All codes; _report/reasons.py has a sentence for each.");
   py::class_<Scope>(m, "Scope", py::dynamic_attr(),
                     "Base of contexts that an interrupt cannot leave half entered or half left: subclasses have "
                     "enter(), leave(raised), which may be called again, and finish(), before leave() if nothing was "

@@ -1,7 +1,7 @@
 // Counts by which tests see that nothing is left behind.
 #include <string>
 
-#include "features/auto_donors.h"
+#include "features/donor_plans.h"
 #include "features/outdated_tensors.h"
 #include "python/bind.h"
 #include "registry/registry.h"
@@ -22,7 +22,7 @@ void BindTesting(py::module_& m) {
         result["spared"] = counts.spared;
         result["steps"] = counts.steps;
         result["outcomes"] = counts.outcomes;
-        result["auto_plans"] = AutoPlans::Get().Size();
+        result["auto_plans"] = DonorPlanner::Get().Size();
         result["bases"] = OutdatedTensors::Get().Size().bases;
         result["outdated"] = OutdatedTensors::Get().Size().outdated;
         return result;

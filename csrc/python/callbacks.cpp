@@ -5,7 +5,9 @@
 
 #include <utility>
 
-#include "step/sync_hooks.h"
+#include "features/switches.h"
+#include "features/use_guard.h"
+#include "step/callbacks.h"
 
 namespace torch_xla_donate {
 

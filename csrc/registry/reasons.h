@@ -1,6 +1,6 @@
 // Why a donor was not donated, or why a step has no donors: a code, and what the sentence needs beyond it.
 //
-// The sentences are in torch_xla_donate/_reasons.py; C++ carries none.
+// The sentences are in torch_xla_donate/_report/reasons.py; C++ carries none.
 #pragma once
 
 #include <cstdint>

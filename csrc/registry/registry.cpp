@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "host/array_text.h"
+#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -59,9 +60,8 @@ DonationRegistry::DonationRegistry() {
 }
 
 void DonationRegistry::Refresh() {
-  armed_.store(!pending_.empty() || !consumed_.empty() || !spared_.empty(), std::memory_order_relaxed);
-  has_pending_.store(!pending_.empty(), std::memory_order_relaxed);
-  has_spared_.store(!spared_.empty(), std::memory_order_relaxed);
+  const auto bit = [](const auto& table, Watch watch) { return table.empty() ? Watch{} : watch; };
+  SetWatch(kRegistry, bit(pending_, kMarks) | bit(consumed_, kConsumed) | bit(spared_, kSpared));
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
 
@@ -296,7 +296,7 @@ std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindConsumed(const lazy::Ba
                              : std::pair<DonorPtr, std::uint64_t>{consumed->donor, step->number};
 }
 
-void DonationRegistry::Spare(const std::vector<DonorPtr>& donors, std::uint64_t step) {
+void DonationRegistry::RememberWouldBeConsumed(const std::vector<DonorPtr>& donors, std::uint64_t step) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const DonorPtr& donor : donors) {
     const lazy::BackendDataPtr buffer = donor->buffer.lock();
@@ -307,7 +307,7 @@ void DonationRegistry::Spare(const std::vector<DonorPtr>& donors, std::uint64_t 
   Refresh();
 }
 
-std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindSpared(const lazy::BackendData* buffer) const {
+std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindWouldBeConsumed(const lazy::BackendData* buffer) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = spared_.find(buffer);
   // A copy: the caller reads it without the lock.
@@ -316,7 +316,7 @@ std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindSpared(const lazy::Back
              : std::pair<DonorPtr, std::uint64_t>{std::make_shared<Donor>(*found->second.first), found->second.second};
 }
 
-void DonationRegistry::Forgive(std::uint64_t step) {
+void DonationRegistry::ForgetWouldBeConsumed(std::uint64_t step) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto it = spared_.begin(); it != spared_.end();) {
     it = it->second.second == step ? spared_.erase(it) : std::next(it);

@@ -133,11 +133,7 @@ class DonationRegistry {
   // Never destroyed: hooks may run until the process ends.
   static DonationRegistry& Get();
 
-  // Whether any hook has something to look for: a mark, or a donated or spared buffer that somebody may still touch.
-  static bool Armed() noexcept { return armed_.load(std::memory_order_relaxed); }
-  static bool HasPending() noexcept { return has_pending_.load(std::memory_order_relaxed); }
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
-  bool HasSpared() const noexcept { return has_spared_.load(std::memory_order_relaxed); }
 
   // A leaf ready to be marked: its buffer is materialised, not read-only.
   struct Leaf {
@@ -190,13 +186,13 @@ class DonationRegistry {
   // --- Donors that a step would have consumed, had donation not been disabled ---
 
   // Their use is reported from now on, until they are marked anew or nobody holds them.
-  void Spare(const std::vector<DonorPtr>& donors, std::uint64_t step);
+  void RememberWouldBeConsumed(const std::vector<DonorPtr>& donors, std::uint64_t step);
   // A copy of the spared donor, and the step that would have consumed it; null if there is none.
-  std::pair<DonorPtr, std::uint64_t> FindSpared(const lazy::BackendData* buffer) const;
+  std::pair<DonorPtr, std::uint64_t> FindWouldBeConsumed(const lazy::BackendData* buffer) const;
   // The step's spared donors may be used: it has failed, or is to be run again.
-  void Forgive(std::uint64_t step);
+  void ForgetWouldBeConsumed(std::uint64_t step);
 
-  // --- The life of a step, driven by sync_hooks ---
+  // --- The life of a step, driven by the hooks ---
 
   // Forgets what can no longer be touched. A mark whose tensor lives on in another buffer is told as unusable. Once per
   // step; linear in what is remembered.
@@ -266,7 +262,7 @@ class DonationRegistry {
     StepPtr step;
   };
 
-  void Refresh();  // the atomics, after a change
+  void Refresh();  // the watch word and the atomics, after a change
   void AddStep(const StepPtr& step);
   void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
               std::shared_ptr<const GraphOutcome> outcome, const Reason& failure);
@@ -278,10 +274,7 @@ class DonationRegistry {
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;
-  static inline std::atomic<bool> armed_{false};        // asked for each live tensor of each step
-  static inline std::atomic<bool> has_pending_{false};  // asked for each view
   std::atomic<bool> has_notices_{false};
-  std::atomic<bool> has_spared_{false};
   std::atomic<std::uint64_t> plain_steps_{0};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;

@@ -489,7 +489,7 @@ def test_a_mark_ends_when_its_tensor_is_sharded_before_the_step():
 
 
 @in_process(devices=4)
-def test_a_mark_ends_silently_when_its_tensor_is_overwritten_and_read():
+def test_a_mark_of_an_overwritten_and_read_tensor_ends_silently():
     for spec in (None, ROWS):
         t = make((8, 16), spec)
         donate_buffer(t)

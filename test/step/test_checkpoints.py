@@ -8,6 +8,7 @@ import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 import torch_xla
 import torch_xla.core.xla_model as xm
+from children import in_process
 from helpers import pointer
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -41,6 +42,7 @@ def saver(request):
     return request.param
 
 
+@in_process  # torchax, once imported, breaks torch.distributed.checkpoint
 def test_a_checkpoint_before_the_step_leaves_the_donation(make, saver, tmp_path):
     """It has the old values, and the step still donates."""
     save, state = SAVERS[saver], {"w": make(4), "b": make(2)}
@@ -64,6 +66,7 @@ def test_a_checkpoint_before_the_step_leaves_the_donation(make, saver, tmp_path)
     assert pointer(updated["w"]) == first
 
 
+@in_process  # torchax, once imported, breaks torch.distributed.checkpoint
 def test_a_late_checkpoint_is_our_error_and_cannot_be_loaded(make, saver, tmp_path):
     state = {"w": make(4), "b": make(2)}
     donate_buffer(state)
@@ -195,6 +198,7 @@ def test_the_first_call_after_loading_donates_the_optimizer(tmp_path):
     assert {pointer(tensor) for tensor in tensors(model, optimizer)} == before
 
 
+@in_process  # torchax, once imported, breaks torch.distributed.checkpoint
 def test_a_distributed_checkpoint_loads_into_later_donors(make, tmp_path):
     distributed_checkpoint.save({"w": make(4)}, checkpoint_id=tmp_path / "checkpoint")
     state = {"w": make(4) * 0}

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
+import torch_xla.debug.metrics as metrics
 from children import in_process, run_in_child
 from helpers import pointer
 
@@ -163,6 +164,31 @@ def test_into_can_ask_for_pairs_that_cross(tmp_path):
         assert len(module.aliases) == 2
         copies[wished] = module.after.path.read_text().count(" copy(")
     assert copies[True] > copies[False]
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_a_refused_pair_makes_no_other_graph(make):
+    """A crossed pair reorders the graph, which is compiled again; a refused one leaves the graph as it is."""
+
+    def compiled(shared, into):
+        a, b = make(23), make(23)
+        c, d = torch.empty_like(a), torch.empty_like(b)
+        torch_xla.sync()
+        if shared:  # whole copies share the buffer
+            c.copy_(a)
+            d.copy_(b)
+            torch_xla.sync()
+        x, y = a + 1, b + 2
+        if into:
+            donate_buffer([a, b], into=[y, x])
+        before = int(metrics.metric_data("CompileTime")[0])
+        torch_xla.sync()
+        after = int(metrics.metric_data("CompileTime")[0])
+        assert (x - y).tolist() == [-1] * 23
+        return after - before
+
+    assert [compiled(True, False), compiled(True, True), compiled(False, True)] == [1, 0, 1]
+    assert [donor.outcome for donor in donation_report(steps=1).donors] == ["donated", "donated"]
 
 
 def test_a_single_tensor_and_a_pytree_with_gaps(make):

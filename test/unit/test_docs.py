@@ -19,6 +19,7 @@ from children import run_file, run_in_child
 
 import torch_xla_donate
 from torch_xla_donate import _C, _host, _report
+from torch_xla_donate._host import hooks
 from torch_xla_donate._report import reasons
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,7 +210,7 @@ def test_the_texts_of_the_page_on_import_errors_are_in_the_code() -> None:
 
 
 def test_the_record_names_the_probe_of_the_layouts() -> None:
-    probe, _ = _host._probe(torch_xla.device())
+    probe, _ = hooks._probe(torch_xla.device())
     record = words((ROOT / "third_party" / "host_facts.md").read_text(encoding="utf-8"))
     assert f"a fresh {str(probe.dtype).removeprefix('torch.')}[{probe.numel()}] with known values" in record
 

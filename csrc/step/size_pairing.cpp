@@ -1,29 +1,18 @@
 // Greedy matching by distance in the graph, then the orders that follow from it.
-#include "step/donor_pairs.h"
-
-#include <torch/csrc/lazy/backend/backend_interface.h>
+#include "step/size_pairing.h"
 
 #include <algorithm>
 #include <deque>
 #include <iterator>
 #include <numeric>
-#include <queue>
-#include <set>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
-
-#include "host/array_text.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
 using Place = std::optional<std::size_t>;
-
-// How far from an output's root a parameter is looked for, in nodes. Updates are short; what is farther away has no
-// place where XLA could write over it early.
-constexpr std::size_t kNodesPerOutput = 64;
 
 struct Candidate {
   std::size_t distance, output, nearness, parameter;
@@ -32,36 +21,9 @@ struct Candidate {
   }
 };
 
-// The parameters near an output's root, nearest first: the output is most likely their next value.
-void FindNear(const lazy::Value& root, std::size_t output,
-              const std::unordered_map<const lazy::BackendData*, std::size_t>& position_of,
-              std::vector<Candidate>& candidates) {
-  std::queue<std::pair<const lazy::Node*, std::size_t>> open;
-  std::set<const lazy::Node*> seen;
-  const auto add = [&](const lazy::Node* node, std::size_t distance) {
-    if (node != nullptr && seen.size() < kNodesPerOutput && seen.insert(node).second) {
-      open.emplace(node, distance);
-    }
-  };
-  add(root.node.get(), 0);
-  for (std::size_t found = 0; !open.empty(); open.pop()) {
-    const auto [node, distance] = open.front();
-    if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
-      if (const auto position = position_of.find(data.get()); position != position_of.end()) {
-        candidates.push_back({distance, output, found++, position->second});
-      }
-      continue;
-    }
-    for (const lazy::Output& operand : node->operands()) {
-      add(operand.node, distance + 1);
-    }
-  }
-}
-
 // The donors and outputs of one size, as XLA pairs them.
 struct SizeClass {
   std::vector<std::size_t> outputs;
-  std::int64_t free = 0;            // outputs that no donor takes yet
   std::size_t donors = 0;           // how many
   std::deque<std::size_t> waiting;  // donors without an output
 };
@@ -69,24 +31,26 @@ struct SizeClass {
 class Matching {
  public:
   explicit Matching(const PairRequest& request)
-      : request_(request), donor_of_(request.roots.size()), output_of_(request.parameters.size()) {
-    for (std::size_t output = 0; output < request.roots.size(); ++output) {
+      : request_(request),
+        free_(request.output_bytes),
+        donor_of_(request.output_bytes.size()),
+        output_of_(request.bytes.size()) {
+    for (std::size_t output = 0; output < request.output_bytes.size(); ++output) {
       if (const auto& bytes = request.output_bytes[output]) {
         classes_[*bytes].outputs.push_back(output);
-        ++classes_[*bytes].free;
       }
     }
-    pairs_.successor.resize(request.parameters.size());
-    for (std::size_t i = 0; i < request.parameters.size(); ++i) {
+    pairs_.successor.resize(request.bytes.size());
+    for (std::size_t i = 0; i < request.bytes.size(); ++i) {
       if (request.donors[i] && request.bytes[i].has_value()) {
         ++classes_[*request.bytes[i]].donors;
-        --classes_[*request.bytes[i]].free;  // whichever it will be
+        free_.Take(request.bytes[i]);  // whichever it will be
       }
     }
   }
 
   DonorPairs Run() {
-    for (std::size_t i = 0; i < request_.parameters.size(); ++i) {
+    for (std::size_t i = 0; i < request_.bytes.size(); ++i) {
       if (request_.donors[i] && request_.wanted[i].has_value()) {
         pairs_.successor[i] = request_.wanted[i];
         Pair(*request_.wanted[i], i);
@@ -94,11 +58,7 @@ class Matching {
     }
     PairByFlow();
     PairTheRest();
-    for (const auto& [bytes, group] : classes_) {
-      if (group.free > 0) {
-        pairs_.room.push_back(bytes);
-      }
-    }
+    pairs_.room = free_.Sizes();
     std::sort(pairs_.chosen.begin(), pairs_.chosen.end());
     MoveOutputs();
     OrderParameters();
@@ -115,12 +75,10 @@ class Matching {
       return false;
     }
     if (!request_.donors[parameter]) {
-      SizeClass& group = classes_[*bytes];
-      if (group.free <= 0) {
+      if (!free_.Take(bytes)) {
         return false;
       }
-      --group.free;
-      ++group.donors;
+      ++classes_[*bytes].donors;
       pairs_.chosen.push_back(parameter);
     }
     donor_of_[output] = parameter;
@@ -129,19 +87,23 @@ class Matching {
   }
 
   void PairByFlow() {
-    std::unordered_map<const lazy::BackendData*, std::size_t> position_of;
-    for (std::size_t i = 0; i < request_.parameters.size(); ++i) {
-      if ((request_.donors[i] || request_.offered[i]) && !IsTaken(i)) {
-        position_of.emplace(request_.parameters[i].get(), i);
-      }
+    std::vector<bool> open(request_.bytes.size());
+    for (std::size_t i = 0; i < open.size(); ++i) {
+      open[i] = (request_.donors[i] || request_.offered[i]) && !IsTaken(i);
     }
-    if (position_of.empty()) {
+    if (std::find(open.begin(), open.end(), true) == open.end()) {
       return;
     }
     std::vector<Candidate> candidates;
-    for (std::size_t output = 0; output < request_.roots.size(); ++output) {
-      if (request_.output_bytes[output].has_value() && !donor_of_[output].has_value()) {
-        FindNear(request_.roots[output], output, position_of, candidates);
+    for (std::size_t output = 0; output < donor_of_.size(); ++output) {
+      if (!request_.output_bytes[output].has_value() || donor_of_[output].has_value()) {
+        continue;
+      }
+      std::size_t nearness = 0;
+      for (const NearParameter& found : request_.near(output)) {
+        if (open[found.parameter]) {
+          candidates.push_back({found.distance, output, nearness++, found.parameter});
+        }
       }
     }
     std::sort(candidates.begin(), candidates.end());
@@ -155,14 +117,14 @@ class Matching {
   // What no output is computed from takes any output of its size, those in the donor set first.
   void PairTheRest() {
     for (const bool in_set : {true, false}) {
-      for (std::size_t i = 0; i < request_.parameters.size(); ++i) {
+      for (std::size_t i = 0; i < request_.bytes.size(); ++i) {
         if ((in_set ? request_.donors[i] : request_.offered[i] && !request_.donors[i]) && !IsTaken(i) &&
             request_.bytes[i].has_value()) {
           classes_[*request_.bytes[i]].waiting.push_back(i);
         }
       }
     }
-    for (std::size_t output = 0; output < request_.roots.size(); ++output) {
+    for (std::size_t output = 0; output < request_.output_bytes.size(); ++output) {
       if (!request_.output_bytes[output].has_value() || donor_of_[output].has_value()) {
         continue;
       }
@@ -178,7 +140,7 @@ class Matching {
 
   // XLA gives donors to the first outputs of their size, so the outputs with a donor go before those without.
   void MoveOutputs() {
-    std::vector<std::size_t> order(request_.roots.size());
+    std::vector<std::size_t> order(request_.output_bytes.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
     bool moved = false;
     for (const auto& [bytes, group] : classes_) {
@@ -204,14 +166,14 @@ class Matching {
   // The donor that XLA should give to each output, size by size, and whether it would without any change.
   void OrderParameters() {
     const auto& order = pairs_.output_order;
-    std::vector<Place> donor_at(request_.roots.size());  // by new place of the output
+    std::vector<Place> donor_at(request_.output_bytes.size());  // by new place of the output
     bool as_it_is = true;
-    std::vector<bool> is_chosen(request_.parameters.size(), false);
+    std::vector<bool> is_chosen(request_.bytes.size(), false);
     for (const std::size_t i : pairs_.chosen) {
       is_chosen[i] = true;
     }
     std::map<std::int64_t, std::vector<std::size_t>> donors_of;
-    for (std::size_t i = 0; i < request_.parameters.size(); ++i) {
+    for (std::size_t i = 0; i < request_.bytes.size(); ++i) {
       if ((is_chosen[i] || request_.donors[i]) && request_.bytes[i].has_value()) {
         donors_of[*request_.bytes[i]].push_back(i);
       }
@@ -221,7 +183,7 @@ class Matching {
       const std::size_t count = std::min(places.size(), donors.size());
       const auto wanted_at = [&](std::size_t k) { return donor_of_[order.empty() ? places[k] : order[places[k]]]; };
       // XLA will use the first `count` places. A donor whose output is behind them crosses: it fills a gap.
-      std::vector<bool> placed(request_.parameters.size(), false);
+      std::vector<bool> placed(request_.bytes.size(), false);
       for (std::size_t k = 0; k < count; ++k) {
         if (const Place donor = wanted_at(k)) {
           placed[*donor] = true;
@@ -249,6 +211,7 @@ class Matching {
   }
 
   const PairRequest& request_;
+  FreeOutputs free_;
   std::vector<Place> donor_of_;   // by output
   std::vector<Place> output_of_;  // by parameter
   std::map<std::int64_t, SizeClass> classes_;
@@ -257,19 +220,33 @@ class Matching {
 
 }  // namespace
 
-ArraySizes MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
-                         bool sharded) {
-  ArraySizes sizes;
-  for (const lazy::BackendDataPtr& parameter : parameters) {
-    sizes.arrays.push_back(abi::DescribeBuffer(*parameter));
-    sizes.bytes.push_back(BytesPerDevice(sharded ? WithoutLayout(sizes.arrays.back()) : sizes.arrays.back()));
+FreeOutputs::FreeOutputs(const std::vector<ArraySize>& outputs) {
+  for (const ArraySize& output : outputs) {
+    if (output.has_value()) {
+      ++count_[*output];
+    }
   }
-  for (const lazy::Value& root : roots) {
-    const std::string array = abi::DescribeNode(root);
-    const bool dynamic = IsDynamic(array);
-    sizes.dynamic = sizes.dynamic || dynamic;
-    sizes.output_bytes.push_back(BytesPerDevice(sharded ? WithoutLayout(array) : array));
-    sizes.movable.push_back(ElementType(array).has_value() && !dynamic);
+}
+
+bool FreeOutputs::Fit(const ArraySize& donor) const {
+  const auto found = donor.has_value() ? count_.find(*donor) : count_.end();
+  return found != count_.end() && found->second > 0;
+}
+
+bool FreeOutputs::Take(const ArraySize& donor) {
+  const bool fits = Fit(donor);
+  if (fits) {
+    --count_[*donor];
+  }
+  return fits;
+}
+
+std::vector<std::int64_t> FreeOutputs::Sizes() const {
+  std::vector<std::int64_t> sizes;
+  for (const auto& [bytes, count] : count_) {
+    if (count > 0) {
+      sizes.push_back(bytes);
+    }
   }
   return sizes;
 }

@@ -1,47 +1,56 @@
-// Which output takes over which donor's buffer, and the order of parameters and outputs with which XLA pairs them so.
+// XLA's rule for donors, and the order of parameters and outputs that makes it pair each donor with its next value.
 //
 // XLA pairs donors and outputs of equal bytes per device in their order: the first donor goes to the first output, the
 // second to the second (measured on 2.9.0, test/test_into.py). Where a pair crosses, XLA copies. So each donor gets the
 // output that is computed from it, and the parameters are put into the order of these outputs.
 //
+// This is the only copy of the rule. It knows neither torch nor XLA.
+//
 // Threads: functions of their arguments. Errors: none of its own.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <optional>
-#include <string>
 #include <vector>
-
-#include "host/torch_xla_abi.h"
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
+// Bytes per device; nothing where the size is not known, which fits nothing.
+using ArraySize = std::optional<std::int64_t>;
 
-// What XLA compares. Under SPMD the compiler shards what the program has not, and two arrays of one size most often end
-// up alike, so the whole array counts there.
-struct ArraySizes {
-  std::vector<std::string> arrays;                        // the parameters, as abi::DescribeBuffer writes them
-  std::vector<std::optional<std::int64_t>> bytes;         // per device; nothing where the size is not known
-  std::vector<std::optional<std::int64_t>> output_bytes;  // the same
-  std::vector<bool> movable;                              // by output: an array can be made to take it
-  bool dynamic = false;                                   // an output has a size that only the device knows
+// The outputs that no donor takes, counted by size.
+class FreeOutputs {
+ public:
+  FreeOutputs() = default;
+  explicit FreeOutputs(const std::vector<ArraySize>& outputs);
+  // A donor takes one; false if no output of its size is left.
+  bool Take(const ArraySize& donor);
+  bool Fit(const ArraySize& donor) const;
+  // The sizes of which an output is left, sorted.
+  std::vector<std::int64_t> Sizes() const;
+
+ private:
+  std::map<std::int64_t, std::size_t> count_;
 };
-ArraySizes MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
-                         bool sharded);
+
+// A parameter near the root of an output, in a graph.
+struct NearParameter {
+  std::size_t distance, parameter;
+};
 
 struct PairRequest {
-  const std::vector<lazy::BackendDataPtr>& parameters;
-  const std::vector<lazy::Value>& roots;
-  // Per device; nothing where the size is not known.
-  const std::vector<std::optional<std::int64_t>>& bytes;
-  const std::vector<std::optional<std::int64_t>>& output_bytes;
+  const std::vector<ArraySize>& bytes;
+  const std::vector<ArraySize>& output_bytes;
   const std::vector<bool>& movable;  // by output: whether it may get another place
   // By position of the parameter:
   const std::vector<bool>& donors;                        // in the donor set already
   const std::vector<bool>& offered;                       // may join it if an output is left
   const std::vector<std::optional<std::size_t>>& wanted;  // the output that a donor has been given
+  // The parameters from which an output is computed, nearest first: it is most likely their next value.
+  std::function<std::vector<NearParameter>(std::size_t output)> near;
 };
 
 struct DonorPairs {

@@ -1,0 +1,203 @@
+// The choice among the dead inputs of a graph, and the plans that are kept.
+#include "features/donor_plans.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "host/array_text.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+constexpr std::size_t kKnownDeadSets = 16;
+
+bool IsSubset(const std::vector<std::size_t>& parameters, const std::vector<bool>& dead) {
+  return std::all_of(parameters.begin(), parameters.end(), [&dead](std::size_t i) { return dead[i]; });
+}
+
+}  // namespace
+
+DonorPlanner& DonorPlanner::Get() {
+  static DonorPlanner* plans = new DonorPlanner();
+  return *plans;
+}
+
+std::size_t DonorPlanner::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return plans_.size();
+}
+
+DonorPlanner::Plan DonorPlanner::Look(const PlanRequest& request) {
+  Plan plan;
+  plan.sizes = MeasureArrays(request.graph.parameters_data, request.roots, request.sharded);
+  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(plan.sizes.arrays));
+  const auto& bytes = plan.sizes.bytes;
+  FreeOutputs free(plan.sizes.output_bytes);
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (request.donors[i]) {
+      free.Take(bytes[i]);
+    }
+  }
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    plan.fits.push_back(!plan.sizes.dynamic && !request.donors[i] && bytes[i].value_or(0) > 0 && free.Fit(bytes[i]));
+  }
+  return plan;
+}
+
+DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest& request,
+                                             const std::vector<bool>& dead) {
+  auto choice = std::make_shared<DonorChoice>();
+  choice->pairs = PairDonors({plan.sizes.bytes, plan.sizes.output_bytes, plan.sizes.movable, request.donors, dead,
+                              request.wanted, NearParameters(request.graph.parameters_data, request.roots)});
+  choice->parameters = choice->pairs.chosen;
+  for (std::size_t i : choice->parameters) {
+    const std::string& array = (*plan.arrays)[i];
+    auto donor = std::make_shared<Donor>(request.graph.parameters_data[i]->device());
+    donor->automatic = true;
+    donor->told = true;
+    donor->dtype = ElementType(array).value_or(at::ScalarType::Undefined);
+    const std::vector<std::int64_t> sizes = SizesOf(array);
+    donor->sizes.assign(sizes.begin(), sizes.end());
+    donor->bytes = SizeOf(array, /*unsharded=*/true).value_or(0);
+    choice->bytes += plan.sizes.bytes[i].value_or(0);
+    choice->prototypes.push_back(std::move(donor));
+  }
+  return choice;
+}
+
+// The answer for a dead set that has not been seen lately.
+DonorPlanner::ChoicePtr DonorPlanner::Settle(Plan& plan, const PlanRequest& request, const std::vector<bool>& dead) {
+  const auto adopt = [&plan](ChoicePtr made) {
+    const auto same = [&made](const ChoicePtr& other) { return other->parameters == made->parameters; };
+    const auto found = std::find_if(plan.choices.begin(), plan.choices.end(), same);
+    if (found != plan.choices.end()) {
+      return *found;
+    }
+    plan.choices.push_back(made);
+    return made;
+  };
+  if (plan.choices.size() < kMaxChoices) {
+    return adopt(Decide(plan, request, dead));
+  }
+  ChoicePtr best;
+  for (const ChoicePtr& choice : plan.choices) {
+    if (IsSubset(choice->parameters, dead) && (best == nullptr || choice->bytes > best->bytes)) {
+      best = choice;
+    }
+  }
+  if (best != nullptr && best->bytes > 0) {
+    return best;
+  }
+  // Nothing fits. What has been dead every time will do for good, in most loops; two more graphs at the most.
+  if (plan.choices.size() == kMaxChoices) {
+    return adopt(Decide(plan, request, plan.always_dead));
+  }
+  return best != nullptr ? best : adopt(Decide(plan, request, std::vector<bool>(dead.size(), false)));
+}
+
+void DonorPlanner::Forget(lazy::hash_t key) {
+  const auto found = plans_.find(key);
+  parameters_ -= found->second.sizes.bytes.size();
+  plans_.erase(found);
+  order_.erase(std::find(order_.begin(), order_.end(), key));
+}
+
+void DonorPlanner::OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto entry = plans_.find(plan); entry != plans_.end()) {
+    std::vector<bool>& fits = entry->second.fits;
+    for (const std::size_t i : parameters) {
+      if (i < fits.size()) {  // else another graph has come to have this hash
+        fits[i] = false;
+      }
+    }
+  }
+}
+
+std::vector<HeldInput> DonorPlanner::LastHeld() const {
+  std::vector<HeldInput> result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [device, left] : last_left_) {
+    for (const bool by_tensor : {true, false}) {
+      for (const std::size_t i : by_tensor ? left.held : left.read_later) {
+        const std::string array = WithoutLayout((*left.arrays)[i]);
+        const std::int64_t bytes = SizeOf(array, /*unsharded=*/true).value_or(0);
+        if (const auto& room = left.choice->pairs.room; std::find(room.begin(), room.end(), bytes) != room.end()) {
+          result.push_back({array, bytes, device, by_tensor, left.buffers.at(i)});
+        }
+      }
+    }
+  }
+  return result;
+}
+
+void DonorPlanner::BeginStep(const lazy::BackendDevice& device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  last_left_.erase(device);
+}
+
+PlanResult DonorPlanner::Choose(const PlanRequest& request) {
+  std::vector<std::size_t> wanted;
+  for (const auto& output : request.wanted) {
+    wanted.push_back(output.has_value() ? *output + 1 : 0);
+  }
+  const std::vector<bool> kind = {request.automatic, request.sharded};
+  lazy::hash_t key = lazy::HashCombine(request.hash, lazy::Hash(request.graph.parameter_sequence));
+  key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(request.donors), lazy::Hash(kind)));
+  key = lazy::HashCombine(key, lazy::Hash(wanted));
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = plans_.find(key);
+  if (found == plans_.end() || found->second.sizes.bytes.size() != request.held.size() ||
+      found->second.sizes.output_bytes.size() != request.roots.size()) {
+    if (found != plans_.end()) {  // another graph has the same hash
+      Forget(key);
+    }
+    found = plans_.emplace(key, Look(request)).first;
+    order_.push_back(key);
+    parameters_ += request.held.size();
+    while (order_.size() > 1 && (order_.size() > kKeptPlans || parameters_ > kKeptParameters)) {
+      Forget(order_.front());
+    }
+    found->second.always_dead.assign(request.held.size(), true);
+  }
+  Plan& plan = found->second;
+  std::vector<bool> dead(request.held.size());
+  Left left;
+  for (std::size_t i = 0; i < dead.size(); ++i) {
+    const bool fits = request.automatic && plan.fits[i] && !request.barred[i];
+    const bool held = fits && (request.held[i] || request.read_later[i]);
+    dead[i] = fits && !held;
+    if (!dead[i]) {
+      plan.always_dead[i] = false;
+    }
+    if (held) {
+      (request.held[i] ? left.held : left.read_later).push_back(i);
+    }
+  }
+  PlanResult answer{nullptr, key};
+  const auto same = [&dead](const auto& entry) { return entry.first == dead; };
+  const auto given = std::find_if(plan.by_dead.begin(), plan.by_dead.end(), same);
+  if (given != plan.by_dead.end()) {
+    answer.choice = given->second;
+  } else {
+    answer.choice = Settle(plan, request, dead);
+    plan.by_dead.emplace_front(dead, answer.choice);
+    if (plan.by_dead.size() > kKnownDeadSets) {
+      plan.by_dead.pop_back();
+    }
+  }
+  if (!left.held.empty() || !left.read_later.empty()) {
+    left.arrays = plan.arrays;
+    left.choice = answer.choice;
+    for (const auto* places : {&left.held, &left.read_later}) {
+      for (const std::size_t i : *places) {
+        left.buffers.emplace(i, request.graph.parameters_data[i]);
+      }
+    }
+    last_left_.insert_or_assign(request.device, std::move(left));
+  }
+  return answer;
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,56 @@
+// Counts at the barrier, and throws where a run begins.
+#include "features/run_guard.h"
+
+#include <atomic>
+#include <stdexcept>
+
+#include "step/observer.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// torch_xla's one executor, once it has passed a barrier.
+std::atomic<const lazy::LazyGraphExecutor*> host_executor{nullptr};
+
+struct ThreadState {
+  bool blocks = false;
+  std::uint64_t barriers = 0, runs = 0;
+};
+ThreadState& State() {
+  thread_local ThreadState state;
+  return state;
+}
+
+class RunGuard : public StepObserver {
+  void AtBarrier(const lazy::LazyGraphExecutor& executor) override {
+    host_executor.store(&executor, std::memory_order_relaxed);
+    State().barriers += State().blocks ? 1 : 0;
+  }
+  void CheckRun() override {
+    if (State().blocks) {
+      throw std::runtime_error("Unexpected execution while a function is traced");
+    }
+    ++State().runs;
+  }
+};
+
+}  // namespace
+
+StepObserver& RunGuardFeature() { return TheOnly<RunGuard>(); }
+
+void BlockRuns(bool on) { State().blocks = on; }
+
+std::uint64_t RunsBegun() { return State().runs; }
+
+std::uint64_t BarriersPassed() { return State().barriers; }
+
+void VerifyExecutor(bool eager_mode, bool allow_execution) {
+  const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
+  if (executor == nullptr) {
+    throw std::runtime_error("no executor has passed the barrier");
+  }
+  abi::VerifyExecutor(*executor, eager_mode, allow_execution);
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,52 @@
+// Looks buffers up in the registry, and raises.
+#include "features/use_guard.h"
+
+#include <utility>
+
+#include "features/reuse_warnings.h"
+#include "step/callbacks.h"
+#include "step/watch.h"
+
+namespace torch_xla_donate {
+
+PyObject* DonatedBufferAccess::python_type() { return Callbacks().donated_buffer_error; }
+
+void ThrowIfConsumed(const lazy::BackendData* buffer) {
+  DonationRegistry& registry = DonationRegistry::Get();
+  if (!registry.IsTracked(buffer)) {
+    return;
+  }
+  std::pair<DonorPtr, std::uint64_t> found;
+  if (PyGILState_Check()) {
+    PyThreadState* thread = PyEval_SaveThread();
+    found = registry.FindConsumed(buffer);
+    PyEval_RestoreThread(thread);
+  } else {
+    found = registry.FindConsumed(buffer);
+  }
+  if (found.first != nullptr) {
+    throw DonatedBufferAccess(Callbacks().describe_use(*found.first, found.second));
+  }
+}
+
+bool IsGone(const lazy::BackendData* buffer) {
+  const DonationRegistry& registry = DonationRegistry::Get();
+  return Watches(kRegistry) &&
+         (registry.IsTracked(buffer) || (Watches(kSpared) && registry.FindWouldBeConsumed(buffer).first != nullptr));
+}
+
+void CheckRead(const lazy::BackendData* buffer) {
+  if (IsGone(buffer)) {
+    ThrowIfConsumed(buffer);
+    ReportReuse(buffer);
+  }
+}
+
+void CheckUse(const lazy::LazyTensor& tensor, const lazy::BackendData* buffer) {
+  ThrowIfConsumed(buffer);
+  if (Watches(kSpared)) {
+    ReportReuse(tensor.data(), buffer);
+  }
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,73 @@
+// Reads sizes from the host's texts, and walks from an output's root towards the parameters.
+#include "step/graph_arrays.h"
+
+#include <torch/csrc/lazy/backend/backend_interface.h>
+
+#include <queue>
+#include <set>
+#include <utility>
+
+#include "host/array_text.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// How far from an output's root a parameter is looked for, in nodes. Updates are short; what is farther away has no
+// place where XLA could write over it early.
+constexpr std::size_t kNodesPerOutput = 64;
+
+}  // namespace
+
+ArraySize SizeOf(const std::string& array, bool unsharded) {
+  return BytesPerDevice(unsharded ? WithoutLayout(array) : array);
+}
+
+GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
+                          bool sharded) {
+  GraphArrays found;
+  for (const lazy::BackendDataPtr& parameter : parameters) {
+    found.arrays.push_back(abi::DescribeBuffer(*parameter));
+    found.bytes.push_back(SizeOf(found.arrays.back(), sharded));
+  }
+  for (const lazy::Value& root : roots) {
+    const std::string array = abi::DescribeNode(root);
+    const bool dynamic = IsDynamic(array);
+    found.dynamic = found.dynamic || dynamic;
+    found.output_bytes.push_back(SizeOf(array, sharded));
+    found.movable.push_back(ElementType(array).has_value() && !dynamic);
+  }
+  return found;
+}
+
+std::vector<NearParameter> NearParameters::operator()(std::size_t output) {
+  if (position_of_.empty()) {
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      position_of_.emplace(parameters_[i].get(), i);
+    }
+  }
+  std::vector<NearParameter> result;
+  std::queue<std::pair<const lazy::Node*, std::size_t>> open;
+  std::set<const lazy::Node*> seen;
+  const auto add = [&](const lazy::Node* node, std::size_t distance) {
+    if (node != nullptr && seen.size() < kNodesPerOutput && seen.insert(node).second) {
+      open.emplace(node, distance);
+    }
+  };
+  add(roots_[output].node.get(), 0);
+  for (; !open.empty(); open.pop()) {
+    const auto [node, distance] = open.front();
+    if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
+      if (const auto position = position_of_.find(data.get()); position != position_of_.end()) {
+        result.push_back({distance, position->second});
+      }
+      continue;
+    }
+    for (const lazy::Output& operand : node->operands()) {
+      add(operand.node, distance + 1);
+    }
+  }
+  return result;
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,244 @@
+// The phases of a step; thread_step.h lists its stations.
+#include "step/thread_step.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "features/graph_wiring.h"
+#include "registry/registry.h"
+#include "step/callbacks.h"
+#include "step/watch.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+const std::vector<StepObserver*>& TensorObservers() {
+  static const auto* observers = [] {
+    auto* found = new std::vector<StepObserver*>();
+    std::copy_if(Observers().begin(), Observers().end(), std::back_inserter(*found),
+                 [](const StepObserver* observer) { return observer->SeesTensors(); });
+    return found;
+  }();
+  return *observers;
+}
+
+// print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both are set only at a step.
+bool RunsAll(const abi::Executor::SyncTensorCollection& collection) {
+  return collection.config.force_ltc_data && collection.config.sync_ltc_data;
+}
+
+}  // namespace
+
+ThreadStep& ThreadStep::Get() {
+  thread_local ThreadStep step;
+  return step;
+}
+
+void ThreadStep::GiveUp(const Reason& why) {
+  run_.reset();
+  if (const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr)) {
+    claim->Abandon(why);
+  }
+  recorded_ = false;
+  phase_ = StepPhase::kIdle;
+}
+
+ThreadStep::Listing::Listing(void* arena, const lazy::BackendDevice* device) {
+  ThreadStep& step = Get();
+  step.GiveUp();
+  step.list_.Reset(false);
+  bool needed = false;
+  for (StepObserver* observer : Observers()) {
+    needed = observer->NeedsLiveTensors(arena, device) || needed;
+  }
+  step.list_.Reset(needed);
+  step.phase_ = StepPhase::kListing;
+}
+
+ThreadStep::Listing::~Listing() { Get().phase_ = StepPhase::kListed; }
+
+void ThreadStep::TensorMade(const std::shared_ptr<abi::TensorData>& data) {
+  if (phase_ != StepPhase::kListing) {
+    for (StepObserver* observer : TensorObservers()) {
+      observer->TensorMade();
+    }
+    list_.Reset(false);  // the program goes on; whoever made the list has finished
+  } else if (list_.IsKept()) {
+    list_.Add(data, data->handle.get(), data->unique_id);
+  }
+}
+
+bool ThreadStep::IsAskedForList(const lazy::LazyTensor& tensor, bool holds_data) {
+  if (!list_.IsKept()) {
+    return false;
+  }
+  const abi::TensorData& data = *tensor.data();
+  if (list_.IsAsked(&data, holds_data, [&data] { return abi::BufferOf(data) != nullptr; })) {
+    return true;
+  }
+  list_.Reset(false);
+  return false;
+}
+
+ThreadStep::Graph::Graph(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
+                         abi::Executor::SyncTensorCollection& collection)
+    : context_{executor, roots, collection, RunsAll(collection), false, false, {}} {
+  ThreadStep& step = Get();
+  context_.follows_list = step.phase_ == StepPhase::kListed;
+  context_.is_step = context_.runs_all && step.list_.IsOfStep(roots.size());
+  step.GiveUp();
+  step.phase_ = StepPhase::kOrdering;
+  for (StepObserver* observer : Observers()) {
+    observer->BeforeGraph(context_);
+  }
+}
+
+void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) {
+  context_.graph = &graph;
+  context_.collection.hash = lazy::HashCombine(context_.collection.hash, HashWiring(graph.post_order, context_.roots));
+  for (StepObserver* observer : Observers()) {
+    observer->GraphKnown(context_);
+  }
+  if (context_.is_step) {
+    try {
+      Get().ClaimDonors(context_);
+    } catch (const std::exception& error) {
+      // Out of memory, at worst: the step must go on, without donation.
+      DonationRegistry::Get().NoteError(error.what());
+      Get().GiveUp();
+    }
+  }
+  Get().list_.Reset(false);
+}
+
+ThreadStep::Graph::~Graph() {
+  ThreadStep& step = Get();
+  step.phase_ = step.claim_ != nullptr ? StepPhase::kClaimed : StepPhase::kIdle;
+}
+
+void ThreadStep::ClaimDonors(GraphContext& context) {
+  DonorSet donors(context, list_);
+  for (StepObserver* observer : Observers()) {
+    observer->ProposeDonors(donors);
+  }
+  const std::shared_ptr<Claim> claim = donors.Commit();
+  recorded_ = donors.IsRecorded();
+  if (claim == nullptr) {
+    return;
+  }
+  claim_ = claim;
+  // A guard in the host's own stack frame: whatever is thrown before the step is scheduled destroys the collection.
+  context.collection.unlocker.emplace_back([claim](lazy::ExceptionCleanup::StatusType&&) {
+    if (!claim->IsCompiled()) {
+      ThreadStep& step = Get();
+      if (step.claim_ == claim) {
+        step.GiveUp(ReasonCode::kNotCompiled);
+      }
+      claim->Abandon(ReasonCode::kNotCompiled);
+    }
+  });
+}
+
+void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
+                             const std::function<void()>& pass) {
+  for (StepObserver* observer : Observers()) {
+    observer->AtBarrier(executor);
+  }
+  if (phase_ != StepPhase::kOrdering) {
+    list_.Reset(false);
+  }
+  if (phase_ != StepPhase::kClaimed) {
+    pass();
+    return;
+  }
+  phase_ = StepPhase::kCompiled;
+  const std::shared_ptr<Claim> claim = claim_;
+  claim->Compiled();
+  // Our guard. What is before it is the device's lock, if the executor has taken that already; it looks whether the
+  // list is empty.
+  collection.unlocker.pop_back();
+  try {
+    pass();
+  } catch (...) {
+    GiveUp(ReasonCode::kEarlierStepFailed);  // the barrier passes on its failure; this one will not run
+    throw;
+  }
+  claim->Scheduled();
+  if (!claim->HasDonors()) {
+    claim_ = nullptr;
+    phase_ = StepPhase::kIdle;
+  }
+}
+
+void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) {
+  run_ = std::make_unique<RunContext>(RunContext{run, &collection, RunsAll(collection)});
+  run_->recorded = std::exchange(recorded_, false);
+  if (phase_ == StepPhase::kCompiled) {
+    run_->claim = claim_;
+  }
+  for (StepObserver* observer : Observers()) {
+    observer->BeforeRun(*run_);
+    if (run_->stopped) {
+      return;
+    }
+  }
+  if (phase_ == StepPhase::kCompiled) {
+    claim_->Commit(*run_, lazy::HashToString(collection.hash));
+  } else if (run_->claim != nullptr) {
+    claim_ = run_->claim;
+  } else if (run_->runs_all && !run_->recorded) {
+    DonationRegistry::Get().NotePlainStep();
+  }
+  phase_ = StepPhase::kPrepared;
+}
+
+std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::function<void()> run) {
+  if (run_ == nullptr || &run_->run.mwait != runner) {
+    return run;
+  }
+  const std::unique_ptr<RunContext> context = std::move(run_);
+  claim_ = nullptr;
+  phase_ = StepPhase::kIdle;
+  for (StepObserver* observer : Observers()) {
+    observer->AtStart(*context);
+  }
+  if (context->claim != nullptr) {
+    context->claim->NoteExecutable(context->run);
+  }
+  if (context->ends.empty()) {
+    return run;
+  }
+  return [run = std::move(run), ends = std::move(context->ends)] {
+    const auto end = [&ends](const Reason& failure) {
+      for (const auto& function : ends) {
+        function(failure);
+      }
+    };
+    try {
+      run();
+    } catch (const std::exception& error) {
+      end({ReasonCode::kFailed, error.what()});
+      throw;
+    } catch (...) {
+      end(ReasonCode::kFailedForeign);
+      throw;
+    }
+    end({});
+  };
+}
+
+void ThreadStep::End(const lazy::BackendDevice& device) {
+  list_.Reset(false);
+  last_device = device;
+  bool to_report = false;
+  for (StepObserver* observer : Observers()) {
+    to_report = observer->AfterStep(device) || to_report;
+  }
+  if (to_report && Callbacks().step_ended) {
+    Callbacks().step_ended();
+  }
+}
+
+}  // namespace torch_xla_donate

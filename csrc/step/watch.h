@@ -1,0 +1,32 @@
+// One word that says what the hooks have to look for. With nothing to look for, a hook is one relaxed load and a jump.
+//
+// Threads: any. Each bit is set by its owner only, which serialises its own changes.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace torch_xla_donate {
+
+enum Watch : std::uint32_t {
+  kMarks = 1,      // registry: a mark is pending
+  kConsumed = 2,   // registry: a step has consumed a buffer that somebody may still touch
+  kSpared = 4,     // registry: the same, but donation was disabled
+  kAutomatic = 8,  // auto_donors: some thread may donate by liveness
+  kAliases = 16,   // outdated_tensors: new aliases of tensors are followed
+};
+constexpr std::uint32_t kRegistry = kMarks | kConsumed | kSpared;
+
+inline std::atomic<std::uint32_t> watch_word{0};
+
+inline bool Watches(std::uint32_t bits) noexcept { return (watch_word.load(std::memory_order_relaxed) & bits) != 0; }
+
+// Sets the bits of the mask to those given.
+inline void SetWatch(std::uint32_t mask, std::uint32_t bits) noexcept {
+  std::uint32_t before = watch_word.load(std::memory_order_relaxed);
+  while ((before & mask) != bits &&
+         !watch_word.compare_exchange_weak(before, (before & ~mask) | bits, std::memory_order_relaxed)) {
+  }
+}
+
+}  // namespace torch_xla_donate

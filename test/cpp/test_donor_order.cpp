@@ -1,0 +1,158 @@
+// Triage, XLA's rule for sizes, and the planner: plain numbers for parameters, outputs and bytes.
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "check.h"
+#include "step/size_pairing.h"
+#include "step/triage.h"
+
+namespace torch_xla_donate {
+namespace {
+
+using Positions = std::vector<std::size_t>;
+using Place = std::optional<std::size_t>;
+
+std::string Text(const Positions& positions) {
+  std::string text;
+  for (const std::size_t position : positions) text += std::to_string(position) + " ";
+  return text;
+}
+
+// A step of parameters and outputs; near[o] are the parameters from which output o is computed.
+struct Step {
+  std::vector<ArraySize> bytes, output_bytes;
+  std::vector<Positions> near{};
+  std::vector<bool> donors = std::vector<bool>(bytes.size());
+  std::vector<bool> offered = std::vector<bool>(bytes.size());
+  std::vector<Place> wanted = std::vector<Place>(bytes.size());
+  std::vector<bool> movable = std::vector<bool>(output_bytes.size(), true);
+
+  DonorPairs Pair() const {
+    return PairDonors({bytes, output_bytes, movable, donors, offered, wanted, [this](std::size_t output) {
+                         std::vector<NearParameter> found;
+                         for (std::size_t i = 0; output < near.size() && i < near[output].size(); ++i) {
+                           found.push_back({i + 1, near[output][i]});
+                         }
+                         return found;
+                       }});
+  }
+};
+
+// The output that XLA gives to each donor, donors and outputs in the order of the plan.
+std::vector<Place> AsXlaPairs(const Step& step, const DonorPairs& plan) {
+  Positions parameters = plan.parameter_order, outputs = plan.output_order;
+  for (std::size_t i = 0; i < step.bytes.size(); ++i) {
+    if (std::find(parameters.begin(), parameters.end(), i) == parameters.end()) parameters.push_back(i);
+  }
+  for (std::size_t i = outputs.size(); i < step.output_bytes.size(); ++i) outputs.push_back(i);
+  std::vector<Place> result(step.bytes.size());
+  for (const std::size_t parameter : parameters) {
+    const bool chosen = std::find(plan.chosen.begin(), plan.chosen.end(), parameter) != plan.chosen.end();
+    if (!step.donors[parameter] && !chosen) continue;
+    for (std::size_t& output : outputs) {
+      if (output < step.output_bytes.size() && step.output_bytes[output] == step.bytes[parameter]) {
+        result[parameter] = std::exchange(output, step.output_bytes.size());
+        break;
+      }
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+TEST(a_donor_takes_an_output_of_its_size) {
+  FreeOutputs free({4, 8, 8, std::nullopt});
+  CHECK(free.Take(8) && free.Take(8) && !free.Take(8));
+  CHECK(!free.Take(std::nullopt) && !free.Take(16));
+  CHECK_EQ(free.Sizes().size(), 1U);
+  CHECK_EQ(free.Sizes()[0], 4);
+}
+
+TEST(donors_in_the_order_of_their_outputs_stay_where_they_are) {
+  Step step{{4, 4}, {4, 4}, {{0}, {1}}};
+  step.donors = {true, true};
+  const DonorPairs plan = step.Pair();
+  CHECK(plan.parameter_order.empty() && plan.output_order.empty() && plan.chosen.empty() && plan.room.empty());
+}
+
+TEST(crossed_donors_are_put_into_the_order_of_their_outputs) {
+  Step step{{4, 4}, {4, 4}, {{1}, {0}}};
+  step.donors = {true, true};
+  const DonorPairs plan = step.Pair();
+  CHECK_EQ(Text(plan.parameter_order), "1 0 ");
+  const auto pairs = AsXlaPairs(step, plan);
+  CHECK(pairs[0] == Place(1) && pairs[1] == Place(0));
+}
+
+TEST(a_wanted_output_counts_before_the_nearest) {
+  Step step{{4, 4}, {4, 4}, {{0}, {1}}};
+  step.donors = {true, true};
+  step.wanted = {1, std::nullopt};
+  const auto pairs = AsXlaPairs(step, step.Pair());
+  CHECK(pairs[0] == Place(1) && pairs[1] == Place(0));
+}
+
+TEST(only_as_many_inputs_join_as_outputs_are_left) {
+  Step step{{4, 4, 4}, {4, 4}, {{0}, {2}}};
+  step.donors = {true, false, false};
+  step.offered = {false, true, true};
+  const DonorPairs plan = step.Pair();
+  CHECK_EQ(Text(plan.chosen), "2 ");
+  CHECK(plan.successor[2] == Place(1));
+}
+
+TEST(an_input_of_another_size_does_not_join) {
+  Step step{{8}, {4}, {{0}}};
+  step.offered = {true};
+  const DonorPairs plan = step.Pair();
+  CHECK(plan.chosen.empty());
+  CHECK_EQ(plan.room.size(), 1U);
+}
+
+TEST(an_output_with_a_donor_moves_before_one_without) {
+  Step step{{4}, {4, 4}, {{}, {0}}};
+  step.donors = {true};
+  const DonorPairs plan = step.Pair();
+  CHECK_EQ(Text(plan.output_order), "1 0 ");
+  CHECK(AsXlaPairs(step, plan)[0] == Place(1));
+}
+
+TEST(an_output_that_cannot_move_stays) {
+  Step step{{4}, {4, 4}, {{}, {0}}};
+  step.donors = {true};
+  step.movable = {true, false};
+  CHECK(step.Pair().output_order.empty());
+}
+
+TEST(a_parameter_of_unknown_size_is_never_paired) {
+  Step step{{std::nullopt}, {4}, {{0}}};
+  step.offered = {true};
+  CHECK(step.Pair().chosen.empty());
+}
+
+TEST(a_refused_donor_leaves_the_order_alone) {
+  Step step{{4, 4}, {4, 4}, {{1}, {0}}};  // crossed, but neither is in the donor set
+  CHECK(step.Pair().parameter_order.empty());
+}
+
+TEST(triage_refuses_what_another_tensor_holds) {
+  const int tensors[4] = {}, buffers[3] = {};
+  const auto is_offered = [&](std::size_t, const void* tensor) { return tensor == &tensors[0]; };
+  const auto found = FindObstacles({&buffers[0], &buffers[1], &buffers[2]},
+                                   {{&tensors[0], &buffers[0], false},
+                                    {&tensors[0], &buffers[1], false},
+                                    {&tensors[1], &buffers[1], false},
+                                    {&tensors[2], &buffers[2], true}},
+                                   is_offered);
+  CHECK(found[0] == Obstacle::kNone);
+  CHECK(found[1] == Obstacle::kShared);
+  CHECK(found[2] == Obstacle::kViewed);
+}
+
+TEST(triage_of_nothing_refuses_nothing) {
+  CHECK(FindObstacles({}, {}, [](std::size_t, const void*) { return true; }).empty());
+}
+
+}  // namespace torch_xla_donate
