@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C
@@ -23,14 +22,19 @@ _postponed = _Postponed()
 interrupts.restore(_postponed, "depth")
 
 
-@contextlib.contextmanager
-def later() -> Iterator[None]:
-    """Steps of this thread tell nothing inside: where an exception at the end of a sync would be in the way."""
-    _postponed.depth += 1
-    try:
-        yield
-    finally:
-        _postponed.depth -= 1
+class later(_C.Scope):
+    """Steps of this thread report nothing inside: where an exception at the end of a sync would be in the way.
+
+    Not a generator: one that an interrupt leaves suspended would lower the depth when the garbage collector closes it.
+    """
+
+    def enter(self) -> None:
+        self._before = _postponed.depth
+        _postponed.depth = self._before + 1
+
+    def leave(self, raised: bool) -> None:
+        if hasattr(self, "_before"):
+            _postponed.depth = self._before
 
 
 def is_postponed() -> bool:
