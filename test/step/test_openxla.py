@@ -522,7 +522,7 @@ def test_each_set_of_donors_has_a_graph_which_names_them(dump_folder):
     assert [found[0].shape_of(alias).dims for alias in found[0].aliases] == [(3,)]
 
 
-def test_a_break_beside_parameters_that_the_first_graph_does_not_read():
+def test_a_break_beside_parameters_that_a_graph_does_not_read():
     """An LSTM's functional step: to look at the captured frame must not add inputs to the graph."""
     torch.manual_seed(0)
     lstm = torch.nn.LSTM(4, 6, batch_first=True)

@@ -188,11 +188,14 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         )
         for raw in left_alone
     )
+    refusals: dict[str, int] = {}
+    for reason, count in _C.auto_refusals():  # two codes may have one sentence
+        refusals[sentence(reason)] = refusals.get(sentence(reason), 0) + count
     backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
     return DonationReport(
         tuple(donors),
         tuple(pending),
-        {sentence(reason): count for reason, count in _C.auto_refusals()},
+        refusals,
         held,
         tuple(summary),
         backward_threads,
