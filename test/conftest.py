@@ -24,6 +24,7 @@ for setting in (
 
 import hypothesis
 import pytest
+from hypothesis import strategies
 
 # `make test-all` chooses the long one.
 for profile, examples in (("short", 60), ("long", 300)):
@@ -46,8 +47,15 @@ def pytest_collection(session: pytest.Session) -> None:
 
     with contextlib.suppress(ImportError):  # the pinned one has no wheel for Python 3.10
         import jax  # noqa: F401
+    _first_random_test()
     gc.collect()
     gc.freeze()
+
+
+@hypothesis.given(strategies.none())
+def _first_random_test(_: None) -> None:
+    """With `CI` in the environment Hypothesis asks in its first test who refers to its generator; the garbage collector
+    does not name frozen objects."""
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import torch_xla_donate
@@ -101,10 +101,8 @@ def test_mypy_knows_what_is_compiled(tmp_path):
 
 
 def test_pyright_knows_what_is_compiled(tmp_path):
-    configuration = f"""
-        {{"pythonVersion": "3.11", "extraPaths": ["{ROOT}"], "reportExpressionErrors": "none",
-          "reportUnusedExpression": "none"}}
-    """
-    (tmp_path / "pyrightconfig.json").write_text(textwrap.dedent(configuration), encoding="utf-8")
-    found, output = lines_with_errors([sys.executable, "-m", "pyright"], tmp_path)
+    settings = {"pythonVersion": "3.11", "extraPaths": [str(ROOT)], "reportUnusedExpression": "none"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
+    # pyright takes the first `python` on PATH, not the one that started it.
+    found, output = lines_with_errors([sys.executable, "-m", "pyright", "--pythonpath", sys.executable], tmp_path)
     assert found == expected(), output
