@@ -48,3 +48,24 @@ class Restored(_C.Scope):
             setattr(holder, name, value)
         torch._C._set_grad_enabled(self._gradients)
         _C.disarm_run()
+
+
+class Replaced(_C.Scope):
+    """Another value for an attribute, for as long as the context holds; `holder` may belong to the thread.
+
+    Not a generator: one that an interrupt leaves suspended would restore the attribute when the garbage collector
+    closes it, at any time later.
+    """
+
+    def __init__(self, holder: Any, name: str, value: Any, lock: Any = None) -> None:
+        super().__init__(lock)
+        self._holder, self._name, self._value = holder, name, value
+        self._original: list[Any] = []
+
+    def enter(self) -> None:
+        self._original.append(getattr(self._holder, self._name))
+        setattr(self._holder, self._name, self._value)
+
+    def leave(self, raised: bool) -> None:
+        for original in self._original:
+            setattr(self._holder, self._name, original)

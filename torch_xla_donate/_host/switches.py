@@ -12,6 +12,7 @@ import torch
 import torch_xla.core.xla_model as xm
 
 from torch_xla_donate import _C
+from torch_xla_donate._host.interrupts import Replaced
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import in_eager_mode
 
@@ -111,26 +112,9 @@ class Compiling(_C.Scope):
         xlac()._set_allow_execution(executes)
 
 
-class Replaced(_C.Scope):
-    """As `replaced`."""
-
-    def __init__(self, lock: Any, module: types.ModuleType, name: str, value: Any) -> None:
-        super().__init__(lock)
-        self._module, self._name, self._value = module, name, value
-        self._original: list[Any] = []
-
-    def enter(self) -> None:
-        self._original.append(getattr(self._module, self._name))
-        setattr(self._module, self._name, self._value)
-
-    def leave(self, raised: bool) -> None:
-        for original in self._original:
-            setattr(self._module, self._name, original)
-
-
-def replaced(module: types.ModuleType, name: str, value: Any) -> contextlib.AbstractContextManager[Any]:
+def replaced(module: types.ModuleType, name: str, value: Any) -> Replaced:
     """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
-    return Replaced(compiling, module, name, value)
+    return Replaced(module, name, value, compiling)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch_xla_donate import _host, _trees
@@ -71,10 +70,6 @@ def current_body() -> LoopBody | None:
     return _current.body
 
 
-@contextlib.contextmanager
-def trace_body(body: LoopBody) -> Iterator[None]:
-    outer, _current.body = _current.body, body
-    try:
-        yield
-    finally:
-        _current.body = outer
+def trace_body(body: LoopBody) -> interrupts.Replaced:
+    """This thread traces the body inside."""
+    return interrupts.Replaced(_current, "body", body)

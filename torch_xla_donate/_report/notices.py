@@ -22,19 +22,9 @@ _postponed = _Postponed()
 interrupts.restore(_postponed, "depth")
 
 
-class later(_C.Scope):
-    """Steps of this thread report nothing inside: where an exception at the end of a sync would be in the way.
-
-    Not a generator: one that an interrupt leaves suspended would lower the depth when the garbage collector closes it.
-    """
-
-    def enter(self) -> None:
-        self._before = _postponed.depth
-        _postponed.depth = self._before + 1
-
-    def leave(self, raised: bool) -> None:
-        if hasattr(self, "_before"):
-            _postponed.depth = self._before
+def later() -> interrupts.Replaced:
+    """Steps of this thread report nothing inside: where an exception at the end of a sync would be in the way."""
+    return interrupts.Replaced(_postponed, "depth", _postponed.depth + 1)
 
 
 def is_postponed() -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import warnings
-from collections.abc import Iterator
 
 from torch_xla_donate import _frames
 from torch_xla_donate._errors import DonationWarning, describe_reuse
@@ -22,14 +20,9 @@ _local = _Local()
 interrupts.restore(_local, "quiet")
 
 
-@contextlib.contextmanager
-def suppress_reuse_warnings() -> Iterator[None]:
+def suppress_reuse_warnings() -> interrupts.Replaced:
     """What this package itself looks at on the user's behalf is not a use."""
-    before, _local.quiet = _local.quiet, True
-    try:
-        yield
-    finally:
-        _local.quiet = before
+    return interrupts.Replaced(_local, "quiet", True)
 
 
 def report_reuse(name: str, array: str, where: str, step: int) -> None:

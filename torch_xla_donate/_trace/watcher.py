@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -38,13 +37,9 @@ def current_watcher() -> Watcher | None:
     return _current.watcher
 
 
-@contextlib.contextmanager
-def watched(by: Watcher) -> Iterator[None]:
-    outer, _current.watcher = _current.watcher, by
-    try:
-        yield
-    finally:
-        _current.watcher = outer
+def watched(by: Watcher) -> interrupts.Replaced:
+    """`by` looks at this thread's operations inside."""
+    return interrupts.Replaced(_current, "watcher", by)
 
 
 def as_one(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
