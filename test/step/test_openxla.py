@@ -21,6 +21,7 @@ from torch_xla_donate import (
     _C,
     DonatedBufferError,
     DonationError,
+    _compile,
     cancel_donation,
     donate_buffer,
     donation_disabled,
@@ -549,3 +550,9 @@ def test_a_break_beside_parameters_that_a_graph_does_not_read():
             state, loss = run(state, batch.to(device))
             losses[device].append(loss.item())
     assert losses["xla"] == pytest.approx(losses["cpu"], rel=1e-5)
+
+
+def test_inputs_that_torch_compile_does_not_tell_of_are_unknown():
+    """Outside of torch.compile nothing is known of a graph, as of one with inputs that torch.compile has added."""
+    graph = torch.fx.symbolic_trace(lambda x, y: (x, x + y))
+    assert _compile.openxla._handed_on(graph, graph.graph.find_nodes(op="placeholder")) is None

@@ -152,10 +152,12 @@ class OpenxlaCompiled(Compiled):
         given += sum(not isinstance(one, torch.Tensor) for one in inputs)
 
         def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
-            kept = _handed_on(graph, given)
-            if kept is None:
+            graph_inputs = graph.graph.find_nodes(op="placeholder")
+            if len(graph_inputs) < given:  # views of one tensor, of which one is updated, have become one input
                 return make_boxed_func(self._refuse_merged)  # type: ignore[no-any-return, no-untyped-call]
-            return make_boxed_func(Graph(graph, kept | returned, refusal, frame))  # type: ignore[no-any-return, no-untyped-call]
+            kept = _handed_on(graph, graph_inputs)
+            why = _NOT_TOLD if kept is None else ""
+            return make_boxed_func(Graph(graph, returned | (kept or frozenset()), refusal or why, frame))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
         return backend(model, inputs)  # type: ignore[no-any-return]
@@ -181,6 +183,7 @@ class OpenxlaCompiled(Compiled):
 
 
 _NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+_NOT_TOLD = "torch.compile does not tell which inputs of its graph outlive it"
 _STILL_NEEDED = "the result, or the backward pass, still needs it"
 
 
@@ -200,15 +203,14 @@ def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
     return code is whole or (resumed and code.co_filename == whole.co_filename)
 
 
-def _handed_on(graph: torch.fx.GraphModule, given: int) -> frozenset[int] | None:
-    """Positions of the inputs that outlive the graph; None if fewer inputs are left than torch.compile was given."""
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+def _handed_on(graph: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node]) -> frozenset[int] | None:
+    """Positions of the inputs that outlive the graph; None if torch.compile does not tell it of each input."""
     outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
     kept = {inputs.index(node) for node in outputs if node in inputs}
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
-    if metadata is None or len(metadata.input_info) != len(inputs) or len(inputs) < given:
-        return None  # views of one tensor, of which one is updated, have become one input
+    if metadata is None or len(metadata.input_info) != len(inputs):
+        return None
     for output in metadata.output_info:
         if output.output_type in (OutputType.alias_of_input, OutputType.is_input):
             kept.add(output.base_idx)  # type: ignore[arg-type]

@@ -27,6 +27,9 @@ def process_count() -> int:
     return max(int(runtime().process_count()), _config.world_size())
 
 
+AUTO_SHARDING = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
+
+
 def auto_sharding() -> bool:
     """Whether XLA chooses shardings by itself, in which case torch_xla ignores every donor."""
     return bool(xlac()._xla_get_auto_sharding())
@@ -48,10 +51,7 @@ def ignoring_donors() -> list[str]:
 
 def ignores_donors() -> str:
     """The setting that makes torch_xla ignore every donor; empty if none does. The hooks are told, too."""
-    if auto_sharding():
-        setting = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
-    else:
-        setting = next(iter(ignoring_donors()), "")
+    setting = AUTO_SHARDING if auto_sharding() else next(iter(ignoring_donors()), "")
     _C.set_switched_off(setting)
     return setting
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch_xla_donate import _C
+from torch_xla_donate._host.settings import AUTO_SHARDING
 
 HELD_BY_OTHERS = (
     "another live tensor, which was not donated, holds the same buffer (as after a whole copy, b.copy_(t)); "
@@ -12,6 +13,7 @@ CONSTANT = "torch_xla shares this buffer between tensors (a cached constant)"
 
 _TOKEN = "the token that orders collectives, which may read inputs of the step, could not be dropped: "
 _FAILED = "the step failed: "
+_IGNORED = "{details} makes torch_xla ignore every donor"
 
 # By code of csrc/registry/reasons.h; {details} is what comes with it.
 SENTENCES = {
@@ -26,8 +28,8 @@ SENTENCES = {
     "constant": CONSTANT,
     "read_eagerly": "eager mode runs each operation at once, outside of a step, and has run one that reads it",
     "unmatched": "the outputs of the step could not be matched with live tensors",
-    "ignored": "{details} makes torch_xla ignore every donor",
-    "auto_sharding": "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True)) makes torch_xla ignore every donor",
+    "ignored": _IGNORED,
+    "auto_sharding": _IGNORED.replace("{details}", AUTO_SHARDING),
     "disabled": "donation is disabled (donation_disabled())",
     "debug_nans": "donation is disabled (debug_nans())",
     "debug_process": "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)",

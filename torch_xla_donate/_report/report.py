@@ -189,7 +189,7 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         for raw in left_alone
     )
     refusals: dict[str, int] = {}
-    for reason, count in _C.auto_refusals():  # two codes may have one sentence
+    for reason, count in _C.auto_refusals():  # of an error a sentence has the first line only
         refusals[sentence(reason)] = refusals.get(sentence(reason), 0) + count
     backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
     return DonationReport(
