@@ -189,16 +189,14 @@ def test_whatever_holds_the_cache_it_is_written_in_place(make, hold, frozen):
     cache, key = make(ROWS, 4), make(4)
     place, write = pointer(cache), hold(cache)
     if frozen:
-        gc.freeze()
-    try:
-        with auto_donate():
-            for i in range(4):
-                write(i, key + i)
-                torch_xla.sync(wait=True)
-                ((_, array, outcome),) = [one for one in outcomes() if one[1] != "f32[4]"]
-                assert (array, outcome) == (f"f32[{ROWS},4]", "donated")
-    finally:
-        gc.unfreeze()
+        gc.collect()
+        gc.freeze()  # for good: to unfreeze would thaw what conftest.py has frozen
+    with auto_donate():
+        for i in range(4):
+            write(i, key + i)
+            torch_xla.sync(wait=True)
+            ((_, array, outcome),) = [one for one in outcomes() if one[1] != "f32[4]"]
+            assert (array, outcome) == (f"f32[{ROWS},4]", "donated")
     assert pointer(cache) == place
     assert cache[:4].tolist() == [[i + k for k in range(4)] for i in range(4)]
 
