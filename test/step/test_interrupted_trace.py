@@ -50,6 +50,7 @@ def state():
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "gradients": torch.is_grad_enabled(),
+        "threads of autograd": torch._C._is_multithreading_enabled(),
         "flags of modes": [getattr(_python_dispatch, name) for name in FLAGS],
         "module hooks": len(modules._global_forward_pre_hooks),
         "inside": _marks.is_inside_call(),

@@ -34,6 +34,7 @@ class Restored(_C.Scope):
     def enter(self) -> None:
         self._before = [(holder, name, getattr(holder, name)) for holder, name in _restored]
         self._gradients = torch.is_grad_enabled()
+        self._backward_threads = torch._C._is_multithreading_enabled()
         self._depths = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
 
     def leave(self, raised: bool) -> None:
@@ -47,6 +48,7 @@ class Restored(_C.Scope):
         for holder, name, value in self._before:
             setattr(holder, name, value)
         torch._C._set_grad_enabled(self._gradients)
+        torch._C._set_multithreading_enabled(self._backward_threads)
         _C.disarm_run()
 
 
