@@ -325,6 +325,7 @@ class Campaign:
 
     def _work(self, start: int, stop: int) -> Callable[[Callable[[Any], None]], None]:
         def work(send: Callable[[Any], None]) -> None:
+            gc.freeze()  # so that a collection is quick
             gc.disable()  # cycles are collected between programs, not at random within one
             for number in range(start, stop):
                 send(number)
