@@ -191,8 +191,9 @@ class Child:
             self.reading.close()
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
-        self.end()
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.end()
 
     def last_words(self) -> str:
         """What a crash has left on stderr: its first line that tells a cause."""
@@ -211,13 +212,22 @@ def _start(sharded: bool) -> None:
     torch_xla.device()
 
 
+def first_signs(waiting: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
+    """What the children send next; empty if they are silent for too long. In parts: a virtual machine's clock jumps."""
+    for _ in range(10):
+        ready = waiting.select(PATIENCE / 10)
+        if ready:
+            return ready
+    return []
+
+
 def all_of(child: Child) -> list[Any]:
     """Everything that a child sends."""
     found = []
     with selectors.DefaultSelector() as waiting:
         waiting.register(child, selectors.EVENT_READ)
         while True:
-            if not waiting.select(PATIENCE):
+            if not first_signs(waiting):
                 child.kill()
                 return found
             got = child.receive()
@@ -354,7 +364,7 @@ class Campaign:
         launch()
         try:
             while running:
-                ready = waiting.select(PATIENCE)
+                ready = first_signs(waiting)
                 for key, _ in ready:
                     child: Child = key.fileobj  # type: ignore[assignment]
                     place = running[child]
