@@ -670,7 +670,7 @@ def launch_loops():
 
 @pytest.mark.parametrize("devices", ["2", "3"])
 def test_each_device_of_a_process_has_donors_of_its_own(devices):
-    """Threads that step at the same time, each with its loop, tensors that it keeps, and a cache that stays in place."""
+    """Threads that step at the same time, each with its loop, its kept tensors, and a cache that stays in place."""
     done = run_in_child(launch_loops, env={"CPU_NUM_DEVICES": devices})
     assert sorted(done.stdout.splitlines()) == [f"{rank} 1" for rank in range(int(devices))]
 
