@@ -177,10 +177,12 @@ class Child:
         return self.reading.fileno()
 
     def receive(self) -> list[Any] | None:
-        """What has come meanwhile; None at the end."""
+        """What has come meanwhile; None at the end.
+
+        Does not close the pipe: other children hold it too, so epoll would report its end for ever.
+        """
         data = self.reading.read(1 << 16)
         if not data:
-            self.end()
             return None
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines]
@@ -212,26 +214,19 @@ def _start(sharded: bool) -> None:
     torch_xla.device()
 
 
-def first_signs(waiting: selectors.BaseSelector) -> list[tuple[selectors.SelectorKey, int]]:
-    """What the children send next; empty if they are silent for too long. In parts: a virtual machine's clock jumps."""
-    for _ in range(10):
-        ready = waiting.select(PATIENCE / 10)
-        if ready:
-            return ready
-    return []
-
-
 def all_of(child: Child) -> list[Any]:
     """Everything that a child sends."""
     found = []
     with selectors.DefaultSelector() as waiting:
         waiting.register(child, selectors.EVENT_READ)
         while True:
-            if not first_signs(waiting):
+            if not waiting.select(PATIENCE):
                 child.kill()
                 return found
             got = child.receive()
             if got is None:
+                waiting.unregister(child)
+                child.end()
                 return found
             found += got
 
@@ -364,13 +359,14 @@ class Campaign:
         launch()
         try:
             while running:
-                ready = first_signs(waiting)
+                ready = waiting.select(PATIENCE)
                 for key, _ in ready:
                     child: Child = key.fileobj  # type: ignore[assignment]
                     place = running[child]
                     got = child.receive()
                     if got is None:
                         waiting.unregister(child)
+                        child.end()
                         del running[child]
                         if child.code != 0:
                             words = f"the process ended with {child.code}: {child.last_words()}"
