@@ -40,7 +40,8 @@ DonorPlanner::Plan DonorPlanner::Look(const PlanRequest& request) {
     }
   }
   for (std::size_t i = 0; i < bytes.size(); ++i) {
-    plan.fits.push_back(!plan.sizes.dynamic && !request.donors[i] && bytes[i].value_or(0) > 0 && free.Fit(bytes[i]));
+    plan.fits.push_back(!plan.sizes.dynamic && !request.donors[i] && bytes[i].value_or(0) > 0 &&
+                        free.Count(bytes[i]) > 0);
   }
   return plan;
 }

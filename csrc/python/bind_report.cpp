@@ -19,6 +19,7 @@
 #include "python/callbacks.h"
 #include "registry/registry.h"
 #include "step/graph_arrays.h"
+#include "step/size_pairing.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -210,6 +211,11 @@ void BindReport(py::module_& m) {
         "Right after a list of live tensors: the arrays that their pending work will make, and of its parameters the "
         "donors, each with its buffer (as in identity), its bytes per device and whether an output is to take it over. "
         "sharding_of (None without SPMD) is called while stand_in, a tensor of nobody else, stands for an output.");
+  py::class_<FreeOutputs>(m, "FreeOutputs", "The outputs of a graph that no donor takes, by XLA's rule: equal bytes.")
+      .def(py::init<const std::vector<ArraySize>&>(), py::arg("bytes_per_device"))
+      .def("take", &FreeOutputs::Take, py::arg("bytes_per_device"), "A donor takes an output; whether one was left.")
+      .def("count", &FreeOutputs::Count, py::arg("bytes_per_device"), "How many outputs of this size are left.")
+      .def("sizes", &FreeOutputs::Sizes, "The sizes of which an output is left, sorted.");
   m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
         "Of an array as XLA writes it, with its sharding; None if the text is not understood.");
   m.def("is_even", &IsEven, py::arg("array"), "Whether its sharding cuts such an array into pieces of one size.");

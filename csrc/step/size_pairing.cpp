@@ -228,13 +228,13 @@ FreeOutputs::FreeOutputs(const std::vector<ArraySize>& outputs) {
   }
 }
 
-bool FreeOutputs::Fit(const ArraySize& donor) const {
+std::size_t FreeOutputs::Count(const ArraySize& donor) const {
   const auto found = donor.has_value() ? count_.find(*donor) : count_.end();
-  return found != count_.end() && found->second > 0;
+  return found == count_.end() ? 0 : found->second;
 }
 
 bool FreeOutputs::Take(const ArraySize& donor) {
-  const bool fits = Fit(donor);
+  const bool fits = Count(donor) > 0;
   if (fits) {
     --count_[*donor];
   }

@@ -28,7 +28,8 @@ class FreeOutputs {
   explicit FreeOutputs(const std::vector<ArraySize>& outputs);
   // A donor takes one; false if no output of its size is left.
   bool Take(const ArraySize& donor);
-  bool Fit(const ArraySize& donor) const;
+  // How many of a donor's size are left.
+  std::size_t Count(const ArraySize& donor) const;
   // The sizes of which an output is left, sorted.
   std::vector<std::int64_t> Sizes() const;
 

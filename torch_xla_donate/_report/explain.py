@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,18 +17,19 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
     if dynamic:
         return f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph"
-    outputs = [(text, _C.bytes_per_device(text)) for text in step["outputs"] if text]
+    outputs = [text for text in step["outputs"] if text]
     if not outputs:
         return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
     size = raw["bytes_per_device"]
     each = " on each device" if split_sharding(raw["array"])[1] else ""
-    fitting = sum(bytes_ == size for _, bytes_ in outputs)
+    free = _C.FreeOutputs([_C.bytes_per_device(text) for text in outputs])
+    fitting = free.count(size)
     if not fitting:
-        alike = [text for text, _ in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
+        alike = [text for text in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
         if alike and each:
             return _differs_per_device(raw, alike[0], len(outputs) == 1)
-        sizes = Counter(bytes_ for _, bytes_ in outputs if bytes_ is not None)
-        shown = ", ".join(f"{count} of {bytes_} bytes" for bytes_, count in sorted(sizes.items())[:4])
+        sizes = free.sizes()
+        shown = ", ".join(f"{free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
         return (
             f"no output of the step has its size of {size} bytes{each} "
             f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -35,12 +34,8 @@ class StepPrediction:
         inputs = [(buffer, size) for buffer, size in look["inputs"] if buffer not in self._shared]
         self._sizes = dict(inputs)
         self._read = {buffer for buffer, _ in look["inputs"]}
-        self._used: set[int] = set()
-        free = Counter(_C.bytes_per_device(text) for text in self._known)
-        for buffer, size in inputs:
-            if size is not None and free[size]:
-                free[size] -= 1
-                self._used.add(buffer)
+        free = _C.FreeOutputs([_C.bytes_per_device(text) for text in self._known])
+        self._used = {buffer for buffer, size in inputs if free.take(size)}
 
     def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, str]:
         """What will become of a pending mark, and why where that is not for XLA to say; None if no work reads it."""
