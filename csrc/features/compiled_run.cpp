@@ -1,6 +1,7 @@
 // Orders the parameters of graphs that are compiled for donors, and claims the donors of the run that was announced.
 #include "features/compiled_run.h"
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 
@@ -67,12 +68,21 @@ class CompiledRun : public StepObserver {
 
   void BeforeRun(RunContext& run) override {
     ThreadState& state = State();
-    if (state.announced.has_value() && run.claim == nullptr) {
+    if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
       Claim(run, *std::exchange(state.announced, std::nullopt));
     }
     if (run.runs_all && !run.recorded) {
       run.recorded = std::exchange(state.expected, false);
     }
+  }
+
+  // A run of other pending work, which torch_xla may have to do first, has other parameters.
+  static bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
+    const auto& parameters = run.run.parameters_data;
+    return std::all_of(announced.donors.begin(), announced.donors.end(), [&parameters](const RunDonor& donor) {
+      return !donor.parameter.has_value() ||
+             (*donor.parameter < parameters.size() && parameters[*donor.parameter] == donor.buffer);
+    });
   }
 
   static void Claim(RunContext& run, const AnnouncedRun& announced) {

@@ -556,3 +556,56 @@ def test_inputs_that_torch_compile_does_not_tell_of_are_unknown():
     """Outside of torch.compile nothing is known of a graph, as of one with inputs that torch.compile has added."""
     graph = torch.fx.symbolic_trace(lambda x, y: (x, x + y))
     assert _compile.openxla._handed_on(graph, graph.graph.find_nodes(op="placeholder")) is None
+
+
+def decayed(weights, gradients, momenta):
+    momenta = {name: 0.9 * momenta[name] + 0.1 * gradients[name] for name in weights}
+    return {name: weights[name] - 0.5 * momenta[name] for name in weights}, momenta
+
+
+def test_pending_gradients_do_not_take_the_donation_of_the_run():
+    """The graph after a break gets arguments that are pending; torch_xla runs what they wait for before it."""
+    torch.manual_seed(0)
+    lstm = torch.nn.LSTM(4, 6, batch_first=True)
+
+    def loss_of(weights, x):
+        zeros = (torch.zeros(1, 2, 6, device=x.device), torch.zeros(1, 2, 6, device=x.device))
+        return torch.func.functional_call(lstm, weights, (x, zeros))[0].pow(2).mean()
+
+    def step(state, x):
+        weights = {name: value.detach().requires_grad_() for name, value in state["weights"].items()}
+        loss = loss_of({**weights}, x)
+        gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
+        with torch.no_grad():
+            weights = {name: value.detach() for name, value in weights.items()}
+            weights, momenta = decayed(weights, gradients, state["momenta"])
+        return {"weights": weights, "momenta": momenta}, loss.detach()
+
+    f = openxla(step, donate_argnums=0)
+    weights = {name: value.detach().clone().to("xla") for name, value in lstm.named_parameters()}
+    state = {"weights": weights, "momenta": {name: torch.zeros_like(value) for name, value in weights.items()}}
+    torch_xla.sync(wait=True)
+    for i in range(3):
+        old = state
+        state, _ = f(state, torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(i)).to("xla"))
+        outcomes = {(donor.outcome, donor.reason) for donor in donation_report(steps=1).donors}
+        assert outcomes == {("donated", "")}
+        assert all(is_donated(value) for tree in old.values() for value in tree.values())
+
+
+@pytest.mark.parametrize("is_argument", [False, True], ids=["result", "argument"])
+def test_a_value_and_its_clone_are_two_results(make, is_argument):
+    """torch_xla's bridge returns one tensor for both: to donate one would consume the other."""
+
+    def f(a, b):
+        value = b if is_argument else a + b
+        return value.clone(), value
+
+    step = openxla(f, donate_argnums=0)
+    b = make(3)
+    first, value = step(make(3), b)
+    assert first is not value
+    second, _ = step(first, b)
+    assert value.tolist() == ([0, 1, 2] if is_argument else [0, 2, 4])
+    assert second.tolist() == ([0, 1, 2] if is_argument else [0, 3, 6])
+    assert b.tolist() == [0, 1, 2]

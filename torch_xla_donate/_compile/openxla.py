@@ -55,6 +55,7 @@ class Graph:
         if donation is not None and donation.unread in (_NO_GRAPH, NOT_READ):
             donation.unread = self._unread
         if donation is not None and not self._refusal:
+            _host.compute_pending(args)
             self._refuse_kept(donation, args)
         while True:
             if donation is not None and self._refusal:  # known from the start, or found out while extracting
@@ -94,7 +95,7 @@ class Graph:
         if positions and graph.parts != 1:
             # Operations without an XLA lowering split the graph; a later part may need what an earlier one consumed.
             self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
-        return Variant(new_graph_name(), graph.run, graph.returned, graph.places)
+        return Variant(new_graph_name(), _kept_apart(graph.run, self._model), graph.returned, graph.places)
 
 
 class Variant(NamedTuple):
@@ -108,6 +109,36 @@ class Variant(NamedTuple):
     run: Callable[..., Any]
     returned: frozenset[int]
     places: list[tuple[int | None, int | None]]
+
+
+def _kept_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callable[..., Any]:
+    """A graph's run whose results are tensors of their own.
+
+    torch_xla's bridge returns one tensor for a value and its clone, also where the value is an argument. To donate one
+    of them would consume the other.
+    """
+    inputs = model.graph.find_nodes(op="placeholder")
+    outputs = next(node for node in model.graph.nodes if node.op == "output").args[0]
+    merged: list[int] | None = None  # known from the first run: the same for each
+
+    def run_apart(*args: Any) -> Any:
+        nonlocal merged
+        found = run(*args)
+        results = list(found) if isinstance(found, list | tuple) else [found]
+        if merged is None:
+            node_of = {id(value): node for node, value in zip(inputs, args)}
+            merged = [
+                place
+                for place, (node, value) in enumerate(zip(outputs, results))
+                if isinstance(value, torch.Tensor)
+                and node not in inputs
+                and node_of.setdefault(id(value), node) is not node
+            ]
+        for place in merged:
+            results[place] = results[place].clone()
+        return results if isinstance(found, list | tuple) else results[0]
+
+    return run_apart
 
 
 class OpenxlaCompiled(Compiled):

@@ -10,7 +10,14 @@ from torch_xla_donate._host import load
 load.load()  # before anything imports `_C`
 
 from torch_xla_donate._host.computations import call_computation, calling, computation_text, is_computation
-from torch_xla_donate._host.dynamo import CapturedFrame, captured_frame, extract_graph, graph_key, wrapping_code
+from torch_xla_donate._host.dynamo import (
+    CapturedFrame,
+    captured_frame,
+    compute_pending,
+    extract_graph,
+    graph_key,
+    wrapping_code,
+)
 from torch_xla_donate._host.graphs import (
     compilations,
     compile_graph,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C
+from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.switches import donor_flags, replaced
 from torch_xla_donate._host.tensors import shardings
 
@@ -20,6 +21,15 @@ def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
     numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
     return (numbers, *shardings(arguments))
+
+
+def compute_pending(arguments: Sequence[Any]) -> None:
+    """Runs what arguments of a graph are waiting for, as torch_xla's bridge would do it, only before any donation."""
+    tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.device.type == "xla"]
+    missing = xlac()._check_tensor_need_materialization(tensors)
+    pending = [tensor for tensor, is_missing in zip(tensors, missing, strict=True) if is_missing]
+    if pending:
+        xlac()._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
 
 
 class ExtractedGraph(NamedTuple):
