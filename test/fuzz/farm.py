@@ -115,7 +115,8 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
         if ours and call is not None:
             refused = f"{type(error).__name__}: {error}"
             # The caller has what it had before the call.
-            for expected in render(program, mode, sharded, stop=call).expected:
+            last = {expected.name: expected for expected in render(program, mode, sharded, stop=call).expected}
+            for expected in last.values():
                 if expected.name in scope:
                     wrong += [f"{text}, after a refusal" for text in _judge(expected, _look(scope[expected.name]))]
         else:

@@ -139,7 +139,7 @@ CHECK = """
 def check(name, tensor, value, dtype, may_raise=False):
     try:
         torch_xla_donate.is_donated(tensor)
-        found = tensor.detach().cpu().tolist()
+        found = tensor.cpu().tolist()
     except torch_xla_donate.DonatedBufferError:
         assert may_raise, f"{name} is lost"
     else:
@@ -160,7 +160,7 @@ class _Held:
 
 def value_of(tensor: torch.Tensor) -> tuple[str, Any]:
     """What a check compares."""
-    return str(tensor.dtype), tensor.detach().cpu().tolist()
+    return str(tensor.dtype), tensor.cpu().tolist()
 
 
 def _small(text: str) -> str:
