@@ -60,3 +60,4 @@ _C.set_callbacks(
 _host.install_hooks()
 _modes.debug.start()
 _modes.auto.start()
+_report.copies.start()

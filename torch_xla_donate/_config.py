@@ -38,6 +38,11 @@ def debug_nans() -> bool:
     return flag("TORCH_XLA_DONATE_DEBUG_NANS")
 
 
+def warn_of_copies() -> bool:
+    """Whether to warn of donated buffers that XLA copies all the same (``TORCH_XLA_DONATE_WARN_COPIES``)."""
+    return flag("TORCH_XLA_DONATE_WARN_COPIES")
+
+
 def auto_donate() -> bool:
     """Whether steps donate by liveness from the start (``TORCH_XLA_DONATE_AUTO``)."""
     return flag("TORCH_XLA_DONATE_AUTO")

@@ -13,7 +13,8 @@
   FEATURE(MarksFeature)                                                                        \
   FEATURE(AutoDonorsFeature) /* after the marks, which come first */                           \
   FEATURE(EagerMarksFeature)                                                                   \
-  FEATURE(CompiledRunFeature)
+  FEATURE(CompiledRunFeature)                                                                  \
+  FEATURE(DonatedCopiesFeature)
 
 namespace torch_xla_donate {
 

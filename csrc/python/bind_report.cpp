@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "features/compiled_run.h"
+#include "features/donated_copies.h"
 #include "features/output_check.h"
 #include "features/prediction.h"
 #include "features/run_probe.h"
@@ -200,6 +201,9 @@ void BindReport(py::module_& m) {
   m.def(
       "has_notices", [] { return DonationRegistry::Get().HasNotices(); },
       "Whether take_notices has something to give.");
+  m.def("look_for_copies", &LookForCopies, "Notes from now on which graphs with donors run for the first time.");
+  m.def("has_new_graphs", &HasNewGraphs, "Whether this thread has run one since forget_new_graphs.");
+  m.def("forget_new_graphs", &ForgetNewGraphs, "Their copies have been looked for.");
   m.def(
       "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
       "Waits until the outcome of every step is known.");

@@ -75,8 +75,9 @@ void Claim::Commit(RunContext& run, std::string graph_hash) {
 void Claim::NoteExecutable(const abi::Executor::Async& run) const {
   try {
     DonationRegistry::Get().NoteExecutable(step_, abi::ExecutableOf(run));
-  } catch (const std::exception&) {
+  } catch (const std::exception& error) {
     // Of another class than expected: the report does not know which output took which donor.
+    DonationRegistry::Get().NoteError(error.what());
   }
 }
 

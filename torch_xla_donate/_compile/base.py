@@ -78,7 +78,7 @@ class Compiled:
             if roles.donated and self.is_strict():
                 # Else the error would come out of some later step, and without this call's result.
                 _C.wait_for_steps()
-            if _C.has_notices():
+            if _C.has_notices() or _C.has_new_graphs():
                 _report.warn_or_raise()
             if _C.disabled():
                 _modes.check_outputs()

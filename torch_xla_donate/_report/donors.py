@@ -66,10 +66,13 @@ class Donor:
 
 
 class _Facts(NamedTuple):
-    """What the executable of a step says: the output in each parameter's buffer, and the bytes copied beforehand."""
+    """What the executable of a step says: the output in each donor's buffer, and the bytes of donors copied before.
+
+    By number of the parameter.
+    """
 
     output_of: Mapping[int, int]
-    copied_bytes: int
+    copied: Mapping[int, int]
 
 
 _known_facts: dict[str, _Facts] = {}
@@ -92,7 +95,10 @@ def facts_of(step: Mapping[str, Any]) -> _Facts | None:
             number(alias.parameter_number, alias.parameter_index): alias.output_index[0] if alias.output_index else 0
             for alias in module.aliases
         }
-        copied = sum(size for parameter, size in copied_parameters(text) if parameter in output_of)
+        copied: dict[int, int] = {}
+        for parameter, size in copied_parameters(text):
+            if parameter in output_of:
+                copied[parameter] = copied.get(parameter, 0) + size
         if len(_known_facts) >= _KEPT_FACTS:
             _known_facts.pop(next(iter(_known_facts)))
         _known_facts[graph] = _Facts(output_of, copied)

@@ -11,6 +11,7 @@ from typing import Any
 from torch_xla_donate import _C
 from torch_xla_donate._errors import DonationError, DonationWarning, warn
 from torch_xla_donate._host import interrupts
+from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donor
 
 
@@ -55,6 +56,10 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
         return
     failures: list[str] = []
     raised: list[BaseException] = []
+    try:
+        warn_of_copies()
+    except BaseException as error:  # as below
+        raised.append(error)
     for step in _C.take_notices(everywhere):
         by_site: dict[str, list[Mapping[str, Any]]] = {}
         for raw in step["donors"]:

@@ -171,7 +171,7 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         facts = facts_of(step)
         own = [describe_donor(raw, step, facts=facts) for raw in step["donors"]]
         crossed = sum(bool(donor.crossed) for donor in own)
-        summary.append(Step(step["number"], len(own), crossed, None if facts is None else facts.copied_bytes))
+        summary.append(Step(step["number"], len(own), crossed, None if facts is None else sum(facts.copied.values())))
         donors += own
     marks = _C.pending()
     next_step = StepPrediction() if predict and marks else None

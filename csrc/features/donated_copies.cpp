@@ -1,0 +1,50 @@
+// A copy of a donated buffer is in the text of the executable, which Python reads. This tells when there is a new one.
+#include "features/donated_copies.h"
+
+#include <atomic>
+#include <memory>
+#include <set>
+
+#include "step/donor_set.h"
+#include "step/observer.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+std::atomic<bool> looks{false};
+
+struct ThreadState {
+  std::set<std::weak_ptr<const abi::HostCachedComputation>, std::owner_less<>> seen;
+  bool has_new = false;
+};
+ThreadState& State() {
+  thread_local ThreadState state;
+  return state;
+}
+
+class DonatedCopies : public StepObserver {
+  void AtStart(RunContext& context) override {
+    if (!looks.load(std::memory_order_relaxed) || context.claim == nullptr || !context.claim->HasDonors()) {
+      return;
+    }
+    try {
+      if (State().seen.insert(abi::ExecutableOf(context.run)).second) {
+        State().has_new = true;
+      }
+    } catch (const std::exception& error) {  // of another class than expected
+      DonationRegistry::Get().NoteError(error.what());
+    }
+  }
+  bool AfterStep(const lazy::BackendDevice&) override { return HasNewGraphs(); }
+};
+
+}  // namespace
+
+StepObserver& DonatedCopiesFeature() { return TheOnly<DonatedCopies>(); }
+
+void LookForCopies() { looks = true; }
+bool HasNewGraphs() { return State().has_new; }
+void ForgetNewGraphs() { State().has_new = false; }
+
+}  // namespace torch_xla_donate

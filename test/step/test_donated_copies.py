@@ -1,0 +1,82 @@
+"""TORCH_XLA_DONATE_WARN_COPIES=1: a warning where XLA reuses a donated buffer and copies it all the same."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import bare
+import pytest
+import torch_xla
+from children import in_process, run_in_child
+
+from torch_xla_donate import DonationWarning, auto_donate, compile, donate_buffer, donation_report
+
+ON = {"TORCH_XLA_DONATE_WARN_COPIES": "1"}
+
+
+def turn(t):
+    """XLA computes one result in the donor's memory, and still needs the donor for the other."""
+    return t.flip(0), t.sum() + t
+
+
+def turned(t):
+    donate_buffer(t)  # the donation
+    out = turn(t)
+    torch_xla.sync()
+    return out
+
+
+@in_process(env=ON)
+def test_a_copied_donor_is_named_once_for_its_graph(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert turned(turned(make(6))[0])[0].tolist() == [0, 1, 2, 3, 4, 5]
+    (warned,) = caught
+    assert warned.category is DonationWarning
+    assert re.fullmatch(
+        r"XLA reuses the memory of these donated buffers but copies them first, at each run of step 1:\n"
+        r"  f32\[6\]: 24 B\.\n"
+        r"  Something still reads the old value after XLA begins to write the new one\. See docs/report\.md\.",
+        str(warned.message),
+    )
+    assert donation_report().copied_bytes == 48
+
+
+@in_process(env=ON)
+def test_what_is_not_copied_does_not_warn(make):
+    t = make(6)
+    for _ in range(2):
+        donate_buffer(t)
+        t = t + 1
+        torch_xla.sync()
+    assert donation_report().copied_bytes == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@in_process(env=ON)
+def test_a_compiled_function_warns_at_its_first_call(make, options):
+    f = compile(turn, donate_argnums=0, **options)
+    with pytest.warns(DonationWarning, match="copies them first"):
+        t, _ = f(make(6))
+    t, _ = f(t)
+    assert t.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@in_process(env=ON)
+def test_an_automatic_donor_is_told_without_a_place(make):
+    t = make(6)
+    with auto_donate(), pytest.warns(DonationWarning, match=r"\(auto\)"):
+        t, _total = turn(t)
+        torch_xla.sync()
+    assert t.tolist() == [5, 4, 3, 2, 1, 0]
+
+
+def test_without_the_variable_nothing_is_said(make):
+    assert turned(make(6))[0].tolist() == [5, 4, 3, 2, 1, 0]
+    assert donation_report(steps=1).copied_bytes == 24
+
+
+def test_neither_yes_nor_no_fails_the_import():
+    done = run_in_child(bare.import_package, env={"TORCH_XLA_DONATE_WARN_COPIES": "maybe"}, exit_code=1)
+    assert "TORCH_XLA_DONATE_WARN_COPIES='maybe' is neither yes nor no; set it to 1 or 0." in done.stderr

@@ -1,0 +1,50 @@
+"""A warning for donated buffers that XLA copies before it writes over them: ``TORCH_XLA_DONATE_WARN_COPIES=1``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch_xla_donate import _C, _config
+from torch_xla_donate._errors import warn
+from torch_xla_donate._report.donors import describe_donor, facts_of
+from torch_xla_donate._report.table import size
+
+_SHOWN = 5
+_examined: set[str] = set()
+
+
+def start() -> None:
+    """Looks at each graph with donors from now on, if the environment says so. ValueError if it says neither."""
+    if _config.warn_of_copies():
+        _C.look_for_copies()
+
+
+def warn_of_copies() -> None:
+    """Warns once for each graph that copies donated buffers, at the place of the first of these donations."""
+    if not _C.has_new_graphs():
+        return
+    _C.forget_new_graphs()
+    _C.wait_for_steps()  # a graph is known when its step has started
+    for step in _C.steps():
+        facts = facts_of(step) if step["graph"] not in _examined else None
+        if facts is None:
+            continue
+        _examined.add(step["graph"])
+        copied = [raw for raw in step["donors"] if raw["parameter"] in facts.copied]
+        if copied:
+            warn(_text(copied, step), next((raw["where"] for raw in copied if raw["where"]), "auto_donate:0"))
+
+
+def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
+    donors = [describe_donor(raw, step) for raw in copied]
+    lines = [
+        f"XLA reuses the memory of these donated buffers but copies them first, at each run of step {step['number']}:"
+    ]
+    for donor in donors[:_SHOWN]:
+        name = "(auto)" if donor.automatic else donor.name
+        lines.append(f"  {donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}.")
+    if len(donors) > _SHOWN:
+        lines.append(f"  ... and {len(donors) - _SHOWN} more.")
+    lines.append("  Something still reads the old value after XLA begins to write the new one. See docs/report.md.")
+    return "\n".join(lines)
