@@ -90,6 +90,12 @@ def _judge(expected: Expected, found: tuple[str, Any]) -> list[str]:
     return [] if found == value else [f"{name} is {found}, not {value}"]
 
 
+def _writes_to_view(line: str, scope: dict[str, Any]) -> bool:
+    """Whether a line of the program updates a view in place: it writes to its base, too, which may be consumed."""
+    written = re.match(r"(\w+)(\[.*\] = |\.\w+_\()", line)
+    return written is not None and bool(scope[written[1]]._is_view())
+
+
 def _mildness(problem: str) -> tuple[bool, bool, str]:
     """Wrong values before lost ones, and what `is_donated` says last."""
     return "is_donated" in problem, "wrong value" not in normal(problem), problem
@@ -111,6 +117,7 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<program>"]
         line = lines[0] if lines else 0
         call = rendered.calls.get(line or 0)
+        text = rendered.source.splitlines()[(line or 1) - 1]
         ours = isinstance(error, DonationError | ValueError) and not isinstance(error, DonatedBufferError)
         if ours and call is not None:
             refused = f"{type(error).__name__}: {error}"
@@ -119,8 +126,9 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
             for expected in last.values():
                 if expected.name in scope:
                     wrong += [f"{text}, after a refusal" for text in _judge(expected, _look(scope[expected.name]))]
+        elif isinstance(error, DonatedBufferError) and _writes_to_view(text, scope):
+            refused = "a write through a view of what was donated"
         else:
-            text = rendered.source.splitlines()[(line or 1) - 1]
             wrong.append(f"{type(error).__name__} at `{text}`: {error}")
         error.__traceback__ = None
     finally:

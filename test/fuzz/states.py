@@ -569,7 +569,9 @@ class _Caller(_Writer):
             for name in kept:
                 storage = self.storage(given[name])
                 group = [other for other in donated if self.storage(given[other]) == storage]
-                if set(group) <= set(kept) and any(id(given[other]) in back for other in group):
+                whole = max(given[other].numel() for other in group)  # a row has another buffer on the device
+                is_back = any(id(given[other]) in back and given[other].numel() == whole for other in group)
+                if set(group) <= set(kept) and is_back:
                     consumed.discard(storage)
         self.alive.extend([*results, *extras])
         names = self.leaves
