@@ -18,7 +18,7 @@ import torch
 Operation = tuple[str, int, int, int]
 Operations = tuple[Operation, ...]
 
-MODES = ("lazy", "pure", "openxla", "marks", "auto", "stock", "stock_openxla")
+MODES = ("lazy", "pure", "openxla", "marks", "auto", "stock", "stock_openxla", "stock_marks")
 # torch.compile takes ten times as long as the others to trace a function.
 TURNS = ("lazy", "pure", "marks", "auto", "lazy", "pure", "marks", "auto", "lazy", "pure", "marks", "auto", "openxla")
 FORMS = ("arguments", "tuple", "dict", "module", "nested")
@@ -85,7 +85,7 @@ def generate(seed: int, number: int) -> Program:
 
 def stock_of(mode: str) -> str:
     """What torch_xla does without this package, in place of a mode."""
-    return "stock_openxla" if mode == "openxla" else "stock"
+    return f"stock_{mode}" if mode in ("openxla", "marks") else "stock"
 
 
 class Expected(NamedTuple):
@@ -539,7 +539,7 @@ class _Caller(_Writer):
     def up_to_the_call(self, call: int) -> None:
         if self.program.writes // 2 % 2 == 0 and call % 2:
             self.put("x", self.make(self.batch % (call + 1)))
-        if self.mode == "marks":
+        if self.mode in ("marks", "stock_marks"):
             self.line("torch_xla.sync()")
 
     def call(self, call: int) -> None:
