@@ -2,12 +2,14 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent.resolve()
 
@@ -43,4 +45,19 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--build", str(build)], check=True)
 
 
-setup(ext_modules=[Extension("torch_xla_donate._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class BuildWithPages(build_py):
+    """The package carries the pages that its messages name; in a checkout they stay in docs/."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "torch_xla_donate" / "docs"
+            target.mkdir(parents=True, exist_ok=True)
+            for page in sorted((ROOT / "docs").glob("*.md")):
+                shutil.copy(page, target)
+
+
+setup(
+    ext_modules=[Extension("torch_xla_donate._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildWithPages},
+)

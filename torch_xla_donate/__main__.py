@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 
 import click
+from rich.console import Console
+from rich.markdown import Markdown
 
-from torch_xla_donate import _doctor
+from torch_xla_donate import _doctor, _pages
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -21,6 +23,26 @@ def doctor() -> None:
     for line in lines:
         click.echo(line)
     sys.exit(0 if well else 1)
+
+
+@main.command()
+@click.argument("page", required=False)
+def explain(page: str | None) -> None:
+    """Shows a page of the documentation, such as `unusable`. Without PAGE, lists them."""
+    titles = _pages.titles()
+    if page is None:
+        width = max(map(len, titles))
+        for name, title in titles.items():
+            click.echo(f"{name:<{width}}  {title}")
+        return
+    # As the messages write it, or as the file is called.
+    name = page.removeprefix("docs/").removesuffix(".md")
+    if name not in titles:
+        raise click.BadParameter(f"there is no page {page!r}; there are {', '.join(titles)}", param_hint="PAGE")
+    if sys.stdout.isatty():
+        Console().print(Markdown(_pages.text(name)))
+    else:
+        click.echo(_pages.text(name), nl=False)
 
 
 if __name__ == "__main__":

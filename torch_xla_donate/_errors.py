@@ -32,6 +32,11 @@ def warn(message: str, where: str) -> None:
     warnings.warn_explicit(message, DonationWarning, filename, int(line))
 
 
+def see(page: str) -> str:
+    """The end of a message: the command that shows a page of docs/, which a wheel carries."""
+    return f"See `python -m torch_xla_donate explain {page}`."
+
+
 def _tensor(name: str, array: str) -> str:
     return f"{array} tensor{f' {name!r}' if name else ''}"
 
@@ -53,6 +58,5 @@ def describe_reuse(name: str, array: str, where: str, step: int) -> str:
         f"{_tensor(name, array)} is used although it was donated at {where}: step {step} would have consumed it, had "
         "donation not been disabled. Its value is still right; with donation on, this line raises DonatedBufferError. "
         "Use the step's result instead; to keep the old value, call .clone() before the step, or take the donation "
-        "out. "
-        "See docs/debug_nans.md."
+        f"out. {see('debug_nans')}"
     )

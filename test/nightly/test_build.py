@@ -91,6 +91,10 @@ def test_a_wheel_is_complete_and_runs_the_quickstart(sources, environment, tmp_p
     assert {"torch_xla_donate/_C.pyi", "torch_xla_donate/py.typed", "torch_xla_donate/_host/load.py"} <= expected
     assert expected <= found
     assert sum(name.startswith("torch_xla_donate/_C.") and name.endswith(".so") for name in found) == 1
+    # AND the pages that its messages name
+    assert {f"torch_xla_donate/docs/{page.name}" for page in (sources / "docs").glob("*.md")} <= found
+    shown = run([pip[0], "-m", "torch_xla_donate", "explain", "unusable"], cwd=tmp_path)
+    assert shown.stdout == (sources / "docs" / "unusable.md").read_text(encoding="utf-8"), shown.stderr
     # AND the README's quickstart prints there what the README says
     used = run([pip[0], str(sources / "examples" / "quickstart.py")], cwd=tmp_path)
     assert used.returncode == 0, used.stdout + used.stderr

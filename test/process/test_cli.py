@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from children import Ended, Environment, run_in_child
 
-from torch_xla_donate import _C, _host
+import torch_xla_donate
+from torch_xla_donate import _C, _host, _pages
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*words: str, env: Environment | None = None, exit_code: int = 0) -> Ended:
@@ -45,8 +50,35 @@ def test_doctor_fails_for_settings_that_switch_donation_off():
     assert "PROBLEM: TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off" in done.stdout
 
 
+def test_explain_shows_the_page_that_a_message_names():
+    page = (ROOT / "docs" / "unusable.md").read_text(encoding="utf-8")
+    assert run("explain", "unusable").stdout == page
+    assert run("explain", "docs/unusable.md").stdout == page
+
+
+def test_explain_without_a_page_lists_them():
+    lines = run("explain").stdout.splitlines()
+    assert {line.split()[0] for line in lines} == {path.stem for path in (ROOT / "docs").glob("*.md")}
+    title = (ROOT / "docs" / "unusable.md").read_text(encoding="utf-8").splitlines()[0]
+    assert any(line.startswith("unusable ") and line.endswith(title.removeprefix("# ")) for line in lines)
+
+
+def test_explain_names_the_pages_there_are():
+    done = run("explain", "donations", exit_code=2)
+    assert "there is no page 'donations'; there are" in done.stderr
+    assert "unusable" in done.stderr
+
+
+def test_every_message_names_a_page_there_is():
+    package = Path(torch_xla_donate.__file__).parent
+    named = {page for path in package.rglob("*.py") for page in re.findall(r"\bsee\('(\w+)'\)", path.read_text())}
+    assert len(named) >= 5
+    assert named <= set(_pages.titles())
+
+
 def test_help_lists_the_commands():
     assert "doctor" in run("--help").stdout
+    assert "explain" in run("--help").stdout
 
 
 def test_an_unknown_command_is_an_error():

@@ -61,7 +61,7 @@ def test_a_nan_raises_at_its_steps_end_and_names_the_output(make):
         "1 output is not finite.\n"
         "  output 2 of 3 of the step, f32[2,3]: 2 NaN of 6 values.\n"
         "  Nothing was donated, so the inputs are still there: run the step again with torch_xla.sync() after each "
-        "line. See docs/debug_nans.md."
+        "line. See `python -m torch_xla_donate explain debug_nans`."
     )
     assert caught.value.outputs == ("output 2 of 3 of the step, f32[2,3]: 2 NaN of 6 values",)
 
@@ -463,7 +463,7 @@ def test_a_use_warns_at_its_line_and_keeps_the_value(make, reuses):
         rf"f32\[4\] tensor is used although it was donated at {re.escape(__file__)}:{line_of('the donation')}: "
         r"step \d+ would have consumed it, had donation not been disabled. Its value is still right; with donation on, "
         r"this line raises DonatedBufferError. Use the step's result instead; to keep the old value, call .clone\(\) "
-        r"before the step, or take the donation out. See docs/debug_nans.md.",
+        r"before the step, or take the donation out. See `python -m torch_xla_donate explain debug_nans`.",
         found[1],
     )
     assert (total.tolist(), out.tolist()) == ([1, 2, 3, 4], [0, 2, 4, 6])

@@ -13,7 +13,7 @@ FLOORS = [
     {"_report"},
     {"_marks", "_modes", "_trace"},
     {"_compile", "_loops", "_computations"},
-    {"__init__", "_doctor"},
+    {"__init__", "_doctor", "_pages"},
     {"__main__"},
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _trees
-from torch_xla_donate._errors import warn
+from torch_xla_donate._errors import see, warn
 
 LIMIT = 10  # of the signatures of one function, before it warns
 _SHOWN = 4
@@ -60,7 +60,7 @@ class Signatures:
         return (
             f"{start}, each of which takes time and memory. {most} differs: {shown}{more}. Keep shapes and dtypes "
             "fixed, for example by padding, and pass a number that changes as a tensor (with pure=True, as a float). "
-            "See docs/compile.md."
+            f"{see('compile')}"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _report, _trees, hlo
+from torch_xla_donate._errors import see
 
 # An instruction, or the head of a computation, as torch_xla prints them.
 _NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
@@ -228,7 +229,7 @@ def to_donate(
         arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
         _report.warn_once(
             f"Some donated buffers were not usable: {arrays} (donated at {where}).\n  {lines}\n"
-            "  They stay readable, and the computation runs. See docs/user_computations.md.",
+            f"  They stay readable, and the computation runs. {see('user_computations')}",
             where,
         )
     if eager and free:

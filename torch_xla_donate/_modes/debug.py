@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _config, _report
-from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._modes.disabled import donation_disabled
 
 
@@ -104,7 +104,7 @@ def _text(bad: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"  ... and {len(bad) - _SHOWN} more.")
     lines.append(
         "  Nothing was donated, so the inputs are still there: run the step again with torch_xla.sync() after each "
-        "line. See docs/debug_nans.md."
+        f"line. {see('debug_nans')}"
     )
     return "\n".join(lines)
 

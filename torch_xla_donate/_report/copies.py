@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _config
-from torch_xla_donate._errors import warn
+from torch_xla_donate._errors import see, warn
 from torch_xla_donate._report.donors import describe_donor, facts_of
 from torch_xla_donate._report.table import size
 
@@ -46,5 +46,5 @@ def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
         lines.append(f"  {donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}.")
     if len(donors) > _SHOWN:
         lines.append(f"  ... and {len(donors) - _SHOWN} more.")
-    lines.append("  Something still reads the old value after XLA begins to write the new one. See docs/report.md.")
+    lines.append(f"  Something still reads the old value after XLA begins to write the new one. {see('report')}")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C
-from torch_xla_donate._errors import DonationError, DonationWarning, warn
+from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donor
@@ -105,5 +105,5 @@ def _unusable_text(where: str, unusable: Sequence[Mapping[str, Any]], step: Mapp
     lines = [f"Some donated buffers were not usable: {arrays}{more} (donated at {where}, step {step['number']})."]
     for donor in donors[:_SHOWN]:
         lines.append(f"  {donor.array}{f' {donor.name}' if donor.name else ''}: {donor.reason}.")
-    lines.append("  They stay readable. See docs/unusable.md.")
+    lines.append(f"  They stay readable. {see('unusable')}")
     return "\n".join(lines)

@@ -1,0 +1,31 @@
+"""The pages of docs/, which the messages name: `python -m torch_xla_donate explain PAGE`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+# A wheel carries the pages inside the package; in a checkout they are beside it.
+FOLDERS = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
+
+
+def titles() -> dict[str, str]:
+    """The heading of each page, by the page's name."""
+    found = {path.stem: path.read_text(encoding="utf-8").partition("\n")[0] for path in _folder().glob("*.md")}
+    return {name: found[name].removeprefix("# ") for name in sorted(found, key=str.lower)}
+
+
+def text(page: str) -> str:
+    """A page as it is written, in Markdown. KeyError if there is none of that name."""
+    if page not in titles():
+        raise KeyError(page)
+    return (_folder() / f"{page}.md").read_text(encoding="utf-8")
+
+
+def _folder() -> Path:
+    for folder in FOLDERS:
+        if (folder / "unusable.md").is_file():
+            return folder
+    raise FileNotFoundError(
+        f"The pages of torch_xla_donate are in neither of {', '.join(map(str, FOLDERS))}. Install the package again."
+    )
