@@ -131,6 +131,7 @@ SPMD = "torch_xla.runtime.use_spmd()\n"
 SHARD = """
 
 def shard(tensor, spec):
+    torch_xla.core.xla_model.wait_device_ops()  # mark_sharding raises while the tensor's step runs (torch_xla 2.9.0)
     mesh = torch_xla.distributed.spmd.Mesh([0, 1, 2, 3], (4,), ("x",))
     torch_xla.distributed.spmd.mark_sharding(tensor, mesh, spec)
 
