@@ -71,6 +71,10 @@ void GiveNewValue(FunctionalTensorWrapper& tensor) {
 
 void CommitUpdate(FunctionalTensorWrapper* self) {
   commit_update.As<abi::CommitUpdateFn>()(self);
+  if (Watches(kRegistry) && !self->isBaseTensor() && IsXla(*self) &&
+      DonationRegistry::Get().IsTracked(abi::BaseBuffer(*self).get())) {
+    abi::ApplyLastWrite(*self);  // which may need the value that a step has consumed
+  }
   // A write through a view is noted whether the program has donated or not: it may donate before the next step.
   if (!self->isBaseTensor() || Watches(kAliases)) {
     OutdatedTensors::Get().NoteWrite(*self);

@@ -219,6 +219,20 @@ struct Open {
 };
 template struct Open<&at::FunctionalTensorWrapper::generation_>;
 
+// The same for what a storage has noted and not applied yet.
+using Group = at::functionalization::FunctionalStorageImpl;
+struct Noted {
+  friend void DropLastWrite(Noted, Group& group);
+};
+template <auto updates, auto generation>
+struct OpenNoted {
+  friend void DropLastWrite(Noted, Group& group) {
+    (group.*updates).pop_back();
+    --(group.*generation);
+  }
+};
+template struct OpenNoted<&Group::updates_, &Group::generation_>;
+
 at::functionalization::FunctionalStorageImpl& GroupOf(const at::FunctionalTensorWrapper& tensor) {
   return static_cast<at::functionalization::FunctionalStorageImpl&>(*tensor.storage().unsafeGetStorageImpl());
 }
@@ -232,6 +246,17 @@ lazy::BackendDataPtr BufferOfImpl(const c10::TensorImpl& impl) {
 
 void SetUpToDate(at::FunctionalTensorWrapper& tensor) {
   CounterOf(Generation(), tensor) = GroupOf(tensor).generation();
+}
+
+void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
+  Group& group = GroupOf(written);
+  try {
+    group.apply_updates();
+  } catch (...) {
+    DropLastWrite(Noted(), group);
+    CounterOf(Generation(), written) = group.generation() - 1;  // it holds what it should not have got
+    throw;
+  }
 }
 
 void KeepValue(const at::Tensor& tensor) {

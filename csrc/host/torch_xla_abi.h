@@ -105,7 +105,10 @@ lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
 lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
 // The value that the tensor has counts as that of its storage, so that it is not worked out again.
 void SetUpToDate(at::FunctionalTensorWrapper& tensor);
-// The same for any tensor that has been resolved.
+// The write that the tensor's storage has noted last reaches the base now. If it cannot, the storage and the other
+// views are as before, and the next use of the tensor written raises, too.
+void ApplyLastWrite(at::FunctionalTensorWrapper& written);
+// As SetUpToDate, for any tensor that has been resolved.
 void KeepValue(const at::Tensor& tensor);
 
 // The data that a tensor has now, without what is pending; null if it is not a tensor of torch_xla's.

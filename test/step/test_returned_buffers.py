@@ -472,3 +472,20 @@ def test_spmd():
                 assert found == expected, (options, sharded, is_donated(q))
                 assert not is_donated(w)
                 assert w.cpu().tolist() == list(range(8))
+
+
+def test_a_returned_view_keeps_its_value_and_refuses_writes(make):
+    """A write through it would have to reach its base, which the call has consumed."""
+    f = compile(lambda a: a.view_as(a), donate_argnums=0)
+    t = f(make(3))
+    row = t[1:]
+    with pytest.raises(DonatedBufferError):
+        t[0] = 8
+    assert t.tolist() == [0, 1, 2]
+    assert row.tolist() == [1, 2]
+    with pytest.raises(DonatedBufferError):
+        row.fill_(8)
+    assert t.tolist() == [0, 1, 2]
+    u = compile(lambda a: a.view_as(a).clone(), donate_argnums=0)(make(3))
+    u[0] = 8
+    assert u.tolist() == [8, 1, 2]
