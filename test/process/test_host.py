@@ -94,7 +94,7 @@ def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
 
 def test_a_package_that_was_not_built_says_so(tmp_path):
     shutil.copytree(
-        Path(_C.__file__).parent,
+        Path(_host.__file__).parents[1],
         tmp_path / "torch_xla_donate",
         ignore=shutil.ignore_patterns("_C*", "__pycache__"),
     )
