@@ -38,18 +38,26 @@ if TYPE_CHECKING:
     import torch
 
 
+def _runs_tests(session: pytest.Session) -> bool:
+    return not session.config.getoption("numprocesses", None)  # the controller of pytest-xdist runs none
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Test modules import parts of torch_xla, which need the whole."""
+    if _runs_tests(session):
+        import torch_xla  # noqa: F401
+
+        with contextlib.suppress(ImportError):  # the pinned one has no wheel for Python 3.10
+            import jax  # noqa: F401
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Freezes what imports have made: the collection after each test takes 0.25 s with it, and milliseconds without."""
-    if session.config.getoption("numprocesses", None):
-        return  # the controller of pytest-xdist runs no test
-    import torch._dynamo  # noqa: F401
-    import torch_xla  # noqa: F401
-
-    with contextlib.suppress(ImportError):  # the pinned one has no wheel for Python 3.10
-        import jax  # noqa: F401
-    _first_random_test()
-    gc.collect()
-    gc.freeze()
+    if _runs_tests(session):
+        _first_random_test()
+        gc.collect()
+        gc.freeze()
 
 
 @hypothesis.given(strategies.none())
