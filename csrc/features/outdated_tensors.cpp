@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "features/auto_donors.h"
+#include "features/use_guard.h"
 #include "registry/registry.h"
 #include "step/observer.h"
 
@@ -35,11 +36,9 @@ void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& sou
   if (!Watches(kRegistry) || view.is_up_to_date() || !IsXla(view)) {
     return;
   }
-  const lazy::BackendDataPtr base = abi::BaseBuffer(view);
-  const bool is_marked = DonationRegistry::Get().IsPending(base.get());
-  if (source.is_up_to_date() && (is_marked || DonationRegistry::Get().IsTracked(base.get()))) {
+  if (source.is_up_to_date()) {
     abi::SetUpToDate(view);
-  } else if (is_marked) {
+  } else if (DonationRegistry::Get().IsPending(abi::BaseBuffer(view).get())) {
     view.sync_();
   }
 }
@@ -73,7 +72,12 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
   commit_update.As<abi::CommitUpdateFn>()(self);
   if (Watches(kRegistry) && !self->isBaseTensor() && IsXla(*self) &&
       DonationRegistry::Get().IsTracked(abi::BaseBuffer(*self).get())) {
-    abi::ApplyLastWrite(*self);  // which may need the value that a step has consumed
+    // May need the value that a step has consumed. Functionalization asks for the tensor's value when the writes to all
+    // tensors of a list have been noted, and that raises: an error from here would lose the writes that follow.
+    try {
+      abi::ApplyLastWrite(*self);
+    } catch (const DonatedBufferAccess&) {
+    }
   }
   // A write through a view is noted whether the program has donated or not: it may donate before the next step.
   if (!self->isBaseTensor() || Watches(kAliases)) {

@@ -17,7 +17,17 @@ import torch_xla.runtime as xr
 from children import in_process
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, DonatedBufferError, DonationError, _trees, compile, donation_report, hlo, is_donated
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    DonationError,
+    _trees,
+    compile,
+    donate_buffer,
+    donation_report,
+    hlo,
+    is_donated,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 
@@ -489,3 +499,22 @@ def test_a_returned_view_keeps_its_value_and_refuses_writes(make):
     u = compile(lambda a: a.view_as(a).clone(), donate_argnums=0)(make(3))
     u[0] = 8
     assert u.tolist() == [8, 1, 2]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_refused_write_in_a_list_keeps_the_others_whole(make, place):
+    """A `_foreach` operation on a view of a donated tensor and on others: each other tensor agrees with its views."""
+    t, others = make(4), [make(2), make(2)]
+    view = t[1:3]
+    donate_buffer(t)
+    kept = [view + 0, t + 1]
+    torch_xla.sync()
+    rows = [other[:1] for other in others]
+    tensors = [*others[:place], view, *others[place:]]
+    with pytest.raises(DonatedBufferError):
+        torch._foreach_add_(tensors, [10.0] * 3)
+    for other, row in zip(others, rows):
+        assert other[:1].tolist() == row.tolist()
+        other[1] = 5
+        assert other.tolist() == [row.item(), 5]
+    assert [one.tolist() for one in kept] == [[1, 2], [1, 2, 3, 4]]
