@@ -52,7 +52,8 @@ class BuildWithPages(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "torch_xla_donate" / "docs"
-            target.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)  # pages that are no more
+            target.mkdir(parents=True)
             for page in sorted((ROOT / "docs").glob("*.md")):
                 shutil.copy(page, target)
 
