@@ -81,3 +81,11 @@ def test_without_the_variable_nothing_is_said(make):
 def test_neither_yes_nor_no_fails_the_import():
     done = run_in_child(bare.import_package, env={"TORCH_XLA_DONATE_WARN_COPIES": "maybe"}, exit_code=1)
     assert "TORCH_XLA_DONATE_WARN_COPIES='maybe' is neither yes nor no; set it to 1 or 0." in done.stderr
+
+
+@in_process(env=ON)
+def test_as_an_error_it_comes_once_for_each_graph(make):
+    for size in (6, 8):
+        with pytest.raises(DonationWarning, match=rf"f32\[{size}\]"):
+            turned(make(size))
+        turned(make(size))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _config
-from torch_xla_donate._errors import see, warn
+from torch_xla_donate._errors import DonationWarning, see, warn
 from torch_xla_donate._report.donors import describe_donor, facts_of
 from torch_xla_donate._report.table import size
 
@@ -24,8 +24,9 @@ def warn_of_copies() -> None:
     """Warns once for each graph that copies donated buffers, at the place of the first of these donations."""
     if not _C.has_new_graphs():
         return
-    _C.forget_new_graphs()
     _C.wait_for_steps()  # a graph is known when its step has started
+    _C.forget_new_graphs()
+    raised: DonationWarning | None = None
     for step in _C.steps():
         facts = facts_of(step) if step["graph"] not in _examined else None
         if facts is None:
@@ -33,7 +34,12 @@ def warn_of_copies() -> None:
         _examined.add(step["graph"])
         copied = [raw for raw in step["donors"] if raw["parameter"] in facts.copied]
         if copied:
-            warn(_text(copied, step), next((raw["where"] for raw in copied if raw["where"]), "auto_donate:0"))
+            try:
+                warn(_text(copied, step), next((raw["where"] for raw in copied if raw["where"]), "auto_donate:0"))
+            except DonationWarning as error:  # a filter that makes errors of warnings; the other graphs come first
+                raised = raised or error
+    if raised is not None:
+        raise raised
 
 
 def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
