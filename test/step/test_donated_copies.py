@@ -65,7 +65,7 @@ def test_a_compiled_function_warns_at_its_first_call(make, options):
 
 
 @in_process(env=ON)
-def test_an_automatic_donor_is_told_without_a_place(make):
+def test_an_automatic_donor_has_no_place(make):
     t = make(6)
     with auto_donate(), pytest.warns(DonationWarning, match=r"\(auto\)"):
         t, _total = turn(t)

@@ -118,24 +118,25 @@ def _kept_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callabl
     of them would consume the other.
     """
     inputs = model.graph.find_nodes(op="placeholder")
-    outputs = next(node for node in model.graph.nodes if node.op == "output").args[0]
-    merged: list[int] | None = None  # known from the first run: the same for each
+    outputs = _outputs_of(model)
+    merged: set[int] | None = None  # places of results; known from the first run: the same for each
 
     def run_apart(*args: Any) -> Any:
         nonlocal merged
         found = run(*args)
-        results = list(found) if isinstance(found, list | tuple) else [found]
+        results = found if isinstance(found, list | tuple) else [found]
         if merged is None:
             node_of = {id(value): node for node, value in zip(inputs, args)}
-            merged = [
+            merged = {
                 place
                 for place, (node, value) in enumerate(zip(outputs, results))
                 if isinstance(value, torch.Tensor)
-                and node not in inputs
+                and node.op != "placeholder"
                 and node_of.setdefault(id(value), node) is not node
-            ]
-        for place in merged:
-            results[place] = results[place].clone()
+            }
+        if not merged:
+            return found
+        results = [value.clone() if place in merged else value for place, value in enumerate(results)]
         return results if isinstance(found, list | tuple) else results[0]
 
     return run_apart
@@ -187,7 +188,7 @@ class OpenxlaCompiled(Compiled):
             if len(graph_inputs) < given:  # views of one tensor, of which one is updated, have become one input
                 return make_boxed_func(self._refuse_merged)  # type: ignore[no-any-return, no-untyped-call]
             kept = _handed_on(graph, graph_inputs)
-            why = _NOT_TOLD if kept is None else ""
+            why = _UNKNOWN if kept is None else ""
             return make_boxed_func(Graph(graph, returned | (kept or frozenset()), refusal or why, frame))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
@@ -214,8 +215,13 @@ class OpenxlaCompiled(Compiled):
 
 
 _NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
-_NOT_TOLD = "torch.compile does not tell which inputs of its graph outlive it"
+_UNKNOWN = "torch.compile does not report which inputs of its graph outlive it"
 _STILL_NEEDED = "the result, or the backward pass, still needs it"
+
+
+def _outputs_of(graph: torch.fx.GraphModule) -> Sequence[Any]:
+    """The nodes of a graph's results, and None for a result that is None."""
+    return next(node for node in graph.graph.nodes if node.op == "output").args[0]  # type: ignore[no-any-return]
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
@@ -235,9 +241,9 @@ def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
 
 
 def _handed_on(graph: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node]) -> frozenset[int] | None:
-    """Positions of the inputs that outlive the graph; None if torch.compile does not tell it of each input."""
-    outputs = next(node for node in graph.graph.nodes if node.op == "output").args[0]
-    kept = {inputs.index(node) for node in outputs if node in inputs}
+    """Positions of the inputs that outlive the graph; None if torch.compile does not report it for each input."""
+    returned = set(_outputs_of(graph))
+    kept = {position for position, node in enumerate(inputs) if node in returned}
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
     if metadata is None or len(metadata.input_info) != len(inputs):
