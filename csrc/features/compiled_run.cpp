@@ -134,6 +134,8 @@ std::vector<OrderedParameter> TakeOrder() {
   return std::exchange(State().ordered, {});
 }
 
+bool IsExtracting() { return State().ordered_donors.has_value(); }
+
 void DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
   ThreadStep::Get().GiveUp();
   State().announced = AnnouncedRun{std::move(call), std::move(donors), std::move(graph)};

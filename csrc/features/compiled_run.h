@@ -24,6 +24,8 @@ struct OrderedParameter {
 };
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors);
 std::vector<OrderedParameter> TakeOrder();
+// Whether this thread is between the two.
+bool IsExtracting();
 
 // The next run of a compiled graph on this thread consumes the buffers given, which are marked by the call; the graph
 // has been compiled with exactly them as donors. Ends with DisarmRun().

@@ -9,6 +9,7 @@
 #include <exception>
 
 #include "features/auto_donors.h"
+#include "features/compiled_run.h"
 #include "features/use_guard.h"
 #include "registry/registry.h"
 #include "step/observer.h"
@@ -33,12 +34,15 @@ void TakeValueFromMarkedBase(FunctionalTensorWrapper& view) {
 // The same for a view that has just been made of `source`. Torch takes it to be out of date as soon as the base has
 // been updated once, although its value is that of `source`, which may be another view that has outlived the base.
 void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& source) {
-  if (!Watches(kRegistry) || view.is_up_to_date() || !IsXla(view)) {
+  const bool is_extracting = IsExtracting();  // the graph must not contain the base as a constant
+  if ((!Watches(kRegistry) && !is_extracting) || view.is_up_to_date() || !IsXla(view)) {
     return;
   }
-  if (source.is_up_to_date()) {
+  const lazy::BackendDataPtr base = abi::BaseBuffer(view);
+  const bool is_marked = DonationRegistry::Get().IsPending(base.get());
+  if (source.is_up_to_date() && (is_extracting || is_marked || DonationRegistry::Get().IsTracked(base.get()))) {
     abi::SetUpToDate(view);
-  } else if (DonationRegistry::Get().IsPending(abi::BaseBuffer(view).get())) {
+  } else if (is_marked) {
     view.sync_();
   }
 }
