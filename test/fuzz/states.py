@@ -221,10 +221,11 @@ class _Writer:
             return f"{name}.unsqueeze({a % (x.dim() + 1)})"
         if kind == "view_as":
             return f"{name}.view_as({name})"
-        # Where one of these copies on the CPU and is a view on the device, a later write makes them differ.
-        if kind == "reshape" and x.numel() and not (self.writes and self.storage(x) in self.written_storages()):
-            self.copied.add(self.storage(x))
-            return f"{name}.reshape({(-1,) if a % 2 or x.shape[0] % 2 else (2, -1)})" if x.dim() else None
+        if kind == "reshape" and x.dim() and x.numel():
+            shape = (-1,) if a % 2 or x.shape[0] % 2 else (2, -1)
+            # Tensors on the device are contiguous, so that it makes a view where the CPU may have to copy.
+            return f"{name}.reshape({shape})" if self.storage(x.reshape(shape)) == self.storage(x) else None
+        # Where this copies on the CPU and is a view on the device, a later write makes them differ.
         if kind == "expand" and x.dim() < 3 and not (self.writes and self.storage(x) in self.written_storages()):
             self.copied.add(self.storage(x))
             return f"{name}.unsqueeze(0).expand({(2, *x.shape)})"

@@ -611,6 +611,24 @@ def test_a_value_and_its_clone_are_two_results(make, is_argument):
     assert b.tolist() == [0, 1, 2]
 
 
+def test_a_result_and_its_detached_alias_share_what_is_written():
+    def f(x):
+        value = x.flip(0)
+        return value.detach(), value
+
+    def totals(call, device):
+        x = torch.arange(9.0).reshape(3, 3).to(device)
+        found = []
+        for _ in range(3):
+            torch_xla.sync()
+            alias, x = call(x)
+            alias[1] += 9.0
+            found.append((alias.tolist(), x.tolist()))
+        return found
+
+    assert totals(openxla(f, donate_argnums=0), "xla") == totals(f, "cpu")
+
+
 def test_a_graph_of_views_is_computed_from_the_views():
     """A mark makes views be computed again from their base, which a graph that is extracted then must not contain."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -112,13 +113,13 @@ class Variant(NamedTuple):
 
 
 def _kept_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callable[..., Any]:
-    """A graph's run whose results are tensors of their own.
+    """A graph's run whose results are separate tensors, except those that are aliases in the graph.
 
     torch_xla's bridge returns one tensor for a value and its clone, also where the value is an argument. To donate one
     of them would consume the other.
     """
     inputs = model.graph.find_nodes(op="placeholder")
-    outputs = _outputs_of(model)
+    outputs = [_source_of_view(node) for node in _outputs_of(model)]
     merged: set[int] | None = None  # places of results; known from the first run: the same for each
 
     def run_apart(*args: Any) -> Any:
@@ -222,6 +223,15 @@ _STILL_NEEDED = "the result, or the backward pass, still needs it"
 def _outputs_of(graph: torch.fx.GraphModule) -> Sequence[Any]:
     """The nodes of a graph's results, and None for a result that is None."""
     return next(node for node in graph.graph.nodes if node.op == "output").args[0]  # type: ignore[no-any-return]
+
+
+def _source_of_view(node: Any) -> Any:
+    """The node whose memory the result of a node shares in PyTorch."""
+    while isinstance(node, torch.fx.Node) and (
+        getattr(node.target, "is_view", False) or node.target is operator.getitem
+    ):
+        node = node.args[0]
+    return node
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
