@@ -104,7 +104,7 @@ class CompiledRun : public StepObserver {
     if (DonationDisabled()) {  // the graph has been compiled without these donors
       std::vector<DonationRegistry::Refusal> refused;
       for (const DonorPtr& donor : donors) {
-        refused.push_back({donor, DisabledReason(), /*tell=*/false});
+        refused.push_back({donor, DisabledReason(), /*notify=*/false});
       }
       const std::uint64_t step = registry.Claim({}, std::move(refused))->number;
       if (ReportsReuse()) {

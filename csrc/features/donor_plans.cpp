@@ -56,7 +56,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
     const std::string& array = (*plan.arrays)[i];
     auto donor = std::make_shared<Donor>(request.graph.parameters_data[i]->device());
     donor->automatic = true;
-    donor->told = true;
+    donor->reported = true;
     donor->dtype = ElementType(array).value_or(at::ScalarType::Undefined);
     const std::vector<std::int64_t> sizes = SizesOf(array);
     donor->sizes.assign(sizes.begin(), sizes.end());

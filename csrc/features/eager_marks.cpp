@@ -18,7 +18,7 @@ class EagerMarks : public StepObserver {
     std::vector<DonationRegistry::Refusal> refused;
     for (const auto& [position, donor] : DonationRegistry::Get().PendingAmong(context.graph->parameters_data)) {
       const bool off = DonationDisabled();
-      refused.push_back({donor, off ? DisabledReason() : ReasonCode::kReadEagerly, /*tell=*/!off});
+      refused.push_back({donor, off ? DisabledReason() : ReasonCode::kReadEagerly, /*notify=*/!off});
     }
     if (!refused.empty()) {
       DonationRegistry::Get().Claim({}, std::move(refused));

@@ -114,7 +114,7 @@ Call Mark(const py::sequence& leaves, const std::string& where, bool strict, py:
   return call;
 }
 
-Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict, bool held,
+Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict, bool for_compiled_run,
                    py::object names) {
   DeferredDecrefs::Get().Run();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
@@ -155,7 +155,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   Call call(SiteOf(where, strict, std::move(names)));
   call.constants = std::move(constants);
   call.is_scope = true;
-  call.site->held = held;
+  call.site->for_compiled_run = for_compiled_run;
   Commit(resolved, items, call.site);
   // An argument that is a view has its value, which it would work out again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
@@ -199,7 +199,7 @@ void BindMarks(py::module_& m) {
         "Raises DonatedBufferError for a leaf that was donated before.");
   m.def(
       "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
-      py::arg("held"), py::arg("names"),
+      py::arg("for_compiled_run"), py::arg("names"),
       "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Held marks are for "
       "arm_run alone, steps pass them over. The first leaf that cannot be marked, or whose buffer a leaf of kept "
       "holds, "
@@ -235,14 +235,14 @@ void BindMarks(py::module_& m) {
   m.def(
       "end_call",
       [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
-         bool tell) {
+         bool notify) {
         std::unordered_map<std::uint32_t, Reason> given;
         for (const auto& [leaf, text] : reasons) {
           given.emplace(leaf, Reason::Given(text));
         }
-        DonationRegistry::Get().EndCall(call.site.get(), given, Reason::Given(reason), tell);
+        DonationRegistry::Get().EndCall(call.site.get(), given, Reason::Given(reason), notify);
       },
-      py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("tell"),
+      py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("notify"),
       "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
         "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");

@@ -55,7 +55,7 @@ py::dict DonorDict(const Donor& donor) {
   result["device"] = donor.device.toString();
   result["outcome"] = states[static_cast<int>(donor.state)];
   result["reason"] = donor.reason;
-  result["told"] = donor.told;
+  result["reported"] = donor.reported;
   result["automatic"] = donor.automatic;
   result["parameter"] = donor.parameter;
   result["successor"] = donor.successor;
@@ -95,7 +95,7 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
   const Outlook outlook = LookAhead(live, ask);
   std::map<const lazy::BackendData*, Donor> marked;
   for (const Donor& donor : DonationRegistry::Get().Pending()) {
-    if (!donor.Held()) {
+    if (!donor.IsForCompiledRun()) {
       marked.emplace(donor.buffer.lock().get(), donor);
     }
   }

@@ -33,8 +33,8 @@ std::shared_ptr<abi::TensorData> Donor::Target() const {
   return nullptr;
 }
 
-bool Donor::Held() const {
-  return std::all_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->held; });
+bool Donor::IsForCompiledRun() const {
+  return std::all_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->for_compiled_run; });
 }
 
 bool Donor::Strict() const {
@@ -87,7 +87,7 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
       const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
                                     [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
       // A held mark is found by its call, so it stands beside an earlier one.
-      if (own == donor->holders.end() || own->site == site || site->held) {
+      if (own == donor->holders.end() || own->site == site || site->for_compiled_run) {
         donor->holders.push_back(fresh);
       } else if (site->strict || leaf.target != nullptr) {
         *own = fresh;
@@ -148,7 +148,7 @@ void DonationRegistry::CancelCall(const CallSite* site) {
 }
 
 void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons,
-                               const Reason& reason, bool tell) {
+                               const Reason& reason, bool notify) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (pending_.empty()) {
     return;
@@ -159,7 +159,7 @@ void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<st
   std::vector<Refusal> refused;
   for (DonorPtr& donor : taken) {
     const auto own = reasons.find(leaf(donor));
-    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, tell});
+    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, notify});
   }
   if (refused.empty()) {
     Refresh();
@@ -353,9 +353,9 @@ void DonationRegistry::Sweep() {
       return tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0 &&
              !was_sharded && abi::ShardingOf(*tensor) != nullptr;
     };
-    if (abi::IsSpmd(donor.device) && !donor.Held() &&
+    if (abi::IsSpmd(donor.device) && !donor.IsForCompiledRun() &&
         std::any_of(donor.holders.begin(), donor.holders.end(), is_resharded)) {
-      lost.push_back({it->second, ReasonCode::kAnotherBuffer, /*tell=*/true});
+      lost.push_back({it->second, ReasonCode::kAnotherBuffer, /*notify=*/true});
     } else {
       donor.state = DonorState::kCancelled;
     }
@@ -372,7 +372,7 @@ std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
   std::vector<std::pair<std::size_t, DonorPtr>> result;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto is_meant = [call](const Donor& donor) {
-    return call == nullptr ? !donor.Held()
+    return call == nullptr ? !donor.IsForCompiledRun()
                            : std::any_of(donor.holders.begin(), donor.holders.end(),
                                          [call](const Holder& holder) { return holder.site.get() == call; });
   };
@@ -409,10 +409,10 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
     pending_.erase(buffer);
     consumed_[buffer] = {donor, step};
   }
-  for (auto& [donor, reason, tell] : refused) {
+  for (auto& [donor, reason, notify] : refused) {
     donor->state = DonorState::kUnusable;
     donor->reason = std::move(reason);
-    donor->told = !tell;
+    donor->reported = !notify;
     pending_.erase(donor->buffer.lock().get());
     step->refused.push_back(std::move(donor));
   }
@@ -430,9 +430,9 @@ void DonationRegistry::AddStep(const StepPtr& step) {
   if (steps_.size() > kKeptSteps) {
     steps_.pop_front();
   }
-  const auto to_tell = [](const DonorPtr& donor) { return donor->state == DonorState::kUnusable && !donor->told; };
-  if (std::any_of(step->donors.begin(), step->donors.end(), to_tell) ||
-      std::any_of(step->refused.begin(), step->refused.end(), to_tell)) {
+  const auto to_report = [](const DonorPtr& donor) { return donor->state == DonorState::kUnusable && !donor->reported; };
+  if (std::any_of(step->donors.begin(), step->donors.end(), to_report) ||
+      std::any_of(step->refused.begin(), step->refused.end(), to_report)) {
     notices_.push_back(step);
   }
 }
@@ -527,7 +527,7 @@ void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::Backe
     consumed_.erase(buffers[i].get());
     if (!failure.empty()) {
       donor.reason = failure;
-      donor.told = true;  // the failure itself is raised by torch_xla
+      donor.reported = true;  // the failure itself is raised by torch_xla
     }
   }
   step->status = failure.empty() ? Step::Status::kDone : Step::Status::kFailed;
@@ -632,7 +632,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy
     result.push_back(Snapshot(*step));
     for (const auto* donors : {&step->donors, &step->refused}) {
       for (const DonorPtr& donor : *donors) {
-        donor->told = true;
+        donor->reported = true;
       }
     }
   }

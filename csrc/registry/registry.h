@@ -37,7 +37,7 @@ namespace lazy = torch::lazy;
 struct CallSite {
   std::string where;            // "train.py:12"
   bool strict = false;          // an unusable donation is an error, not a warning
-  bool held = false;            // meant for one run of a compiled graph: steps leave the marks alone
+  bool for_compiled_run = false; // meant for one run of a compiled graph: steps leave the marks alone
   std::shared_ptr<void> names;  // gives a leaf its name; opaque here (a Python object, see callbacks.h)
 };
 
@@ -74,7 +74,7 @@ struct Donor {
   // In the graph of the step that reads it: its number among the parameters, and that of the output computed from it.
   std::optional<std::size_t> parameter, successor;
   bool automatic = false;  // found by liveness: nobody has marked it, and there are no holders
-  bool told = false;  // somebody knows that it is unusable: handed out by TakeNotices(), or switched off by the user
+  bool reported = false;  // somebody knows that it is unusable: handed out by TakeNotices(), or switched off by the user
 
   // "f32[8,4]"
   std::string Shape() const;
@@ -84,7 +84,7 @@ struct Donor {
   // Whether any holder was marked with strict=True.
   bool Strict() const;
   // Whether all its marks are meant for a run of a compiled graph.
-  bool Held() const;
+  bool IsForCompiledRun() const;
 };
 using DonorPtr = std::shared_ptr<Donor>;
 
@@ -158,7 +158,7 @@ class DonationRegistry {
   void CancelCall(const CallSite* site);
   // The same, but what is taken back has been unusable: for the reason of its leaf, or else for the general one.
   void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,
-               bool tell);
+               bool notify);
   // The leaves of a call that are still pending and whose buffers somebody else may hold, as far as reference counts
   // tell: too many is possible, too few is not.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
@@ -206,7 +206,7 @@ class DonationRegistry {
   struct Refusal {
     DonorPtr donor;
     Reason reason;
-    bool tell;  // false where the user has switched donation off and need not be told
+    bool notify;  // false where the user has switched donation off and need not be told
   };
   // Moves donors from pending to a new step: asked of XLA, or refused, each with its reason.
   StepPtr Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);

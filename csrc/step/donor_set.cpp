@@ -277,7 +277,7 @@ std::shared_ptr<Claim> DonorSet::Commit() {
     if (!donates) {
       refused.push_back({asked.donor, gate.reason, gate.notify});
     } else if (!is_fit) {
-      refused.push_back({asked.donor, asked.refusal, /*tell=*/true});
+      refused.push_back({asked.donor, asked.refusal, /*notify=*/true});
     }
   }
   const auto claim = std::make_shared<Claim>();

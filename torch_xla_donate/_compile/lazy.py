@@ -31,7 +31,7 @@ class LazyCompiled(Compiled):
                 _C.cancel_call(call)
             raise
         for call in calls:
-            _C.end_call(call, {}, NOT_READ, tell=True)
+            _C.end_call(call, {}, NOT_READ, notify=True)
         return result
 
     def _trace(

@@ -115,4 +115,4 @@ class RunDonation:
 
     def end(self) -> None:
         """The call is over: what no run has consumed was unusable."""
-        _C.end_call(self._call, {} if self._off else self._refused, self._off or self.unread, tell=not self._off)
+        _C.end_call(self._call, {} if self._off else self._refused, self._off or self.unread, notify=not self._off)

@@ -67,7 +67,7 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
         names = _trees.FixedNames([given.name for given in group])
         call = _C.mark_arguments(leaves, [], request.where, request.is_strict(), True, names)
         assert call.refusal is None, "the leaves have been checked"
-        _C.end_call(call, {}, off or reason, tell=not off)
+        _C.end_call(call, {}, off or reason, notify=not off)
         _C.expect_run()  # these donors are the next run's, for the report
     _report.warn_or_raise()
 

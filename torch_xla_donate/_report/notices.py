@@ -63,7 +63,7 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
     for step in _C.take_notices(everywhere):
         by_site: dict[str, list[Mapping[str, Any]]] = {}
         for raw in step["donors"]:
-            if raw["outcome"] == "unusable" and not raw["told"]:
+            if raw["outcome"] == "unusable" and not raw["reported"]:
                 by_site.setdefault(raw["where"], []).append(raw)
         for where, unusable in by_site.items():
             message = _unusable_text(where, unusable, step)
