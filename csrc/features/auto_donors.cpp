@@ -9,6 +9,8 @@
 
 #include "features/outdated_tensors.h"
 #include "features/switches.h"
+#include "host/graphs.h"
+#include "host/tensors.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 #include "step/observer.h"

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "features/switches.h"
+#include "host/graphs.h"
 #include "step/callbacks.h"
 #include "step/observer.h"
 

@@ -7,6 +7,7 @@
 
 #include "features/reuse_warnings.h"
 #include "features/switches.h"
+#include "host/graphs.h"
 #include "step/donor_set.h"
 #include "step/graph_arrays.h"
 #include "step/observer.h"

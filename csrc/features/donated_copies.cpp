@@ -5,6 +5,7 @@
 #include <memory>
 #include <set>
 
+#include "host/graphs.h"
 #include "step/donor_set.h"
 #include "step/observer.h"
 

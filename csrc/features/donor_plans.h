@@ -19,7 +19,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/graphs.h"
 #include "registry/registry.h"
 #include "step/graph_arrays.h"
 

@@ -1,6 +1,7 @@
 // An operation in eager mode is a graph of its own that runs at once. It donates nothing, and the marks that it has
 // read must not wait for whatever step comes upon these buffers later.
 #include "features/switches.h"
+#include "host/graphs.h"
 #include "registry/registry.h"
 #include "step/observer.h"
 #include "step/watch.h"

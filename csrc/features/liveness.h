@@ -13,7 +13,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/symbols.h"
 
 namespace torch_xla_donate {
 

@@ -11,6 +11,8 @@
 #include "features/auto_donors.h"
 #include "features/compiled_run.h"
 #include "features/use_guard.h"
+#include "host/graphs.h"
+#include "host/views.h"
 #include "registry/registry.h"
 #include "step/observer.h"
 

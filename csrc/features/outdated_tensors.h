@@ -25,7 +25,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/symbols.h"
 #include "step/hooks.h"
 #include "step/watch.h"
 

@@ -13,6 +13,7 @@
 #include "features/reuse_warnings.h"
 #include "features/switches.h"
 #include "host/array_text.h"
+#include "host/graphs.h"
 #include "step/observer.h"
 #include "step/thread_step.h"
 

@@ -4,9 +4,17 @@
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
-#include <unordered_set>
+#include <algorithm>
+#include <iterator>
+#include <unordered_map>
+#include <utility>
 
 #include "host/array_text.h"
+#include "host/graphs.h"
+#include "host/tensors.h"
+#include "registry/registry.h"
+#include "step/graph_arrays.h"
+#include "step/size_pairing.h"
 
 namespace torch_xla_donate {
 
@@ -19,10 +27,22 @@ bool IsReplicated(const lazy::BackendData& buffer) {
   return !IsSharded(array) || array.find(kReplicated) != std::string::npos;
 }
 
-}  // namespace
+// The pending work of the live tensors.
+struct PendingGraph {
+  struct Parameter {
+    lazy::BackendDataPtr buffer;
+    std::optional<std::size_t> own;  // the output that replaces it in place: torch_xla donates it
+  };
+  std::vector<Parameter> parameters;            // in the order of the graph
+  std::vector<lazy::Value> roots;               // of the outputs
+  std::vector<const abi::TensorData*> tensors;  // the same
+  std::vector<std::string> outputs;
+  bool complete = true;
+};
 
-Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, const ShardingOf& sharding_of) {
-  Outlook outlook;
+PendingGraph FindPendingGraph(const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                              const ShardingOf& sharding_of) {
+  PendingGraph graph;
   std::vector<const lazy::Node*> roots;
   abi::OutputIds ids;
   for (const std::shared_ptr<abi::TensorData>& tensor : live) {
@@ -30,7 +50,7 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
       continue;
     }
     if (abi::HasView(*tensor)) {
-      outlook.complete = false;
+      graph.complete = false;
       continue;
     }
     std::optional<std::string> array = abi::PendingArray(*tensor);
@@ -41,10 +61,10 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
       const std::string sharding = sharding_of(tensor);
       *array += sharding.empty() ? "" : " sharding=" + sharding;
     }
-    outlook.outputs.push_back(std::move(*array));
+    graph.outputs.push_back(std::move(*array));
     roots.push_back(tensor->ir_value.node.get());
-    outlook.roots.push_back(tensor->ir_value);
-    outlook.tensors.push_back(tensor.get());
+    graph.roots.push_back(tensor->ir_value);
+    graph.tensors.push_back(tensor.get());
     ids.Add(*tensor);
   }
 
@@ -56,19 +76,79 @@ Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, con
       sharded = sharded || abi::IsAnnotated(*node);
     } else if (seen.insert(buffer.get()).second) {
       sharded = sharded || (sharding_of && !IsReplicated(*buffer));
-      outlook.parameters.push_back({buffer, ids.ReplacementOf(*buffer)});
+      graph.parameters.push_back({buffer, ids.ReplacementOf(*buffer)});
     }
   }
 
   if (sharding_of) {
-    for (std::string& output : outlook.outputs) {
-      const bool alone = outlook.outputs.size() == 1;
+    for (std::string& output : graph.outputs) {
+      const bool alone = graph.outputs.size() == 1;
       if (!IsSharded(output) ? !sharded : alone && !IsEven(output)) {
         output = WithoutLayout(output) + kReplicated;
       }
     }
   }
-  return outlook;
+  return graph;
+}
+
+}  // namespace
+
+StepForecast ForecastStep(const std::vector<std::shared_ptr<abi::TensorData>>& live, const ShardingOf& sharding_of) {
+  PendingGraph graph = FindPendingGraph(live, sharding_of);
+  std::unordered_map<const lazy::BackendData*, Donor> marked;
+  for (Donor& donor : DonationRegistry::Get().Pending()) {
+    if (!donor.IsForCompiledRun()) {
+      marked.emplace(donor.buffer.lock().get(), std::move(donor));
+    }
+  }
+  StepForecast forecast;
+  for (const std::shared_ptr<abi::TensorData>& tensor : live) {
+    const auto found = tensor == nullptr ? marked.end() : marked.find(tensor->handle.get());
+    if (found != marked.end() && !found->second.HeldBy(tensor.get())) {
+      forecast.shared.insert(reinterpret_cast<std::uintptr_t>(found->first));
+    }
+  }
+  const std::size_t count = graph.parameters.size();
+  const auto size_of = [&](const std::string& array) { return SizeOf(array, /*unsharded=*/sharding_of != nullptr); };
+  std::vector<lazy::BackendDataPtr> parameters;
+  std::vector<std::string> arrays;
+  std::vector<ArraySize> bytes, output_bytes;  // as a step compares them before it is compiled
+  std::vector<bool> donors(count), listed(count);
+  std::vector<std::optional<std::size_t>> wanted(count);
+  std::transform(graph.outputs.begin(), graph.outputs.end(), std::back_inserter(output_bytes), size_of);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto& [buffer, own] = graph.parameters[i];
+    parameters.push_back(buffer);
+    arrays.push_back(abi::DescribeBuffer(*buffer));
+    bytes.push_back(size_of(arrays.back()));
+    const auto found = marked.find(buffer.get());
+    listed[i] = own.has_value() || found != marked.end();
+    const bool is_fit =
+        found != marked.end() && forecast.shared.count(reinterpret_cast<std::uintptr_t>(buffer.get())) == 0;
+    donors[i] = own.has_value() || is_fit;
+    wanted[i] = own;
+    const auto target = is_fit ? found->second.Target() : nullptr;
+    const auto output = std::find(graph.tensors.begin(), graph.tensors.end(), target.get());
+    if (target != nullptr && output != graph.tensors.end()) {
+      wanted[i] = static_cast<std::size_t>(output - graph.tensors.begin());
+    }
+  }
+  const std::vector<bool> none(count, false), all(graph.roots.size(), true);
+  const DonorPairs pairs = PairDonors({bytes, output_bytes, /*movable=*/all, donors, /*offered=*/none, wanted,
+                                       NearParameters(parameters, graph.roots)});
+  const auto list = [&](std::size_t i) {
+    if (listed[i]) {
+      listed[i] = false;
+      forecast.inputs.push_back({reinterpret_cast<std::uintptr_t>(parameters[i].get()), BytesPerDevice(arrays[i])});
+    }
+  };
+  std::for_each(pairs.parameter_order.begin(), pairs.parameter_order.end(), list);
+  for (std::size_t i = 0; i < count; ++i) {
+    list(i);
+  }
+  forecast.outputs = std::move(graph.outputs);
+  forecast.complete = graph.complete;
+  return forecast;
 }
 
 }  // namespace torch_xla_donate

@@ -5,38 +5,40 @@
 // nothing in the graph is sharded, nothing will be; and the only output of a step stays whole on each device if its
 // sharding does not divide it evenly.
 //
-// Ownership: holds buffers, for as long as the caller keeps it. Threads: reads tensors that other threads must not use
+// Threads: reads tensors that other threads must not use
 //   meanwhile, as a step does. Errors: passes on what the callback throws.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/symbols.h"
 
 namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
 
-struct Outlook {
-  struct Parameter {
-    lazy::BackendDataPtr buffer;
-    std::optional<std::size_t> own;  // the output that replaces it in place: torch_xla donates it
+// What the next step would compute, and the donors that it would offer to XLA.
+struct StepForecast {
+  struct Input {
+    std::uintptr_t buffer;  // as in identity
+    std::optional<std::int64_t> bytes_per_device;
   };
-  std::vector<Parameter> parameters;            // of the pending work, in the order of its graph
-  std::vector<lazy::Value> roots;               // of the outputs
-  std::vector<const abi::TensorData*> tensors;  // the same; valid as long as the caller's list
-  std::vector<std::string> outputs;  // arrays, with " sharding=" where shardings matter and this one is known
-  bool complete = true;              // false if there are tensors whose pending work cannot be seen
+  std::vector<Input> inputs;  // donors, those of torch_xla among them, and marks that would be refused; in step order
+  std::vector<std::string> outputs;           // arrays, with " sharding=" where shardings matter and this one is known
+  std::unordered_set<std::uintptr_t> shared;  // marked buffers that an unmarked live tensor holds
+  bool complete = true;                       // false if some pending work cannot be seen
 };
 
-// The sharding of a tensor with pending work as XLA writes it; empty if nobody has given one.
+// The sharding of a tensor with pending work as XLA writes it; empty if the program has given it none.
 using ShardingOf = std::function<std::string(const std::shared_ptr<abi::TensorData>&)>;
 
 // Looks at these live tensors, listed in the executor's order. Without a callback there are no shardings.
-Outlook LookAhead(const std::vector<std::shared_ptr<abi::TensorData>>& live, const ShardingOf& sharding_of);
+StepForecast ForecastStep(const std::vector<std::shared_ptr<abi::TensorData>>& live, const ShardingOf& sharding_of);
 
 }  // namespace torch_xla_donate

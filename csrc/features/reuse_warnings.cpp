@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "host/array_text.h"
+#include "host/graphs.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 #include "step/graph_arrays.h"

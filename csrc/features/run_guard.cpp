@@ -4,6 +4,7 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "host/verify.h"
 #include "step/observer.h"
 
 namespace torch_xla_donate {

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "host/graphs.h"
 #include "step/observer.h"
 
 namespace torch_xla_donate {

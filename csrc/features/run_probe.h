@@ -7,7 +7,7 @@
 #include <optional>
 #include <stdexcept>
 
-#include "host/torch_xla_abi.h"
+#include "host/graphs.h"
 
 namespace torch_xla_donate {
 

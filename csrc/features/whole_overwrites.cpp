@@ -11,7 +11,7 @@
 #include <utility>
 
 #include "features/use_guard.h"
-#include "host/torch_xla_abi.h"
+#include "host/tensors.h"
 #include "step/watch.h"
 
 namespace torch_xla_donate {

@@ -1,6 +1,6 @@
 // Installing the hooks, and checking what they rely on.
 #include "features/run_guard.h"
-#include "host/torch_xla_abi.h"
+#include "host/verify.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
 #include "step/hooks.h"

@@ -10,7 +10,9 @@
 #include "features/outdated_tensors.h"
 #include "features/reuse_warnings.h"
 #include "features/use_guard.h"
-#include "host/torch_xla_abi.h"
+#include "host/graphs.h"
+#include "host/tensors.h"
+#include "host/views.h"
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/deferred_decref.h"
@@ -114,8 +116,8 @@ Call Mark(const py::sequence& leaves, const std::string& where, bool strict, py:
   return call;
 }
 
-Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict, bool for_compiled_run,
-                   py::object names) {
+Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict,
+                   bool for_compiled_run, py::object names) {
   DeferredDecrefs::Get().Run();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;

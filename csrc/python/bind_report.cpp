@@ -2,8 +2,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -15,11 +13,11 @@
 #include "features/prediction.h"
 #include "features/run_probe.h"
 #include "host/array_text.h"
-#include "host/torch_xla_abi.h"
+#include "host/graphs.h"
+#include "host/tensors.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
 #include "registry/registry.h"
-#include "step/graph_arrays.h"
 #include "step/size_pairing.h"
 #include "step/thread_step.h"
 
@@ -82,9 +80,7 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
   return result;
 }
 
-// What the next step would do with the pending marks; see prediction.h.
-py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of) {
-  const std::vector<std::shared_ptr<abi::TensorData>> live = ListedTensors();
+py::dict LookAhead(const at::Tensor& stand_in, const py::object& sharding_of) {
   ShardingOf ask;
   if (!sharding_of.is_none()) {
     ask = [&](const std::shared_ptr<abi::TensorData>& tensor) {
@@ -92,66 +88,16 @@ py::dict LookAheadWith(const at::Tensor& stand_in, const py::object& sharding_of
       return sharding_of().cast<std::string>();
     };
   }
-  const Outlook outlook = LookAhead(live, ask);
-  std::map<const lazy::BackendData*, Donor> marked;
-  for (const Donor& donor : DonationRegistry::Get().Pending()) {
-    if (!donor.IsForCompiledRun()) {
-      marked.emplace(donor.buffer.lock().get(), donor);
-    }
-  }
-  py::set shared;
-  for (const std::shared_ptr<abi::TensorData>& tensor : live) {
-    const auto found = tensor == nullptr ? marked.end() : marked.find(tensor->handle.get());
-    if (found != marked.end() && !found->second.HeldBy(tensor.get())) {
-      shared.add(reinterpret_cast<std::uintptr_t>(found->first));
-    }
-  }
-  const std::size_t count = outlook.parameters.size();
-  std::vector<lazy::BackendDataPtr> parameters;
-  std::vector<std::string> arrays;
-  std::vector<ArraySize> bytes, output_bytes;  // as a step compares them before it is compiled
-  std::vector<bool> donors(count);
-  std::vector<std::optional<std::size_t>> wanted(count);
-  for (const std::string& output : outlook.outputs) {
-    output_bytes.push_back(SizeOf(output, /*unsharded=*/ask != nullptr));
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto& [buffer, own] = outlook.parameters[i];
-    parameters.push_back(buffer);
-    arrays.push_back(abi::DescribeBuffer(*buffer));
-    bytes.push_back(SizeOf(arrays.back(), /*unsharded=*/ask != nullptr));
-    const auto found = marked.find(buffer.get());
-    const bool is_marked = found != marked.end() && !shared.contains(reinterpret_cast<std::uintptr_t>(buffer.get()));
-    donors[i] = own.has_value() || is_marked;
-    wanted[i] = own;
-    const auto target = is_marked ? found->second.Target() : nullptr;
-    const auto output = std::find(outlook.tensors.begin(), outlook.tensors.end(), target.get());
-    if (target != nullptr && output != outlook.tensors.end()) {
-      wanted[i] = static_cast<std::size_t>(output - outlook.tensors.begin());
-    }
-  }
-  std::vector<std::size_t> order =
-      PairDonors({bytes, output_bytes, /*movable=*/std::vector<bool>(outlook.roots.size(), true), donors,
-                  /*offered=*/std::vector<bool>(count, false), wanted, NearParameters(parameters, outlook.roots)})
-          .parameter_order;
-  std::vector<bool> ordered(count);
-  for (const std::size_t i : order) {
-    ordered[i] = true;
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    if (!ordered[i] && (donors[i] || marked.count(parameters[i].get()) != 0)) {
-      order.push_back(i);
-    }
-  }
+  const StepForecast forecast = ForecastStep(ListedTensors(), ask);
   py::list inputs;
-  for (const std::size_t i : order) {
-    inputs.append(py::make_tuple(reinterpret_cast<std::uintptr_t>(parameters[i].get()), BytesPerDevice(arrays[i])));
+  for (const StepForecast::Input& input : forecast.inputs) {
+    inputs.append(py::make_tuple(input.buffer, input.bytes_per_device));
   }
   py::dict result;
   result["inputs"] = inputs;
-  result["outputs"] = outlook.outputs;
-  result["shared"] = shared;
-  result["complete"] = outlook.complete;
+  result["outputs"] = forecast.outputs;
+  result["shared"] = forecast.shared;
+  result["complete"] = forecast.complete;
   return result;
 }
 
@@ -211,7 +157,7 @@ void BindReport(py::module_& m) {
   m.def(
       "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
-  m.def("look_ahead", &LookAheadWith, py::arg("stand_in"), py::arg("sharding_of"),
+  m.def("look_ahead", &LookAhead, py::arg("stand_in"), py::arg("sharding_of"),
         "Right after a list of live tensors: the arrays that their pending work will make, and of its parameters the "
         "donors, each with its buffer (as in identity), its bytes per device and whether an output is to take it over. "
         "sharding_of (None without SPMD) is called while stand_in, a tensor of nobody else, stands for an output.");

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/tensors.h"
 
 namespace torch_xla_donate {
 

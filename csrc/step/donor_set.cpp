@@ -5,6 +5,8 @@
 #include <exception>
 #include <unordered_map>
 
+#include "host/graphs.h"
+#include "host/tensors.h"
 #include "step/triage.h"
 
 namespace torch_xla_donate {

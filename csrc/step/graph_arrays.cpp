@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "host/array_text.h"
+#include "host/graphs.h"
 
 namespace torch_xla_donate {
 

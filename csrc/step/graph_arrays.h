@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/graphs.h"
 #include "step/size_pairing.h"
 
 namespace torch_xla_donate {

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/symbols.h"
 #include "registry/registry.h"
 
 namespace torch_xla_donate {

@@ -7,6 +7,8 @@
 #include <string>
 
 #include "host/array_text.h"
+#include "host/graphs.h"
+#include "host/tensors.h"
 
 namespace torch_xla_donate {
 

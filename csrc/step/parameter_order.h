@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "host/torch_xla_abi.h"
+#include "host/symbols.h"
 
 namespace torch_xla_donate {
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "features/graph_wiring.h"
+#include "host/tensors.h"
 #include "registry/registry.h"
 #include "step/callbacks.h"
 #include "step/watch.h"

@@ -38,3 +38,13 @@ def test_imports_go_down_only() -> None:
         others = imported(path) - {part} if part != "__init__" else set()
         wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in others if FLOOR[name] >= FLOOR[part]]
     assert wrong == []
+
+
+def test_only_the_host_folder_knows_torch_xlas_layouts() -> None:
+    csrc = PACKAGE.parent / "csrc"
+    readers = {
+        path.parent.name
+        for path in csrc.rglob("*")
+        if path.suffix in (".h", ".cpp") and '#include "host/layouts.h"' in path.read_text(encoding="utf-8")
+    }
+    assert readers == {"host"}

@@ -1,4 +1,4 @@
-"""What is known of torch_xla's Python side and of torch's internals; csrc/torch_xla_abi.cpp has the C++ side's.
+"""What is known of torch_xla's Python side and of torch's internals; csrc/host has the C++ side's.
 
 Loading happens in two stages, because a probe tensor would start the XLA runtime, which must not happen at import
 (``torch_xla.launch`` and ``xr.use_spmd`` come after it). At import the versions are compared and the hooks installed:

@@ -1,0 +1,105 @@
+// The checks of the layouts, and the way from a torch tensor to its lazy tensor.
+#include "host/layouts.h"
+
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <typeinfo>
+
+#include "host/graphs.h"
+#include "host/verify.h"
+
+namespace torch_xla_donate::abi {
+
+namespace {
+
+constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
+constexpr const char* kTensorDataType = "N9torch_xla9XLATensor4DataE";
+
+// The address of a type's name identifies it cheaply once the text has been compared.
+bool HasType(const std::type_info& type, const char* name, std::atomic<const char*>& known) {
+  const char* found = type.name();
+  if (found == known.load(std::memory_order_relaxed)) {
+    return true;
+  }
+  if (std::strcmp(found, name) != 0) {
+    return false;
+  }
+  known.store(found, std::memory_order_relaxed);
+  return true;
+}
+
+}  // namespace
+
+void Mismatch(const std::string& what) { throw std::runtime_error(what); }
+
+const c10::TensorImpl& ValueImplOf(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  return functional::isFunctionalTensor(tensor)
+             ? *functional::unsafeGetFunctionalWrapper(tensor)->value().unsafeGetTensorImpl()
+             : *tensor.unsafeGetTensorImpl();
+}
+
+const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
+  static std::atomic<const char*> known{nullptr};
+  if (!HasType(typeid(impl), kTensorImplType, known)) {
+    return nullptr;
+  }
+  return reinterpret_cast<const lazy::LazyTensorPtr*>(reinterpret_cast<const char*>(&impl) + sizeof(c10::TensorImpl));
+}
+
+void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution) {
+  if (typeid(executor) == typeid(lazy::LazyGraphExecutor)) {
+    Mismatch("the executor that runs graphs is torch's own");
+  }
+  const auto& host = static_cast<const HostExecutor&>(executor);
+  // As bytes: what is not there may be no valid bool.
+  unsigned char switches[2];
+  std::memcpy(switches, &host.use_eager_mode, sizeof switches);
+  // A string of libstdc++: where it is, its size, then either its characters, to which it points, or its capacity.
+  std::uintptr_t name[3];
+  std::memcpy(name, &host.current_graph_name, sizeof name);
+  const bool inside = name[0] == reinterpret_cast<std::uintptr_t>(&host.current_graph_name) + 2 * sizeof name[0];
+  const bool is_string = inside ? name[1] < 16 : name[0] != 0 && name[1] <= name[2] && name[2] >= 16;
+  if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) || !is_string) {
+    Mismatch("the executor does not keep the switch of eager mode where it was expected");
+  }
+}
+
+void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
+  const c10::TensorImpl& impl = ValueImplOf(probe);
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(impl);
+  if (lazy_tensor == nullptr) {
+    Mismatch(std::string("an XLA tensor is a ") + typeid(impl).name() + ", expected " + kTensorImplType);
+  }
+  const auto* tensor =
+      dynamic_cast<const lazy::LazyTensor*>(static_cast<const c10::intrusive_ptr_target*>(lazy_tensor->get()));
+  if (tensor == nullptr) {
+    Mismatch("an XLA tensor does not keep its lazy tensor right after c10::TensorImpl");
+  }
+  if (tensor->GetUniqueId() != tensor_id) {
+    Mismatch("a lazy tensor has id " + std::to_string(tensor->GetUniqueId()) + ", torch_xla says " +
+             std::to_string(tensor_id));
+  }
+  const std::shared_ptr<TensorData>& data = tensor->data();
+  if (std::strcmp(typeid(*data).name(), kTensorDataType) != 0) {
+    Mismatch(std::string("a lazy tensor's data is a ") + typeid(*data).name() + ", expected " + kTensorDataType);
+  }
+  const HostTensorData& host = AsHost(*data);
+  if (host.view != nullptr || host.logical_element_type != at::ScalarType::Int || host.sharding != nullptr ||
+      host.alias_id != data->unique_id || host.is_cloned) {
+    Mismatch(
+        "view, element type, sharding, alias id or clone flag are not where they were expected in the data of a "
+        "fresh tensor (alias id read: " +
+        std::to_string(host.alias_id) + ", tensor id: " + std::to_string(data->unique_id) + ")");
+  }
+  if (data->handle == nullptr || !data->handle->HasValue()) {
+    Mismatch("an uploaded tensor has no device data");
+  }
+  const std::string shape = DescribeBuffer(*data->handle);
+  if (shape.rfind("s32[3]", 0) != 0) {
+    Mismatch("device data describes itself as '" + shape + "', expected a text that starts with s32[3]");
+  }
+}
+
+}  // namespace torch_xla_donate::abi

@@ -1,0 +1,142 @@
+// Reads and writes torch_xla's part of a tensor through the layouts.
+#include "host/tensors.h"
+
+#include <torch/csrc/lazy/backend/backend_interface.h>
+
+#include <utility>
+
+#include "host/graphs.h"
+#include "host/layouts.h"
+
+namespace torch_xla_donate::abi {
+
+lazy::BackendDataPtr BufferOf(const TensorData& tensor) {
+  if (tensor.handle != nullptr || !tensor.ir_value) {
+    return tensor.handle;
+  }
+  return lazy::getBackend()->GetComputationDataFromNode(tensor.ir_value.node.get());
+}
+
+void GiveArray(TensorData& tensor, lazy::BackendDataPtr array) {
+  auto& host = static_cast<HostTensorData&>(tensor);
+  host.handle = std::move(array);
+  host.view = nullptr;
+  host.tensor_data.reset();
+  host.is_cloned = false;
+}
+
+bool HasView(const TensorData& tensor) { return AsHost(tensor).view != nullptr; }
+
+const std::shared_ptr<void>& ShardingOf(const TensorData& tensor) { return AsHost(tensor).sharding; }
+
+std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
+
+const TensorData* ValueOf(const c10::TensorImpl& tensor) {
+  const bool is_functional = tensor.key_set().has(c10::DispatchKey::Functionalize);
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(
+      is_functional ? *static_cast<const at::FunctionalTensorWrapper&>(tensor).value().unsafeGetTensorImpl() : tensor);
+  return lazy_tensor == nullptr || *lazy_tensor == nullptr ? nullptr : (*lazy_tensor)->data().get();
+}
+
+Resolution Resolve(const at::Tensor& tensor) {
+  Resolution result;
+  if (at::functionalization::impl::isFunctionalTensor(tensor)) {
+    at::functionalization::impl::sync(tensor);
+  }
+  const c10::TensorImpl& impl = ValueImplOf(tensor);
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(impl);
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
+    return result;
+  }
+  result.tensor = (*lazy_tensor)->data();
+  if (HasView(*result.tensor)) {
+    result.state = TensorState::kViewed;
+    return result;
+  }
+  // A clone has its source's graph until a step gives it a buffer of its own.
+  const bool is_clone = result.tensor->handle == nullptr && AsHost(*result.tensor).is_cloned;
+  result.buffer = is_clone ? nullptr : BufferOf(*result.tensor);
+  if (result.buffer == nullptr) {
+    result.state = TensorState::kPending;
+    return result;
+  }
+  const DeviceDataInfo* info = InfoOf(*result.buffer);
+  result.state = info != nullptr && info->read_only  ? TensorState::kReadOnly
+                 : impl.has_symbolic_sizes_strides() ? TensorState::kDynamic
+                                                     : TensorState::kMaterialized;
+  return result;
+}
+
+void Prefetch(const std::vector<const at::Tensor*>& tensors) {
+  namespace functional = at::functionalization::impl;
+  std::vector<const char*> next;
+  next.reserve(tensors.size());
+  for (const at::Tensor* tensor : tensors) {
+    const c10::TensorImpl* impl = tensor->unsafeGetTensorImpl();
+    if (functional::isFunctionalTensor(*tensor)) {
+      const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(*tensor);
+      __builtin_prefetch(reinterpret_cast<const char*>(wrapper->storage().unsafeGetStorageImpl()) +
+                         sizeof(c10::StorageImpl));
+      impl = wrapper->value().unsafeGetTensorImpl();
+    }
+    next.push_back(reinterpret_cast<const char*>(impl));
+    __builtin_prefetch(next.back());
+    __builtin_prefetch(next.back() + sizeof(c10::TensorImpl));
+  }
+  std::vector<const lazy::LazyTensor*> lazy_tensors;
+  lazy_tensors.reserve(next.size());
+  for (const char* impl : next) {
+    const lazy::LazyTensorPtr* found = LazyTensorOf(*reinterpret_cast<const c10::TensorImpl*>(impl));
+    if (found != nullptr && *found != nullptr) {
+      lazy_tensors.push_back(found->get());
+      __builtin_prefetch(lazy_tensors.back());
+    }
+  }
+  std::vector<const TensorData*> held;
+  held.reserve(lazy_tensors.size());
+  for (const lazy::LazyTensor* tensor : lazy_tensors) {
+    held.push_back(tensor->data().get());
+    for (std::size_t line = 0; line < sizeof(HostTensorData); line += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(held.back()) + line);
+    }
+  }
+  for (const TensorData* data : held) {
+    __builtin_prefetch(data->handle.get());
+  }
+}
+
+std::optional<std::string> PendingArray(const TensorData& tensor) {
+  if (tensor.handle != nullptr || !tensor.ir_value) {
+    return std::nullopt;
+  }
+  const lazy::Node* node = tensor.ir_value.node.get();
+  if (lazy::getBackend()->GetComputationDataFromNode(node) != nullptr && !AsHost(tensor).is_cloned) {
+    return std::nullopt;
+  }
+  return DescribeNode(tensor.ir_value);
+}
+
+StandIn::StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data) {
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(ValueImplOf(tensor));
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
+    Mismatch("only an XLA tensor can stand for another one");
+  }
+  // The member is not const, only torch's view of it is.
+  places_[0] = const_cast<std::shared_ptr<TensorData>*>(&(*lazy_tensor)->data());
+  places_[1] = &static_cast<HostTensor*>(lazy_tensor->get())->data;
+  before_ = *places_[0];
+  if (places_[1]->get() != before_.get()) {
+    Mismatch("an XLA tensor does not keep a second pointer to its data right after torch's part");
+  }
+  for (std::shared_ptr<TensorData>* place : places_) {
+    *place = data;
+  }
+}
+
+StandIn::~StandIn() {
+  for (std::shared_ptr<TensorData>* place : places_) {
+    *place = before_;
+  }
+}
+
+}  // namespace torch_xla_donate::abi

@@ -1,0 +1,42 @@
+// What a donor's holders ask for.
+#include "registry/donor.h"
+
+#include <algorithm>
+
+#include "host/array_text.h"
+
+namespace torch_xla_donate {
+
+std::string Donor::Shape() const {
+  std::string text = ElementName(dtype);
+  text += '[';
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    text += (i == 0 ? "" : ",") + std::to_string(sizes[i]);
+  }
+  return text + ']';
+}
+
+bool Donor::HeldBy(const abi::TensorData* tensor) const {
+  return std::any_of(holders.begin(), holders.end(),
+                     [tensor](const Holder& holder) { return holder.tensor.lock().get() == tensor; });
+}
+
+std::shared_ptr<abi::TensorData> Donor::Target() const {
+  for (const Holder& holder : holders) {
+    if (std::shared_ptr<abi::TensorData> target = holder.target.lock()) {
+      return target;
+    }
+  }
+  return nullptr;
+}
+
+bool Donor::IsForCompiledRun() const {
+  return std::all_of(holders.begin(), holders.end(),
+                     [](const Holder& holder) { return holder.site->for_compiled_run; });
+}
+
+bool Donor::Strict() const {
+  return std::any_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->strict; });
+}
+
+}  // namespace torch_xla_donate
