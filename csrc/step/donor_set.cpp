@@ -15,7 +15,7 @@ namespace {
 
 Reason ReasonOf(Obstacle obstacle) {
   switch (obstacle) {
-    case Obstacle::kNone: return {};
+    case Obstacle::kNone: break;
     case Obstacle::kViewed: return ReasonCode::kHasViews;
     case Obstacle::kShared: return ReasonCode::kHeldByOthers;
   }

@@ -129,10 +129,9 @@ class Matching {
         continue;
       }
       auto& waiting = classes_[*request_.output_bytes[output]].waiting;
-      while (!waiting.empty() && !Pair(output, waiting.front())) {
-        waiting.pop_front();  // it is offered, and no output of its size is left for it
-      }
+      // What is only offered comes after the donors: an output that is left then is one that free_ still counts.
       if (!waiting.empty()) {
+        Pair(output, waiting.front());
         waiting.pop_front();
       }
     }

@@ -103,6 +103,15 @@ TEST(only_as_many_inputs_join_as_outputs_are_left) {
   CHECK(plan.successor[2] == Place(1));
 }
 
+TEST(an_input_leaves_the_donors_what_they_need) {
+  Step step{{4, 4}, {4}, {{1}}};
+  step.donors = {true, false};
+  step.offered = {false, true};
+  const DonorPairs plan = step.Pair();
+  CHECK(plan.chosen.empty() && plan.room.empty());
+  CHECK(AsXlaPairs(step, plan)[0] == Place(0));
+}
+
 TEST(an_input_of_another_size_does_not_join) {
   Step step{{8}, {4}, {{0}}};
   step.offered = {true};

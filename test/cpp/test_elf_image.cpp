@@ -1,5 +1,7 @@
 // Finding a loaded library and the slots of the functions it imports.
-#include <libgen.h>
+#include <elf.h>
+#include <link.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -25,6 +27,19 @@ std::string Kinds(const std::vector<RelocationSlot>& slots) {
 std::string KindsIn(const std::string& mode, const std::string& symbol) {
   const Library victim(VictimName(mode));
   return Kinds(ElfImage::Find(victim.path).SlotsOf(symbol));
+}
+
+// What a loaded library says of itself, made writable. In its file it could not be wrong: nothing would load it.
+Elf64_Dyn* DynamicEntry(const Library& library, Elf64_Sxword tag) {
+  link_map* map = nullptr;
+  CHECK_EQ(dlinfo(dlopen(library.path.c_str(), RTLD_LAZY | RTLD_NOLOAD), RTLD_DI_LINKMAP, &map), 0);
+  Elf64_Dyn* entry = map->l_ld;
+  while (entry->d_tag != tag && entry->d_tag != DT_NULL) ++entry;
+  CHECK_EQ(entry->d_tag, tag);
+  const auto size = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  void* const page = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(entry) & ~(size - 1));
+  CHECK_EQ(mprotect(page, 2 * size, PROT_READ | PROT_WRITE), 0);  // the entry may cross into the next one
+  return entry;
 }
 
 }  // namespace
@@ -58,6 +73,40 @@ TEST(a_library_that_is_not_loaded_is_an_error) {
 TEST(a_file_that_does_not_exist_is_an_error) {
   const std::string message = MessageOf([&] { ElfImage::Find("no/such/library.so"); });
   CHECK_CONTAINS(message, "\"no/such/library.so\": No such file or directory; expected the path of an imported");
+}
+
+TEST(a_dynamic_section_that_cannot_be_read_is_an_error) {
+  constexpr Elf64_Sxword kNothing = DT_LOOS;
+  constexpr Elf64_Xword kOutside = Elf64_Xword{1} << 62;
+  const struct {
+    Elf64_Sxword tag, new_tag;
+    Elf64_Xword value;
+    const char* message;
+  } cases[] = {
+      {DT_SYMTAB, DT_SYMTAB, kOutside, "has an address outside itself in its dynamic section, expected tables inside"},
+      {DT_SYMTAB, kNothing, 0, "has no symbol table, expected DT_SYMTAB"},
+      {DT_STRTAB, kNothing, 0, "has no string table, expected DT_STRTAB and DT_STRSZ"},
+      {DT_STRSZ, DT_STRSZ, 0, "has no string table, expected DT_STRTAB and DT_STRSZ"},
+      {DT_RELAENT, DT_RELAENT, 16, "has relocations of another size, expected the 24 bytes of Elf64_Rela"},
+      {DT_PLTREL, DT_PLTREL, DT_REL, "has PLT relocations without addends, expected DT_PLTREL to be DT_RELA"},
+      {DT_RELA, kNothing, 0, "has DT_RELASZ alone, expected DT_RELA too"},
+      {DT_JMPREL, kNothing, 0, "has DT_PLTRELSZ alone, expected DT_JMPREL too"},
+  };
+  const Library victim("victim_default");
+  for (const auto& one : cases) {
+    // GIVEN a loaded library with one entry that is not as it should be
+    Elf64_Dyn* const entry = DynamicEntry(victim, one.tag);
+    const Elf64_Dyn before = *entry;
+    entry->d_tag = one.new_tag;
+    entry->d_un.d_val = one.value;
+    // WHEN it is read
+    const std::string message = MessageOf([&] { ElfImage::Find(victim.path); });
+    *entry = before;
+    // THEN the error names the file, and says what was found and what to do
+    CHECK_CONTAINS(message, "the library \"" + victim.path + "\" " + one.message);
+    CHECK_CONTAINS(message, "; it cannot be patched: report which build of it this is");
+  }
+  CHECK_EQ(KindsIn("default", kAdd), "JUMP_SLOT");
 }
 
 TEST(a_call_has_a_jump_slot_in_every_mode_of_binding) {

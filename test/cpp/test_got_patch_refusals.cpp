@@ -112,6 +112,17 @@ TEST(a_slot_that_can_no_longer_be_written_is_reported_by_undo) {
   CHECK_EQ(victim.Add(2, 3), 1005);
 }
 
+TEST(a_slot_that_is_not_aligned_is_an_error) {
+  const Library victim("victim_relro_now");
+  const ElfImage image = ElfImage::Find(victim.path);
+  RelocationSlot slot = image.SlotsOf(kAdd).at(0);
+  slot.address = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(slot.address) + 4);
+  const std::string message = MessageOf([&] { GotPatch(image, First::Spec(kAdd), {slot}); });
+  CHECK_CONTAINS(message, "is not aligned to 8 bytes as expected; it cannot be replaced while other threads use it");
+  CHECK_EQ(First::original.load(), nullptr);
+  CHECK_EQ(victim.Add(2, 3), 5);
+}
+
 TEST(a_second_patch_of_the_same_function_is_an_error) {
   const Library victim("victim_relro_now");
   const ElfImage image = ElfImage::Find(victim.path);
