@@ -38,7 +38,7 @@ def explain(page: str | None) -> None:
     # As the messages write it, or as the file is called.
     name = page.removeprefix("docs/").removesuffix(".md")
     if name not in titles:
-        raise click.BadParameter(f"there is no page {page!r}; there are {', '.join(titles)}", param_hint="PAGE")
+        raise click.BadParameter(f"page {page!r} does not exist. Choose one of {', '.join(titles)}.", param_hint="PAGE")
     if sys.stdout.isatty():
         Console().print(Markdown(_pages.text(name)))
     else:

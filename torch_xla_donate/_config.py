@@ -16,7 +16,7 @@ def flag(name: str) -> bool:
         return True
     if value in _FALSE:
         return False
-    raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no; set it to 1 or 0.")
+    raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no. Set it to 1 or 0.")
 
 
 def strict_by_default() -> bool:
@@ -28,8 +28,8 @@ def check_strict(strict: bool | None) -> None:
     """TypeError if the argument ``strict`` of a donation is neither yes, no nor left open."""
     if strict is not None and not isinstance(strict, bool):
         raise TypeError(
-            f"strict is {strict!r}, of type {type(strict).__name__}; give True or False, or leave it out to have "
-            "what TORCH_XLA_DONATE_STRICT says. Nothing was donated."
+            f"strict is {strict!r}, of type {type(strict).__name__}, not a bool. Pass True or False, or omit it to "
+            "use TORCH_XLA_DONATE_STRICT. Nothing was donated."
         )
 
 

@@ -41,7 +41,7 @@ def examine() -> tuple[list[str], bool]:
         lines.append(tables.render(table))
     in_place = all(hook["slots"] > 0 and hook["slots"] == hook["in_place"] for hook in hooks)
     if not in_place:
-        lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla since")
+        lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla")
     problems = settings()
     lines += [f"PROBLEM: {problem}" for problem in problems] or ["no setting switches donation off"]
     return lines, in_place and not problems

@@ -44,19 +44,16 @@ def _tensor(name: str, array: str) -> str:
 def describe_use(name: str, array: str, where: str, step: int) -> str:
     """The text of a DonatedBufferError: what was touched, who gave it away, and what to do."""
     return (
-        f"{_tensor(name, array)} has no buffer any more: it was donated at {where} and consumed by step {step}, "
-        "whose output now lives in that memory. Use the step's result instead; to keep the old "
-        "value, call .clone() before the step, or take the donation out. Shape and dtype are "
-        "still readable, and copying a new value in as a whole (t.copy_(new)) makes the tensor "
-        "usable again."
+        f"{_tensor(name, array)} was donated at {where} and step {step} reused its memory. "
+        "Use the step's result, or .clone() it before the step. t.copy_(new) makes it usable again. "
+        f"{see('use_after_donation')}"
     )
 
 
 def describe_reuse(name: str, array: str, where: str, step: int) -> str:
     """The text of a warning: the same, where donation was disabled and nothing is lost."""
     return (
-        f"{_tensor(name, array)} is used although it was donated at {where}: step {step} would have consumed it, had "
-        "donation not been disabled. Its value is still right; with donation on, this line raises DonatedBufferError. "
-        "Use the step's result instead; to keep the old value, call .clone() before the step, or take the donation "
-        f"out. {see('debug_nans')}"
+        f"{_tensor(name, array)} is used after it was donated at {where}. "
+        f"With donation enabled, step {step} reuses its memory and this line raises DonatedBufferError. "
+        f"Use the step's result, or .clone() it before the step. {see('debug_nans')}"
     )

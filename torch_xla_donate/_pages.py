@@ -27,5 +27,5 @@ def _folder() -> Path:
         if (folder / "unusable.md").is_file():
             return folder
     raise FileNotFoundError(
-        f"The pages of torch_xla_donate are in neither of {', '.join(map(str, FOLDERS))}. Install the package again."
+        f"torch_xla_donate did not find its pages in {' or '.join(map(str, FOLDERS))}. Install the package again."
     )

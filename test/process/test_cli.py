@@ -65,7 +65,7 @@ def test_explain_without_a_page_lists_them():
 
 def test_explain_names_the_pages_there_are():
     done = run("explain", "donations", exit_code=2)
-    assert "there is no page 'donations'; there are" in done.stderr
+    assert "page 'donations' does not exist. Choose one of" in done.stderr
     assert "unusable" in done.stderr
 
 

@@ -15,6 +15,7 @@ from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.lazy import LazyCompiled
 from torch_xla_donate._compile.module import ModuleProxy
 from torch_xla_donate._compile.pure import PureCompiled
+from torch_xla_donate._errors import see
 
 if TYPE_CHECKING:
     from torch_xla_donate._compile.lower import Lowered
@@ -45,8 +46,8 @@ def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
     for kind, is_kind in kinds.items():
         if is_kind(call):
             raise TypeError(
-                f"{function_name(f)} is {kind}: a call returns before the body has run, so that there is no "
-                "step. Compile a function that returns its results, and call it from there."
+                f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
+                f"that returns its results, and call that function here. {see('compile')}"
             )
 
 
@@ -180,7 +181,9 @@ def compile(
     if f is None:
         return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)  # type: ignore[return-value]
     if not callable(f):
-        raise TypeError(f"f is of type {type(f).__name__}, which cannot be called.")
+        raise TypeError(
+            f"f is of type {type(f).__name__}, which cannot be called. Pass a function or a module. {see('compile')}"
+        )
     _refuse_lazy_bodies(f)
     remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
     compiled = _make(f, options, backend, pure, strict, kwargs)
@@ -192,7 +195,9 @@ def _make(
 ) -> Compiled:
     arguments = Arguments(f, **options)
     if pure and backend != "lazy":
-        raise ValueError(f'pure=True goes with backend="lazy" only; backend is {backend!r}.')
+        raise ValueError(
+            f'pure=True needs backend="lazy", but backend is {backend!r}. Remove one of them. {see("pure")}'
+        )
     if pure:
         return PureCompiled(f, arguments, strict, **kwargs)
     if backend == "lazy":
@@ -201,4 +206,4 @@ def _make(
         from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
 
         return OpenxlaCompiled(f, arguments, strict, **kwargs)
-    raise ValueError(f'backend is {backend!r}; it must be "lazy" or "openxla".')
+    raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile")}')

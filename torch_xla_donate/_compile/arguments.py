@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _trees
+from torch_xla_donate._errors import see
 
 ArgNums = int | Sequence[int] | None
 ArgNames = str | Iterable[str] | None
@@ -59,7 +60,7 @@ def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:
     try:
         return tuple(operator.index(number) for number in (value if isinstance(value, Iterable) else (value,)))
     except TypeError:
-        raise TypeError(f"{argument} is {value!r}; it must be an int or a sequence of ints.") from None
+        raise TypeError(f"{argument} is {value!r}. Pass an int or a sequence of ints. {see('compile')}") from None
 
 
 def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
@@ -67,7 +68,7 @@ def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
         return ()
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} is {value!r}; it must be a string or a sequence of strings.")
+        raise TypeError(f"{argument} is {value!r}. Pass a string or a sequence of strings. {see('compile')}")
     return names
 
 
@@ -130,8 +131,9 @@ class Arguments:
 
     def _static_and_donated(self, argument: str | int) -> ValueError:
         return ValueError(
-            f"argument {argument} of {self.function} is both static and donated: a static argument has no buffer. "
-            "Take it out of static_argnums/static_argnames or out of donate_argnums/donate_argnames."
+            f"argument {argument} of {self.function} is both static and donated, but a static argument has no buffer. "
+            "Remove it from static_argnums/static_argnames or from donate_argnums/donate_argnames. "
+            f"{see('compile')}"
         )
 
     def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
@@ -141,22 +143,22 @@ class Arguments:
         if not self._known:
             if names:
                 raise ValueError(
-                    f"{what}_argnames={argnames!r}: {self.function} has no signature to find the names in. "
-                    f"Use {what}_argnums, or wrap it in a function with named parameters."
+                    f"{what}_argnames is {argnames!r}, but {self.function} has no signature to find the names in. "
+                    f"Use {what}_argnums, or wrap it in a function with named parameters. {see('compile')}"
                 )
             return numbers, names
         count = len(self._positional)
         for number in sorted(numbers):
             if self._varargs is None and not -count <= number < count:
                 raise ValueError(
-                    f"{what}_argnums={argnums!r}: {number} is out of range; {self.function} accepts {count} "
-                    f"positional argument{'' if count == 1 else 's'}."
+                    f"{what}_argnums is {argnums!r}, and {number} is out of range, because {self.function} accepts "
+                    f"{count} positional argument{'' if count == 1 else 's'}. Name one of these. {see('compile')}"
                 )
         for name in sorted(names.difference(self._by_name)):
             if not self._has_varkw:
                 raise ValueError(
-                    f"{what}_argnames={argnames!r}: {self.function} has no parameter {name!r} that can be given by "
-                    f"name (those that can: {', '.join(self._by_name) or 'none'})."
+                    f"{what}_argnames is {argnames!r}, but {self.function} has no keyword parameter {name!r}. "
+                    f"Use one of its keyword parameters: {', '.join(self._by_name) or 'none'}. {see('compile')}"
                 )
         if self._varargs is None:
             numbers = {number % count for number in numbers}
@@ -187,8 +189,9 @@ class Arguments:
             for number in sorted(self._donated_numbers):
                 if not -count <= number < count and number not in known:
                     raise ValueError(
-                        f"donate_argnums names argument {number} of {self.function}, which was called with {count} "
-                        f"positional argument{'' if count == 1 else 's'}."
+                        f"donate_argnums names argument {number} of {self.function}, but this call has {count} "
+                        f"positional argument{'' if count == 1 else 's'}. Pass that argument by position. "
+                        f"{see('compile')}"
                     )
             if both := donated_numbers & static_numbers:
                 raise self._static_and_donated(min(both))

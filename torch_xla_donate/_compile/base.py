@@ -17,7 +17,7 @@ from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import Argument, ArgumentRoles, Arguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
 from torch_xla_donate._compile.signatures import Signatures
-from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._host import interrupts
 
 
@@ -180,6 +180,6 @@ def _check_static(argument: Argument, value: Any) -> None:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"{argument.name} ({argument.place}) is static, and {type(value).__name__} cannot be hashed. Static "
-            "arguments are told apart by their hash; pass something that has one."
+            f"{argument.name} ({argument.place}) is static, but {type(value).__name__} cannot be hashed. Pass a "
+            f"hashable value, such as a tuple. {see('compile')}"
         ) from None

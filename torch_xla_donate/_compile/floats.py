@@ -43,6 +43,6 @@ def _reads_float(function: str, numbers: Sequence[_numbers.Number]) -> Exception
     return _trace.impure(
         function,
         _frames.call_site(),
-        f"reads {names} on the host, a Python float, which is traced",
-        "Name that argument in static_argnums, so that each value has a trace, or compute with torch's operations only",
+        f"reads {names} on the host, although pure=True traces Python floats",
+        "Name that argument in static_argnums, or compute only with torch's operations",
     )

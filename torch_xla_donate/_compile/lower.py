@@ -15,7 +15,7 @@ from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import ArgumentRoles
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
 if TYPE_CHECKING:
@@ -135,10 +135,9 @@ class Lowered:
         for leaf in pytree.tree_leaves((self._args, self._kwargs)):
             if _is_materialised(leaf) and not _C.has_value(leaf):
                 raise DonationError(
-                    f"{self._compiled.function} cannot be compiled for {_trees.dtype_and_shape(leaf)} without "
-                    f"memory: with {_host.ignores_donors()} torch_xla gives each argument the sharding that the "
-                    "compiler chooses, and placeholders can have none. Lower the function for tensors with values, or "
-                    "call xr.use_spmd() and mark the shardings."
+                    f"{self._compiled.function} cannot be compiled for the placeholder {_trees.dtype_and_shape(leaf)}, "
+                    f"because torch_xla reshards the arguments with {_host.ignores_donors()}. Lower the function for "
+                    f"tensors with values, or call xr.use_spmd() and mark the shardings. {see('ahead')}"
                 )
 
 
@@ -172,7 +171,10 @@ class Executable:
                 generated_code_bytes=int(sizes["generated_code"]),
             )
         except KeyError:
-            raise RuntimeError(f"this platform gives no memory statistics (found: {self._memory!r}).") from None
+            raise RuntimeError(
+                f"this platform reports no memory statistics (XLA returned {self._memory!r}). Read the shapes in "
+                f"as_text() instead. {see('ahead')}"
+            ) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._types.check(self._compiled.function, args, kwargs)
@@ -207,7 +209,10 @@ class Types:
         """TypeError unless the arguments are of these types."""
         spec = pytree.tree_structure((args, kwargs))
         if self._spec != spec:
-            raise TypeError(f"{function} was compiled for arguments of the structure {self._spec}; called with {spec}.")
+            raise TypeError(
+                f"{function} was compiled for arguments of the structure {self._spec}, but this call has {spec}. Call "
+                f"the function itself, or lower() it for these arguments. {see('ahead')}"
+            )
         found, paths = _trees.with_paths((args, kwargs))
         differing = []
         for index, (info, leaf) in enumerate(zip(self._infos, found)):
@@ -219,8 +224,8 @@ class Types:
         if differing:
             shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
             raise TypeError(
-                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, which "
-                "compiles for each type, or lower() it for these."
+                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, or lower() "
+                f"it for these arguments. {see('ahead')}"
             )
 
 
@@ -289,9 +294,9 @@ def _refuse_others(function: str, arguments: Sequence[Any]) -> None:
     elsewhere = _trees.first_off_device(pytree.tree_leaves(arguments))
     if elsewhere is not None:
         raise ValueError(
-            f"{function} cannot be lowered for {_trees.dtype_and_shape(elsewhere)} on {elsewhere.device}: arguments "
-            "are on the XLA device. For an array without memory use "
-            "torch_xla.core.xla_builder.create_placeholder_tensor."
+            f"{function} cannot be lowered for {_trees.dtype_and_shape(elsewhere)} on {elsewhere.device}, only for "
+            "XLA tensors. Move it with .to('xla'), or use torch_xla.core.xla_builder.create_placeholder_tensor. "
+            f"{see('ahead')}"
         )
 
 

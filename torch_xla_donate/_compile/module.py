@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_xla_donate._errors import see
+
 if TYPE_CHECKING:
     from torch_xla_donate._compile.base import Compiled
     from torch_xla_donate._compile.lower import Lowered
@@ -104,6 +106,6 @@ class ModuleProxy:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a compiled {type(self._orig_mod).__name__} cannot be pickled: its graphs are of this process. Save its "
-            "state_dict(), or the module, which is its attribute _orig_mod."
+            f"a compiled {type(self._orig_mod).__name__} cannot be pickled, because its graphs belong to this process. "
+            f"Save its state_dict(), or the module in its attribute _orig_mod. {see('compile')}"
         )

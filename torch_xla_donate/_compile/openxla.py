@@ -21,7 +21,7 @@ from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 class _Current(threading.local):
@@ -85,7 +85,7 @@ class Graph:
         try:
             around = self._frame.values_around() if self._frame is not None else []
         except Exception as error:  # of torch.compile's own expressions
-            donation.refuse_all(f"what the function returns without computing it could not be told: {error!r}")
+            donation.refuse_all(f"the function may return it unchanged; looking for that raised {error!r}")
             return
         donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
 
@@ -95,7 +95,7 @@ class Graph:
         graph = _host.extract_graph(model, args, [args[i] for i in positions])
         if positions and graph.parts != 1:
             # Operations without an XLA lowering split the graph; a later part may need what an earlier one consumed.
-            self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
+            self._refusal = "operations that run on the host split the graph, and a later part may read it"
         return Variant(new_graph_name(), _kept_apart(graph.run, self._model), graph.returned, graph.places)
 
 
@@ -199,23 +199,23 @@ class OpenxlaCompiled(Compiled):
         """torch.compile reads a view through strides and offsets that an XLA tensor does not have: wrong values."""
         raise DonationError(
             f"{self.function} updates in place an argument that is a view of another argument, and torch.compile "
-            'computes wrong values for it on XLA. Pass a clone() of the view, or use backend="lazy". '
-            "Nothing was donated."
+            'computes wrong values for it on XLA. Pass a .clone() of the view, or use backend="lazy". '
+            f"Nothing was donated. {see('torch_compile')}"
         )
 
     def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> str:
         """Why nothing may be donated to this graph; empty if it may."""
         reason = getattr(model, "compile_subgraph_reason", None)
         if reason is None or reason.graph_break:
-            return "torch.compile has broken the function's graph, and what follows the break may read it"
+            return "torch.compile broke the function's graph, and the code after the break may read it"
         if self._module is not None and _host.has_hooks(self._module):
-            return "the module has hooks, which torch.compile leaves outside and which may read it"
+            return "the module has hooks, which run outside the compiled graph and may read it"
         if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
-            return "torch.compile has not compiled the function as a whole, and what follows may read it"
+            return "torch.compile did not compile the whole function, and the rest may read it"
         return ""
 
 
-_NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+_NO_GRAPH = "torch.compile compiled no graph of the function, and code outside a graph may read it"
 _UNKNOWN = "torch.compile does not report which inputs of its graph outlive it"
 _STILL_NEEDED = "the result, or the backward pass, still needs it"
 

@@ -16,7 +16,7 @@ from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
 from torch_xla_donate._compile.run_donation import new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _refuse_gradients(function: str, results: Sequence[Any], recorder: _trace.Re
     for leaf in results:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not recorder.is_outside(leaf):
             raise DonationError(
-                f"{function} is declared pure and returns {_trees.dtype_and_shape(leaf)} with a gradient history, "
-                "which a replay does not have. Call backward() inside, or return .detach(), or use torch.no_grad(). "
-                "Nothing was donated."
+                f"{function} is declared pure, but returns {_trees.dtype_and_shape(leaf)} with a gradient history, "
+                "which a replay does not have. Call backward() inside, return .detach(), or use torch.no_grad(). "
+                f"Nothing was donated. {see('pure')}"
             )

@@ -134,7 +134,7 @@ class ArgumentProxies:
                 function,
                 where,
                 f"makes {_trees.dtype_and_shape(tensor)}, which "
-                + (f"a result of type {opaque} keeps" if opaque else "something outside of the function keeps"),
+                + (f"a result of type {opaque} keeps" if opaque else "something outside the function keeps"),
                 "Return the tensor in a tuple, list or dict, or register the type with torch.utils._pytree"
                 if opaque
                 else "Return it",

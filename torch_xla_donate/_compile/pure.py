@@ -17,8 +17,9 @@ from torch_xla_donate._compile.donated import DonatedArguments
 from torch_xla_donate._compile.program import TracedProgram
 from torch_xla_donate._compile.run_donation import RunDonation
 from torch_xla_donate._compile.signatures import signature_of
+from torch_xla_donate._errors import see
 
-_CLOSED_OVER = "the function closes over it, too"
+_CLOSED_OVER = "the function also closes over it"
 
 
 class _Call:
@@ -138,9 +139,9 @@ class PureCompiled(Compiled):
                 hash(value)
             except TypeError:
                 raise ValueError(
-                    f"{self.function} is declared pure, and a leaf of its arguments is of type "
-                    f"{type(value).__name__}, which is no tensor and cannot be hashed. Register its class with "
-                    "torch.utils._pytree, or pass something that has a hash."
+                    f"{self.function} is declared pure, but a leaf of its arguments is of type "
+                    f"{type(value).__name__}, which is neither a tensor nor hashable. Register its class with "
+                    f"torch.utils._pytree, or pass a hashable value. {see('pure')}"
                 ) from None
         # Floats among the arguments are inputs of the graph. Of static ones 0.0 equals -0.0, and not a number does not
         # equal itself.
@@ -169,16 +170,18 @@ class PureCompiled(Compiled):
         elsewhere = _trees.first_off_device(leaves)
         if elsewhere is not None:
             raise ValueError(
-                f"{self.function} is declared pure, and one of its arguments holds {_trees.dtype_and_shape(elsewhere)} "
-                f"on {elsewhere.device}: its value would become a constant of the graph. Move it with .to('xla')."
+                f"{self.function} is declared pure, but one of its arguments holds {_trees.dtype_and_shape(elsewhere)} "
+                f"on {elsewhere.device}, which would become a constant of the graph. Move it with .to('xla'). "
+                f"{see('pure')}"
             )
 
     def _trace_program(self, key: Hashable, call: _Call, donation: RunDonation | None) -> TracedProgram:
         self._refuse_others(call.leaves)
         if self._limit is not None and key not in self._programs and len(self._programs) >= self._limit:
             raise RuntimeError(
-                f"{self.function} would get more than max_different_graphs={self._limit} graphs; its arguments differ "
-                "in structure, shape, dtype or value from those before."
+                f"{self.function} would get more than max_different_graphs={self._limit} graphs, because its arguments "
+                "differ in structure, shape, dtype or value from those before. Pass arguments like those, or raise the "
+                f"limit. {see('pure')}"
             )
         if key not in self._programs:
             self.note_signature(call.roles, call.args, call.kwargs, _frames.call_site())

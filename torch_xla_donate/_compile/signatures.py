@@ -20,8 +20,8 @@ def signature_of(leaves: list[Any]) -> _C.Signature:
     found = _C.signature(leaves)
     if found.dynamic:
         raise ValueError(
-            "an argument's size is known to the device alone, and a graph is compiled for sizes. Use the lazy backend, "
-            "without pure=True."
+            "only the device knows the size of an argument, but a graph is compiled for fixed sizes. Use the lazy "
+            f"backend, without pure=True. {see('pure')}"
         )
     return found
 

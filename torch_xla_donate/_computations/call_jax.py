@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_donate import _config, _frames, _host, _trees
 from torch_xla_donate._computations.user_computation import give, to_donate
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 def call_jax(
@@ -91,9 +91,9 @@ class _Offered:
                 leaf.dtype
             ):
                 raise ValueError(
-                    f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, and JAX works with 32 bits, which "
-                    "torch_xla cannot connect. Call jax.config.update('jax_enable_x64', True) before, or cast the "
-                    "tensor."
+                    f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, but JAX works with 32 bits. Call "
+                    "jax.config.update('jax_enable_x64', True) first, or cast the tensor. "
+                    f"{see('user_computations')}"
                 )
 
 
@@ -142,8 +142,8 @@ def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
     calls = [equation.params["donated_invars"] for equation in program.eqns if "donated_invars" in equation.params]
     if not calls:
         raise DonationError(
-            f"{_label(f)} is jitted with static arguments and inline=True, so that JAX does not tell which arguments "
-            "it donates. Leave inline=True away. Nothing was donated."
+            f"{_label(f)} is jitted with static arguments and inline=True, so JAX does not report which arguments it "
+            f"donates. Remove inline=True. Nothing was donated. {see('user_computations')}"
         )
     place = {id(variable): index for variable, index in zip(program.invars, arrays)}
     return sorted(

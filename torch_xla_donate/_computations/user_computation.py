@@ -102,8 +102,9 @@ class _Module:
         place = (donor.parameter_number, donor.parameter_index)
         if place not in self._places:
             raise ValueError(
-                f"computation {self._name} donates {donor}, which is a tuple and not an array. Let it name the arrays "
-                f"in it, such as {hlo.BufferDonor(donor.parameter_number, (*donor.parameter_index, 0))}."
+                f"computation {self._name} donates {donor}, which is a tuple and not an array. Donate the arrays in "
+                f"the tuple, such as {hlo.BufferDonor(donor.parameter_number, (*donor.parameter_index, 0))}. "
+                f"{see('user_computations')}"
             )
         return self._places[place]
 
@@ -112,9 +113,10 @@ class _Module:
         for name in _NAMED.findall(text):
             if "." not in name:
                 raise ValueError(
-                    f"computation {self._name} has the name {name!r} in it. torch_xla's builder takes names apart at a "
-                    "'.' and would end the process for one without. Give each computation and instruction a number, "
-                    f"such as {name}.1, or make the module by jax.jit(f).lower(...) or xla_builder.create_computation."
+                    f"computation {self._name} has the name {name!r}, and torch_xla's builder ends the process for a "
+                    "name without a '.'. Number each computation and instruction, "
+                    f"such as {name}.1, or make the module by jax.jit(f).lower(...) or xla_builder.create_computation. "
+                    f"{see('user_computations')}"
                 )
 
     def _callable(self, computation: Any, parameters: Sequence[hlo.HloShape]) -> Any:
@@ -124,9 +126,9 @@ class _Module:
             # It would have come out of the step, which loses all that is pending then.
             reason = str(error).partition("\n")[0].rstrip(": ")
             raise ValueError(
-                f"torch_xla cannot call computation {self._name}: {reason}. Its builder wants the ids of computations "
-                "and instructions to differ, and in a module that was parsed from HLO text they do not. Make the "
-                "module by jax.jit(f).lower(...) or xla_builder.create_computation."
+                f"torch_xla cannot call computation {self._name}: {reason}. A module that was parsed from HLO text "
+                "lacks the unique ids that torch_xla's builder needs. Make the module by jax.jit(f).lower(...) or "
+                f"xla_builder.create_computation. {see('user_computations')}"
             ) from None
         return caller if any(parameter.is_tuple for parameter in parameters) else computation
 
@@ -139,13 +141,14 @@ class _Module:
         """
         if len(inputs) != len(self._shapes):
             raise ValueError(
-                f"computation {self._name} takes {len(self._shapes)} arrays, inputs has {len(inputs)}. Give one tensor "
-                f"for each: {', '.join(map(str, self._shapes))}."
+                f"computation {self._name} takes {len(self._shapes)} arrays, but inputs has {len(inputs)}. Pass one "
+                f"tensor for each of these: {', '.join(map(str, self._shapes))}. {see('user_computations')}"
             )
         for index, tensor in enumerate(inputs):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
-                    f"{names.name(index)} is of type {type(tensor).__name__}; a computation takes XLA tensors alone."
+                    f"{names.name(index)} is of type {type(tensor).__name__}, but a computation takes only XLA "
+                    f"tensors. Pass a tensor. {see('user_computations')}"
                 )
         kind = tuple((tensor.device.type, tensor.dtype, tensor.shape) for tensor in inputs)
         if kind in self._fits:
@@ -153,14 +156,14 @@ class _Module:
         for index, (tensor, shape) in enumerate(zip(inputs, self._shapes)):
             if tensor.device.type != "xla":
                 raise ValueError(
-                    f"{names.name(index)} is {_trees.dtype_and_shape(tensor)} on {tensor.device}; a computation takes "
-                    "XLA tensors alone. Move it with .to('xla')."
+                    f"{names.name(index)} is {_trees.dtype_and_shape(tensor)} on {tensor.device}, but a computation "
+                    f"takes only XLA tensors. Move it with .to('xla'). {see('user_computations')}"
                 )
             found = _host.array_of(tensor)
             if found != shape:
                 raise ValueError(
-                    f"{names.name(index)} is {found}, the computation takes {shape} there. Pass a tensor of that shape "
-                    "and dtype, or build the computation for this one."
+                    f"{names.name(index)} is {found}, but the computation takes {shape}. Pass a tensor of that shape "
+                    f"and dtype, or build the computation for this one. {see('user_computations')}"
                 )
         self._fits.add(kind)
 
@@ -171,8 +174,9 @@ _modules: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
 def _module(computation: Any) -> _Module:
     if not _host.is_computation(computation):
         raise TypeError(
-            f"computation is of type {type(computation).__name__}. Give what torch_xla.core.xla_builder makes: "
-            "create_computation(...), or computation_from_module_proto(name, proto) of a serialized HLO module."
+            f"computation is of type {type(computation).__name__}, not a computation of torch_xla.core.xla_builder. "
+            "Pass create_computation(...), or computation_from_module_proto(name, proto) of a serialized HLO module. "
+            f"{see('user_computations')}"
         )
     module = _modules.get(computation)
     if module is None:
@@ -181,8 +185,8 @@ def _module(computation: Any) -> _Module:
 
 
 _EAGER = (
-    "eager mode runs each operation at once, outside of a step, and the computation with them; call it in a function "
-    "of torch_xla.compile, or without eager mode"
+    "eager mode runs each operation at once, so the computation runs outside a step; call it in a function of "
+    "torch_xla.compile, or without eager mode"
 )
 
 

@@ -24,7 +24,7 @@ def install_hooks() -> None:
     except RuntimeError as error:
         raise ImportError(
             f"torch_xla_donate could not hook torch_xla {importlib.metadata.version('torch_xla')}: {error}. "
-            f"torch_xla is unchanged. Supported are its stock wheels of {supported_versions()}."
+            f"torch_xla is unchanged. Install a stock wheel of torch_xla {supported_versions()}."
         ) from error
 
 
@@ -33,8 +33,8 @@ def uninstall_hooks() -> None:
     left = _C.uninstall()
     if left:
         raise RuntimeError(
-            f"{left} slots of torch_xla hold another tool's pointer that was put there after ours; "
-            "undo that tool's patch first, then call this again."
+            f"another tool has patched {left} slots of torch_xla after torch_xla_donate did. "
+            "Undo that tool's patch, then call this again."
         )
 
 
@@ -56,7 +56,8 @@ def verify_layouts() -> None:
         _C.uninstall()
         raise ImportError(
             f"this torch_xla is laid out differently than torch_xla_donate expects: {error}. "
-            "The hooks have been taken out again; torch_xla is unchanged."
+            f"The hooks are removed, and torch_xla is unchanged. Install a stock wheel of torch_xla "
+            f"{supported_versions()}."
         ) from error
     _verified = True
 

@@ -19,7 +19,8 @@ def import_jax() -> tuple[Any, Any]:
         from torch_xla._internal import jax_workarounds
     except ImportError:
         raise ImportError(
-            f"call_jax needs torch_xla 2.8 or 2.9; found torch_xla {importlib.metadata.version('torch_xla')}."
+            f"call_jax needs torch_xla 2.8 or 2.9, but torch_xla {importlib.metadata.version('torch_xla')} is "
+            "installed. Install one of them."
         ) from None
     jax_workarounds.jax_import_guard()  # type: ignore[no-untyped-call]
     with jax_workarounds.jax_env_context():
@@ -30,8 +31,8 @@ def import_jax() -> tuple[Any, Any]:
             import torchax.ops.mappings
         except ImportError as error:
             raise ImportError(
-                f"call_jax needs jax and torchax: {error}. Install what it was tested with, on Python 3.11 or newer: "
-                "pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
+                f"call_jax needs jax and torchax: {error}. Install the versions that it was tested with, on Python "
+                "3.11 or newer: pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
             ) from error
     # Sets what would make JAX trace again if it were set later.
     jax_workarounds.maybe_get_jax(log=False)  # type: ignore[no-untyped-call]

@@ -48,7 +48,7 @@ def build_record(module: Path) -> Build:
         module.read_bytes(),
     )
     if found is None:
-        raise ImportError(f"{module} does not say what it was built against. {_REBUILD}")
+        raise ImportError(f"{module} has no record of its build. {_REBUILD}")
     torch_version, torch_xla_version, abi, compiler = (group.decode() for group in found.groups())
     return Build(torch_version, torch_xla_version, abi == "1", compiler)
 
@@ -71,23 +71,23 @@ def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> 
     """
     if _minor(torch_xla_version) not in SUPPORTED:
         raise ImportError(
-            f"torch_xla_donate supports torch_xla {supported_versions()}; found torch_xla {torch_xla_version}. "
-            "It relies on internals that were compared for these versions only. Install one of them."
+            f"torch_xla_donate supports torch_xla {supported_versions()}, but torch_xla {torch_xla_version} is "
+            "installed. Install a supported version."
         )
     if _minor(torch_version) != _minor(torch_xla_version):
         raise ImportError(
-            f"torch {torch_version} and torch_xla {torch_xla_version} do not belong together; "
-            "install the same minor version of both."
+            f"torch {torch_version} and torch_xla {torch_xla_version} do not belong together. "
+            "Install the same minor version of both."
         )
     if (_minor(built.torch), _minor(built.torch_xla)) != (_minor(torch_version), _minor(torch_xla_version)):
         raise ImportError(
-            f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}; "
-            f"found torch {torch_version} and torch_xla {torch_xla_version}. {_REBUILD}"
+            f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}, "
+            f"but torch {torch_version} and torch_xla {torch_xla_version} are installed. {_REBUILD}"
         )
     if built.cxx11_abi != torch.compiled_with_cxx11_abi():
         raise ImportError(
             f"torch_xla_donate was built with the C++11 ABI {'on' if built.cxx11_abi else 'off'}, "
-            f"this torch with the other. {_REBUILD}"
+            f"but this torch with the other. {_REBUILD}"
         )
 
 
@@ -97,7 +97,8 @@ def load() -> None:
         torch_xla_version = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(
-            f"torch_xla_donate needs torch_xla ({supported_versions()}), which is not installed for {sys.executable}."
+            f"torch_xla_donate needs torch_xla {supported_versions()}, which is not installed for {sys.executable}. "
+            "Install one of these versions."
         ) from error
     check_versions(torch.__version__, torch_xla_version, build())
 

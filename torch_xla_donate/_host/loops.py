@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate import _numbers
+from torch_xla_donate._errors import see
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import runtime
 
@@ -126,13 +127,13 @@ def accumulate(
     for index, tensor in enumerate(carried):
         if tensor is None and _is_known_by_another(carried_tensors[index]):
             raise ValueError(
-                f"carried_tensors[{index}] shares its buffer with another tensor (as after a whole copy, b.copy_(t)), "
-                "as which torch_xla knows it, so that its loop loses the new value. Pass a .clone() of it."
+                f"carried_tensors[{index}] shares its buffer with another tensor (as after b.copy_(t)), so torch_xla's "
+                f"loop loses its new value. Pass a .clone() of it. {see('loops')}"
             )
         if tensor is None:
             raise ValueError(
-                f"carried_tensors[{index}] is not read by the train step, and torch_xla loses its new "
-                "value then. Use it in the step, or make it in the step and do not carry it."
+                f"carried_tensors[{index}] is not read by the train step, so torch_xla's loop loses its new value. "
+                f"Use it in the step, or make it in the step and do not carry it. {see('loops')}"
             )
     return (loss, *carried)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _host, _marks, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str, ...]:
@@ -15,7 +15,7 @@ def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) ->
     for name in names:
         if name not in arguments:
             kind = ValueError if isinstance(name, str) else TypeError
-            raise kind(f'donate is {donate!r}; it takes "{arguments[0]}", "{arguments[1]}" or both.')
+            raise kind(f'donate is {donate!r}. Pass "{arguments[0]}", "{arguments[1]}" or both. {see("loops")}')
     return names
 
 
@@ -66,7 +66,6 @@ def refuse_eager_mode(loop: str) -> None:
     """DonationError in eager mode, in which the operations of a body would run instead of becoming a loop's."""
     if _host.in_eager_mode():
         raise DonationError(
-            f"{loop} is called in eager mode, in which torch_xla runs each operation at once: the body of a loop has "
-            f"to be traced. Call {loop} in a function made by torch_xla_donate.compile or torch_xla.compile, inside "
-            "of which eager mode is off."
+            f"{loop} is called in eager mode, but torch_xla has to trace the body of a loop. Call {loop} in a function "
+            f"made by torch_xla_donate.compile or torch_xla.compile, where eager mode is off. {see('loops')}"
         )

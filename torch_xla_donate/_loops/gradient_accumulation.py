@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
@@ -86,9 +86,9 @@ def _refuse_runs(count: int) -> None:
     """
     if count:
         raise DonationError(
-            "the train step has made torch_xla run something, as torch_xla.sync(), print of a tensor, .item() and "
-            "functions of torch.compile do. Its results would be the same in every iteration of the loop, and have no "
-            "gradients. Take that out of the step; what is to be printed can be carried."
+            "the train step has made torch_xla run something (torch_xla.sync(), print of a tensor, .item() or "
+            "torch.compile), and its results would be constants of the loop without gradients. Remove that from the "
+            f"step, and carry the tensors to be printed. {see('loops')}"
         )
 
 
@@ -96,8 +96,8 @@ def _refuse_other_precision(loss: Any) -> None:
     """TypeError for a loss that is not float32: XLA would refuse the whole step, and the work of others with it."""
     if isinstance(loss, torch.Tensor) and loss.dtype != torch.float32:
         raise TypeError(
-            f"the train step's loss is {_trees.dtype_and_shape(loss)}; torch_xla's loop adds up losses of float32. "
-            "Return loss.float()."
+            f"the train step's loss is {_trees.dtype_and_shape(loss)}, but torch_xla's loop adds up float32 losses. "
+            f"Return loss.float(). {see('loops')}"
         )
 
 
@@ -125,11 +125,14 @@ def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
     places: dict[int, int] = {}
     for index, tensor in enumerate(carried):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"carried_tensors[{index}] is of type {type(tensor).__name__}; only tensors are carried.")
+            raise TypeError(
+                f"carried_tensors[{index}] is of type {type(tensor).__name__}, not a tensor. Pass a tensor, or close "
+                f"over the value in the step. {see('loops')}"
+            )
         for key in _C.identity(_trees.without_wrapper(tensor)):
             first = places.setdefault(key, index) if key else index
             if first != index:
                 raise ValueError(
-                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}]: it was passed twice, "
-                    "and each is to become a value of its own. Pass a .clone() as one of them."
+                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}], but each of them gets "
+                    f"a new value. Pass a .clone() as one of them. {see('loops')}"
                 )

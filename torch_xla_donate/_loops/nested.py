@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xla_donate import _host
+from torch_xla_donate._errors import see
 
 # (carry, slices) -> (carry, outputs), all lists of tensors
 Flat = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
@@ -50,8 +51,8 @@ class _NoRandomNumbers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotImplementedError(
-                f"A scan inside of the body of a scan draws random numbers ({func}); torch_xla would give it the same "
-                "ones in each iteration. Draw them outside of the outer scan, and pass them in with xs."
+                f"a scan in the body of another scan draws random numbers ({func}), but torch_xla would draw the same "
+                f"ones in each iteration. Draw them outside the outer scan, and pass them with xs. {see('loops')}"
             )
         return func(*args, **(kwargs or {}))
 
@@ -125,8 +126,8 @@ def _loop_in_a_trace(
     if not xs:
         # torch_xla asks the first array for the number of iterations, and a backward pass has no other.
         raise NotImplementedError(
-            "A scan inside of the body of a scan has a backward pass with nothing to go over: its body returns no "
-            "output and saves nothing for it. Let the body return an output as well, such as the new carry."
+            "a scan in the body of another scan has a backward pass with nothing to go over, because its body returns "
+            f"no output and saves nothing. Return an output from the body, such as the new carry. {see('loops')}"
         )
     loop = Loop(body)
     with _lock:

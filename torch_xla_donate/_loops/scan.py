@@ -12,6 +12,7 @@ from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
+from torch_xla_donate._errors import see
 from torch_xla_donate._loops import nested
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
@@ -63,8 +64,8 @@ def _remembered(fn: Callable[..., Any]) -> _Wrapped:
             found = _pure[fn] = _Wrapped(weakref.ref(fn))
     except TypeError as error:
         raise TypeError(
-            f"fn is of type {type(fn).__name__}, by which the trace of a pure body cannot be remembered: {error}. Pass "
-            "a function that calls it, the same one at every call, or leave is_fn_pure out."
+            f"fn is of type {type(fn).__name__}, so the trace of a pure body cannot be kept for it: {error}. Pass the "
+            f"same function at every call, one that calls it, or omit is_fn_pure. {see('loops')}"
         ) from None
     return found
 
@@ -108,7 +109,9 @@ def scan(
 
     _config.check_strict(strict)
     if not callable(fn):
-        raise ValueError(f"fn is {fn!r}, which cannot be called. Give the body of the loop, a function of (carry, x).")
+        raise ValueError(
+            f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('loops')}"
+        )
     refuse_eager_mode("scan")
     where = _frames.call_site()
     chosen = chosen_arguments(donate, _ARGUMENTS)

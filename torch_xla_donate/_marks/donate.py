@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _report, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._marks.batch import Donation, mark_all
 from torch_xla_donate._marks.into import pair_leaves, targets_in_order
 from torch_xla_donate._marks.prepare import prepare
@@ -73,9 +73,9 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
             raise ValueError(
-                f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body: the buffer "
-                "goes to an output of the step, and those are not known inside. Call donate_buffer with into= after "
-                f"{body.loop}, on its argument and its result. Nothing was marked."
+                f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body, where the "
+                f"outputs of the step are unknown. Call donate_buffer with into= after {body.loop}, on its argument "
+                f"and its result. Nothing was marked. {see('loops')}"
             )
         if stands_for is not None:
             mark_all(donations)
@@ -154,8 +154,8 @@ def cancel_donation(tensors: Any) -> None:
         if state == "donated":
             name = _trees.qualified_name("tensors", names.name(index))
             raise DonationError(
-                f"{name} is {describe(tensor)} and has been consumed by a step: its donation can no longer be "
-                "cancelled. No mark was taken back."
+                f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
+                f"No mark was cancelled. {see('refused')}"
             )
         if state == "marked":
             found.append(tensor)
@@ -179,5 +179,5 @@ def is_donated(t: torch.Tensor) -> bool:
     """
     tensor = _trees.without_wrapper(t)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"t is of type {type(t).__name__}, not a tensor; ask for one tensor at a time.")
+        raise TypeError(f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('refused')}")
     return _C.is_donated(tensor)

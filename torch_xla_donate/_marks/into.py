@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _host, _report, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[Any]:
@@ -24,8 +24,8 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
     targets, target_places = _trees.flatten(into)
     if len(targets) != count:
         raise ValueError(
-            f"into has {len(targets)} leaves, tensors has {count}; give one target for each donated tensor, "
-            "or None for a tensor without one."
+            f"into has {len(targets)} leaves, but tensors has {count}. Pass one target for each donated tensor, "
+            f"or None for a tensor without one. {see('into')}"
         )
     if isinstance(places, _trees.TreePaths) and places.is_like(target_places):
         return targets
@@ -39,8 +39,8 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
         name = "" if strange is None else target_places.name(strange)
         raise ValueError(
             f"into{name} has no counterpart in tensors, whose leaves are "
-            f"{', '.join(places.name(i) for i in range(min(count, 5)))}{', ...' if count > 5 else ''}. Leaves with the "
-            "same names belong together. Nothing was marked."
+            f"{', '.join(places.name(i) for i in range(min(count, 5)))}{', ...' if count > 5 else ''}. Give both "
+            f"trees the same keys. Nothing was marked. {see('into')}"
         )
     return targets
 
@@ -62,7 +62,10 @@ def pair_leaves(
         source, destination = _trees.without_wrapper(leaf), _trees.without_wrapper(target)
         label = _trees.qualified_name("into", names.name(index))
         if not isinstance(destination, torch.Tensor):
-            raise TypeError(f"{label} is of type {type(target).__name__}, not a tensor.")
+            raise TypeError(
+                f"{label} is of type {type(target).__name__}, not a tensor. Pass a tensor that the step computes, or "
+                f"None. {see('into')}"
+            )
         if not isinstance(source, torch.Tensor) or _C.state(source) in ("not_xla", "pending"):
             continue  # marking refuses this leaf, with a message of its own
         _check(label, source, destination)
@@ -76,19 +79,22 @@ def pair_leaves(
 def _check(label: str, source: torch.Tensor, target: torch.Tensor) -> None:
     if (source.shape, source.dtype) != (target.shape, target.dtype):
         raise ValueError(
-            f"{label} is {_trees.dtype_and_shape(target)}, the donated tensor is {_trees.dtype_and_shape(source)}: "
-            "a buffer can only be handed to an output of the same shape and dtype."
+            f"{label} is {_trees.dtype_and_shape(target)}, but the donated tensor is {_trees.dtype_and_shape(source)}. "
+            f"Name an output of the same shape and dtype. {see('into')}"
         )
     if source.device != target.device:
-        raise ValueError(f"{label} is on {target.device}, the donated tensor on {source.device}.")
+        raise ValueError(
+            f"{label} is on {target.device}, but the donated tensor is on {source.device}. Name an output on the same "
+            f"device. {see('into')}"
+        )
     if _C.state(target) != "pending":
         raise DonationError(
             f"{label} is materialised already, so the next step has no output for it. Name a tensor that the step "
-            "will compute, before torch_xla.sync()."
+            f"will compute, before torch_xla.sync(). {see('into')}"
         )
     source_sharding, target_sharding = _host.sharding_spec(source), _host.sharding_spec(target)
     if target_sharding and source_sharding != target_sharding:
         raise ValueError(
-            f"{label} is sharded {target_sharding}, the donated tensor {source_sharding or 'not at all'}: their bytes "
-            "per device differ, or lie elsewhere."
+            f"{label} is sharded {target_sharding}, but the donated tensor {source_sharding or 'not at all'}. Shard "
+            f"both alike. {see('into')}"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_xla_donate import _C, _host, _report
-from torch_xla_donate._errors import DonationError, warn
+from torch_xla_donate._errors import DonationError, see, warn
 
 
 def prepare(where: str) -> None:
@@ -15,16 +15,16 @@ def prepare(where: str) -> None:
     """
     if not _C.installed():
         raise DonationError(
-            "the hooks of torch_xla_donate have been taken out of torch_xla, so nothing can be donated. "
-            "Start a new process to have them again."
+            "the hooks of torch_xla_donate have been removed from torch_xla, so nothing can be donated. "
+            f"Start a new process to install them again. {see('refused')}"
         )
     _host.verify_layouts()
     setting = _host.ignores_donors()
     if setting and setting not in _warned_settings:
         _warned_settings.add(setting)
         warn(
-            f"{setting} switches donation off in torch_xla for the whole process: marked buffers will be "
-            "read and kept. Unset it to donate.",
+            f"{setting} switches donation off in torch_xla for the whole process, so steps keep the marked buffers. "
+            f"Unset it to donate. {see('switched_off')}",
             where,
         )
     if _C.has_notices() and _host.in_eager_mode():

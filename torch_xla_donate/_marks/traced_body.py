@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch_xla_donate import _host, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._marks.request import DonationRequest
 
@@ -42,9 +42,9 @@ class LoopBody:
         if number is not None or not _host.is_traced(tensor):
             return number
         raise DonationError(
-            f"tensors is {_trees.dtype_and_shape(tensor)}, which the body of {self.loop} has made or sliced: "
-            "inside of the loop it has no buffer of its own, and XLA reuses its memory anyway. Donate an argument of "
-            "the body as it came. Nothing was marked."
+            f"tensors is {_trees.dtype_and_shape(tensor)}, which the body of {self.loop} has made or sliced, and XLA "
+            "reuses its memory anyway. Donate an unchanged argument of the body. Nothing was marked. "
+            f"{see('loops')}"
         )
 
     def donate(self, number: int, request: DonationRequest) -> None:

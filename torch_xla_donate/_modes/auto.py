@@ -6,6 +6,7 @@ import threading
 import weakref
 
 from torch_xla_donate import _C, _config, _host
+from torch_xla_donate._errors import see
 
 
 class auto_donate(_C.Scope):
@@ -41,8 +42,8 @@ class auto_donate(_C.Scope):
     def __init__(self, enabled: bool = True) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(
-                f"enabled is of type {type(enabled).__name__}, not a bool. auto_donate takes no tensors: it finds out "
-                "by itself which inputs nobody can read any more; donate_buffer(tensors) marks some."
+                f"enabled is of type {type(enabled).__name__}, not a bool. Pass True or False, or mark tensors with "
+                f"donate_buffer(tensors). {see('auto')}"
             )
         super().__init__()
         self._enabled = enabled

@@ -103,7 +103,7 @@ def _text(bad: Sequence[Mapping[str, Any]]) -> str:
     if len(bad) > _SHOWN:
         lines.append(f"  ... and {len(bad) - _SHOWN} more.")
     lines.append(
-        "  Nothing was donated, so the inputs are still there: run the step again with torch_xla.sync() after each "
+        "  Nothing was donated, so the inputs are still there. Run the step again with torch_xla.sync() after each "
         f"line. {see('debug_nans')}"
     )
     return "\n".join(lines)

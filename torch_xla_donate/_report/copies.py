@@ -52,5 +52,5 @@ def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
         lines.append(f"  {donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}.")
     if len(donors) > _SHOWN:
         lines.append(f"  ... and {len(donors) - _SHOWN} more.")
-    lines.append(f"  Something still reads the old value after XLA begins to write the new one. {see('report')}")
+    lines.append(f"  An operation reads the old value after XLA begins to write the new one. {see('report')}")
     return "\n".join(lines)

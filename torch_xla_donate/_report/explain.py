@@ -39,8 +39,8 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
         outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
         return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}"
     return (
-        f"outputs of its size of {size} bytes{each} went to other inputs (updated in place, they are donated by "
-        "torch_xla itself), or the memory is seen from outside (dlpack, numpy)"
+        f"every {size}-byte output{each} already reuses another input (torch_xla donates in-place updates), or the "
+        "buffer is exported (dlpack, numpy)"
     )
 
 
@@ -49,13 +49,11 @@ def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str
     array, sharding = split_sharding(output)
     text = (
         f"an output has its size of {raw['bytes']} bytes, but not per device: the donor, sharded {donor_sharding}, "
-        f"takes {raw['bytes_per_device']} bytes on each, the output {array}, sharded {sharding}, "
+        f"takes {raw['bytes_per_device']} bytes on each device, and the output {array}, sharded {sharding}, takes "
         f"{_C.bytes_per_device(output)}; "
     )
     if alone and sharding == "{replicated}" and not _C.is_even(raw["array"]):
-        return (
-            f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly: pad the array"
-        )
+        return f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly, so pad it"
     return f"{text}shard donor and output alike"
 
 

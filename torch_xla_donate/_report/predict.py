@@ -47,7 +47,7 @@ class StepPrediction:
         if buffer in self._shared:
             return "unusable", HELD_BY_OTHERS
         if not self._complete:
-            return "unknown", "there are views while functionalization is off, whose work cannot be seen"
+            return "unknown", "functionalization is off, so the pending work of views is not known"
         if buffer in self._used:
             return "donated", ""
         open_outputs = [text for text in self._unknown if self._may_fit(text, self._sizes[buffer])]

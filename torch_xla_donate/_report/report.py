@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_xla_donate import _C
+from torch_xla_donate._errors import see
 from torch_xla_donate._report import table
 from torch_xla_donate._report.donors import Donor, describe_donor, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of
@@ -156,9 +157,11 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         DonationError: a donation made with ``strict=True`` was unusable and has not been told before.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        raise TypeError(f"steps is of type {type(steps).__name__}; it must be an int, 1 or more, or None.")
+        raise TypeError(
+            f"steps is of type {type(steps).__name__}, not an int. Pass 1 or more, or None. {see('report')}"
+        )
     if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}; it must be 1 or more.")
+        raise ValueError(f"steps is {steps}. Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
     resolve_pairs(wait=True)
     found = _last_steps(min(steps or _KEPT, _KEPT))

@@ -149,7 +149,7 @@ class Recorder(TorchFunctionMode):
         if identity in self.given:
             if id(tensor) in self.inseparable:
                 raise self.refuse(
-                    f"closes over {_trees.dtype_and_shape(tensor)}, which is an argument, too", "Pass a .clone()"
+                    f"closes over {_trees.dtype_and_shape(tensor)}, which is also an argument", "Pass a .clone()"
                 )
             return identity, buffer
         if made:
