@@ -12,7 +12,7 @@ from torch_xla_donate._report import table as tables
 
 
 def examine() -> tuple[list[str], bool]:
-    """Lines to print, and whether all is well. Does not start the XLA runtime."""
+    """Returns the lines to print, and whether it found no problem. Does not start the XLA runtime."""
     lines = [f"python        {platform.python_version()} on {platform.system()} {platform.machine()}"]
     for package in ("torch", "torch_xla", "torch_xla_donate"):
         try:
@@ -48,7 +48,7 @@ def examine() -> tuple[list[str], bool]:
 
 
 def settings() -> list[str]:
-    """The settings of this environment that keep donations from happening."""
+    """The settings of this environment that prevent donations."""
     found = [f"{setting} switches donation off; unset it" for setting in _host.ignoring_donors()]
     if _config.debug_nans():
         found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")

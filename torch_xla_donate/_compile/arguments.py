@@ -1,4 +1,4 @@
-"""Which arguments of a call are donated: JAX's donate_argnums and donate_argnames, resolved against a signature."""
+"""Resolves JAX's donate_argnums and donate_argnames against a signature."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Argument(NamedTuple):
-    """Where one argument stands in a call, and what messages call it."""
+    """The place of one argument in a call, and its name in messages."""
 
     key: int | str  # position in args, or name in kwargs
     name: str  # "state"
     place: str  # "argument 0 of update"
 
     def value(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives for it."""
+        """The argument's value in a call."""
         return kwargs[self.key] if isinstance(self.key, str) else args[self.key]
 
 
 class ArgumentRoles(NamedTuple):
-    """The arguments of calls with so many positions and these names."""
+    """The arguments of a call, by their role."""
 
     donated: tuple[Argument, ...]
     kept: tuple[Argument, ...]
@@ -41,7 +41,7 @@ class ArgumentRoles(NamedTuple):
 
 
 class CallNames:
-    """Names of the donated leaves of a call, argument after argument. Holds no tensor."""
+    """Names of the donated leaves of a call, in the order of the arguments. Holds no tensor."""
 
     def __init__(self, parts: Sequence[tuple[Argument, int, _trees.Names]]) -> None:
         self._parts = parts
@@ -73,20 +73,20 @@ def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
 
 
 def function_name(f: Callable[..., Any]) -> str:
-    """What messages call a callable."""
+    """The name of a callable in messages."""
     while isinstance(f, functools.partial):
         f = f.func
     return getattr(f, "__name__", None) or type(f).__name__
 
 
 class Arguments:
-    """Which arguments of ``f`` are donated or static.
+    """Resolves which arguments of ``f`` are donated or static.
 
-    A number and the name of the same parameter mean the same argument, however a call gives it: by position or by
-    keyword. (JAX's documentation says that `donate_argnums` leaves keyword arguments alone; its tests donate them.)
+    A number and the name of the same parameter mean the same argument, given by position or by keyword. JAX's
+    documentation excludes keyword arguments from `donate_argnums`, but its tests donate them.
 
     Raises:
-        TypeError: a number is no int, or a name no string.
+        TypeError: a number is not an int, or a name is not a string.
         ValueError: a number is out of range, a name is unknown, an argument is both donated and static, or names are
             given for a callable without a signature.
     """
@@ -137,7 +137,7 @@ class Arguments:
         )
 
     def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
-        """Numbers and names, each completed by the other."""
+        """The numbers and the names of the arguments. Each set completes the other."""
         numbers = set(_numbers(argnums, f"{what}_argnums"))
         names = set(_names(argnames, f"{what}_argnames"))
         if not self._known:
@@ -171,7 +171,7 @@ class Arguments:
         return numbers, names
 
     def roles(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentRoles:
-        """The arguments of a call. ValueError for a number beyond those given, where f takes any number of them."""
+        """The arguments of a call by their role. Raises ValueError for a number beyond the call's arguments."""
         key = (len(args), tuple(kwargs))
         found = self._known_roles.get(key)
         if found is None:
@@ -179,7 +179,7 @@ class Arguments:
         return found
 
     def _make_roles(self, count: int, keywords: tuple[str, ...]) -> ArgumentRoles:
-        # Negative numbers are left only where f takes any number of arguments: they count from the call's end.
+        # A negative number is left only if f takes any number of arguments. It counts from the call's end.
         donated_numbers, static_numbers = (
             {number + count if number < 0 else number for number in numbers}
             for numbers in (self._donated_numbers, self._static_numbers)

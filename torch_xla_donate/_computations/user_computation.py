@@ -1,4 +1,4 @@
-"""user_computation: torch_xla's, where the donors and aliases of the HLO module reach the step."""
+"""user_computation: torch_xla's function, which also donates the donors and aliases of the HLO module."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
 def user_computation(
     name: str, inputs: Sequence[torch.Tensor], computation: Any, *, strict: bool | None = None
 ) -> list[torch.Tensor]:
-    """Calls an HLO module on XLA tensors, and donates the inputs that the module says it donates.
+    """Calls an HLO module on XLA tensors, and donates the inputs that the module declares as donors.
 
-    An input is donated if its parameter is among the module's ``buffer_donor`` or ``input_output_alias``: the next step
-    may write an output into its buffer, as with `donate_buffer`. An alias asks for the output that it names, where
-    shape and dtype are the same, as ``into=`` does. Without such entries it is torch_xla's function. Inside of a
-    function made by `compile` nothing is donated beyond that function's own arguments.
+    An input is donated if the module's ``buffer_donor`` or ``input_output_alias`` names its parameter. The next step
+    may write an output into its buffer, as with `donate_buffer`. With an alias of the same shape and dtype it is the
+    output that the alias names, as with ``into=``. Without such entries this is torch_xla's function. Inside a function
+    made by `compile` only that function's arguments are donated.
 
     Args:
-        name: of the operation, for messages and in torch_xla's dumps.
-        inputs: one tensor for each parameter of the module, in order, of its shape and dtype; for a parameter that is a
-            tuple, one for each of its arrays.
-        computation: what `torch_xla.core.xla_builder` makes: by ``create_computation``, or by
+        name: name of the operation in messages and in torch_xla's dumps.
+        inputs: one tensor for each parameter of the module, in order, of its shape and dtype. A parameter that is a
+            tuple takes one tensor for each of its arrays.
+        computation: a computation of `torch_xla.core.xla_builder`, made by ``create_computation``, or by
             ``computation_from_module_proto`` of a serialized HLO module.
-        strict: whether a donation that the step could not use raises. Default: ``TORCH_XLA_DONATE_STRICT``. With False,
-            an input that cannot be donated at all is told by a `DonationWarning` and kept, instead of an error.
+        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``. With False,
+            an input that cannot be donated is kept, with a `DonationWarning` instead of an error.
 
     Returns:
-        The computation's results, pending: one tensor for each element of its result, or one in a list.
+        A list of pending tensors, one for each element of the computation's result.
 
     Raises:
-        TypeError: an input, the computation or ``strict`` is of another type.
-        ValueError: number, shapes or dtypes of the inputs are not those of the parameters; torch_xla cannot call the
-            module; or a donated input is passed a second time where it is not donated.
-        DonationError: a donated input is pending, or shares a buffer that torch_xla keeps for everybody.
-        DonatedBufferError: an input has been donated before.
+        TypeError: an input, the computation or ``strict`` has another type.
+        ValueError: number, shapes or dtypes of the inputs differ from those of the parameters, torch_xla cannot call
+            the module, or an input that is not donated shares the buffer of a donated one.
+        DonationError: a donated input is pending, or torch_xla shares its buffer between tensors.
+        DonatedBufferError: a step has consumed an input.
     """
     _config.check_strict(strict)
     where = _frames.call_site()
@@ -77,11 +77,11 @@ def _same_array(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class _Module:
-    """What a computation says of itself, read once.
+    """The header of a computation, read once.
 
     donors: the numbers of the inputs that it donates.
-    aliases: of these, the number of the output that each is to become, where the module says so.
-    callable: a computation that takes one array for each input: the one given, unless parameters are tuples.
+    aliases: the number of the output for each donor that has an alias.
+    callable: a computation that takes one array for each input. It is the given one unless a parameter is a tuple.
     """
 
     def __init__(self, computation: Any) -> None:
@@ -109,7 +109,7 @@ class _Module:
         return self._places[place]
 
     def _check_names(self, text: str) -> None:
-        # torch_xla's builder ends the process for such a name, at the step.
+        # At the step torch_xla's builder ends the process for such a name.
         for name in _NAMED.findall(text):
             if "." not in name:
                 raise ValueError(
@@ -123,7 +123,7 @@ class _Module:
         try:
             caller = _host.calling(computation, parameters)
         except RuntimeError as error:
-            # It would have come out of the step, which loses all that is pending then.
+            # Else the step would raise it and lose all pending values.
             reason = str(error).partition("\n")[0].rstrip(": ")
             raise ValueError(
                 f"torch_xla cannot call computation {self._name}: {reason}. A module that was parsed from HLO text "
@@ -133,11 +133,11 @@ class _Module:
         return caller if any(parameter.is_tuple for parameter in parameters) else computation
 
     def check(self, inputs: Sequence[Any], names: _trees.Names) -> None:
-        """Whether these can be the computation's inputs.
+        """Checks the computation's inputs.
 
         Raises:
-            TypeError: one is not a tensor.
-            ValueError: number, device, shape or dtype is another than the computation's.
+            TypeError: an input is not a tensor.
+            ValueError: an input has another device, shape or dtype than the computation takes, or their number differs.
         """
         if len(inputs) != len(self._shapes):
             raise ValueError(
@@ -193,13 +193,13 @@ _EAGER = (
 def to_donate(
     tensors: Sequence[Any], donors: Sequence[int], names: _trees.Names, where: str, strict: bool | None
 ) -> list[int]:
-    """Which of a computation's donors can be donated; asked before it is called, so that nothing has happened yet.
+    """The donors of a computation that can be donated. Runs before the computation, so an error changes nothing.
+
+    With ``strict=False`` and in eager mode it warns instead. In eager mode a strict donation raises DonationError.
 
     Raises:
-        ValueError: a donor is passed a second time where it is not donated.
-        DonationError: a donor is pending, or in a buffer that torch_xla keeps for everybody.
-            Neither of them with ``strict=False``, which warns. In eager mode both warn, and a strict donation is an
-            error.
+        ValueError: an input that is not donated shares the buffer of a donor.
+        DonationError: a donor is pending, or torch_xla shares its buffer between tensors.
     """
     if not donors or _marks.is_inside_call():
         return []
@@ -227,7 +227,7 @@ def to_donate(
         elif not may_warn:
             raise error
         else:
-            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # others are marked
+            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # the other donors are marked
     if unfit:
         lines = "\n  ".join(unfit.values())
         arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
@@ -244,7 +244,7 @@ def to_donate(
 
 def _obstacle(tensor: torch.Tensor, index: int, kept: Mapping[int, int], names: _trees.Names) -> Exception | None:
     state = _C.state(tensor)
-    if state not in ("materialized", "marked", "donated"):  # what has been donated raises at its use
+    if state not in ("materialized", "marked", "donated"):  # a consumed tensor raises at its use
         return _marks.refusal(tensor, state, names.name(index))
     buffer = _C.identity(tensor)[1]
     if buffer in kept:
@@ -260,7 +260,7 @@ def give(
     strict: bool | None,
     targets: Mapping[int, torch.Tensor],
 ) -> None:
-    """Marks what `to_donate` has found; targets are the outputs that should take buffers over."""
+    """Marks the donors that `to_donate` returned. targets: the outputs that should reuse their buffers."""
     if donated:
         request = _marks.DonationRequest(where, strict)
         _marks.mark_all(

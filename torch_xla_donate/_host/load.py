@@ -1,4 +1,4 @@
-"""Which torch and torch_xla fit this build, and the two extension modules."""
+"""Checks the versions of torch and torch_xla, and loads the extension modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def supported_versions() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What the extension module was built against."""
+    """The versions that the extension module was built against."""
 
     torch: str
     torch_xla: str
@@ -39,7 +39,7 @@ class Build:
 
 
 def build_record(module: Path) -> Build:
-    """Reads the record from the module's file, without loading it: a module of another torch might not load.
+    """Reads the record from the module's file without loading it, since a module of another torch may not load.
 
     Raises ImportError if the file has no record.
     """
@@ -54,7 +54,7 @@ def build_record(module: Path) -> Build:
 
 
 def build() -> Build:
-    """The record of this package's module; ImportError if it has not been built."""
+    """The record of this package's module. Raises ImportError if it has not been built."""
     spec = importlib.util.find_spec("torch_xla_donate._C")
     if spec is None or spec.origin is None:
         raise ImportError(f"torch_xla_donate has not been built. {_REBUILD}")
@@ -62,12 +62,12 @@ def build() -> Build:
 
 
 def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> None:
-    """Raises ImportError unless the running torch and torch_xla are supported and those of the build.
+    """Raises ImportError unless torch and torch_xla are supported and match the build.
 
     Args:
-        torch_version: of the running torch, such as ``2.9.1+cu128``.
-        torch_xla_version: of the installed torch_xla.
-        built: what the module was built against.
+        torch_version: version of the running torch, such as ``2.9.1+cu128``.
+        torch_xla_version: version of the installed torch_xla.
+        built: the versions that the module was built against.
     """
     if _minor(torch_xla_version) not in SUPPORTED:
         raise ImportError(
@@ -92,7 +92,7 @@ def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> 
 
 
 def load() -> None:
-    """Checks versions and loads the extension module; ImportError if anything does not fit."""
+    """Checks versions and loads the extension module. Raises ImportError if a version does not fit."""
     try:
         torch_xla_version = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError as error:
@@ -102,7 +102,7 @@ def load() -> None:
         ) from error
     check_versions(torch.__version__, torch_xla_version, build())
 
-    import torch_xla  # noqa: F401  (the module to be hooked must be loaded)
+    import torch_xla  # noqa: F401  (hooks need the loaded module)
 
     from torch_xla_donate import _C  # noqa: F401
 

@@ -1,4 +1,4 @@
-"""donate_buffer(..., into=...): the targets of the leaves, checked and brought into their order.
+"""donate_buffer(..., into=...): checks the targets, and brings them into the order of the leaves.
 
 The hooks order the graph's parameters so that XLA pairs each donor with its target (csrc/step/parameter_order.h).
 """
@@ -15,9 +15,9 @@ from torch_xla_donate._errors import DonationError, see
 
 
 def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[Any]:
-    """The leaves of ``into``, each in the place of the donated leaf that it is meant for.
+    """The leaves of ``into``, in the order of the donated leaves.
 
-    count: how many leaves are donated.
+    count: the number of donated leaves.
 
     Raises ValueError if the numbers differ, or if both sides have keys and these differ.
     """
@@ -29,12 +29,12 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
         )
     if isinstance(places, _trees.TreePaths) and places.is_like(target_places):
         return targets
-    # Dictionaries that were filled in different orders: what belongs together has the same keys.
+    # Dictionaries may have different orders, so leaves are paired by their keys.
     by_place = {target_places.place(i): target for i, target in enumerate(targets)}
     wished = [places.place(i) for i in range(count)]
     if len(by_place) == count and by_place.keys() == set(wished):
         return [by_place[place] for place in wished]
-    if all(map(_trees.has_keys, (*by_place, *wished))):  # positions would be paired as such
+    if all(map(_trees.has_keys, (*by_place, *wished))):  # without keys, leaves are paired by position
         strange = next((i for i in range(count) if target_places.place(i) not in wished), None)
         name = "" if strange is None else target_places.name(strange)
         raise ValueError(
@@ -48,12 +48,12 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
 def pair_leaves(
     leaves: Sequence[Any], names: _trees.Names, targets: Sequence[Any], where: str
 ) -> tuple[_report.Paired, dict[int, torch.Tensor]]:
-    """Validates the targets of the leaves to be donated at ``where``; the pairs, and each leaf's target.
+    """Validates the targets of the leaves that are donated at ``where``. Returns the pairs, and each leaf's target.
 
     Raises:
         TypeError: a target is not a tensor.
         ValueError: the shapes, dtypes, devices or shardings of a pair differ.
-        DonationError: a source is pending, or a target is materialised already.
+        DonationError: a target is materialised already.
     """
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for index, (leaf, target) in enumerate(zip(leaves, targets)):
@@ -67,7 +67,7 @@ def pair_leaves(
                 f"None. {see('into')}"
             )
         if not isinstance(source, torch.Tensor) or _C.state(source) in ("not_xla", "pending"):
-            continue  # marking refuses this leaf, with a message of its own
+            continue  # marking refuses this leaf later
         _check(label, source, destination)
         wanted.append((index, source, destination))
     first = not _report.is_known_site(where)

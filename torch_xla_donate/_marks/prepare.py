@@ -1,4 +1,4 @@
-"""What has to be right before a tensor is marked."""
+"""Checks hooks, layouts and settings before a tensor is marked."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch_xla_donate._errors import DonationError, see, warn
 
 
 def prepare(where: str) -> None:
-    """Before a mark at ``where``: hooks and layouts must be right, and a setting that ignores donors is told.
+    """Checks hooks and layouts before a mark at ``where``. Warns of a setting that makes torch_xla ignore donors.
 
     Raises:
-        DonationError: the hooks have been taken out.
-        ImportError: the layouts are not those relied on.
+        DonationError: the hooks have been removed.
+        ImportError: the layouts differ from the expected ones.
     """
     if not _C.installed():
         raise DonationError(
@@ -28,7 +28,7 @@ def prepare(where: str) -> None:
             where,
         )
     if _C.has_notices() and _host.in_eager_mode():
-        # There may be no step at whose end this would be told.
+        # Eager mode may have no later step that would report it.
         _report.warn_or_raise()
 
 

@@ -16,7 +16,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
-    """The error for a leaf that cannot be marked; obstacle as `_C.mark` gives it."""
+    """The error for a leaf that cannot be marked. obstacle: from `_C.mark`."""
     nothing = f"Nothing was marked. {see('refused')}"
     if obstacle == "not_tensor" and isinstance(leaf, Iterator):
         return TypeError(
@@ -73,7 +73,7 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
 
 
 def passed_twice(donated: str, kept: str) -> ValueError:
-    """The error for a buffer that is to be given away and kept."""
+    """The error for a buffer that a call both donates and keeps."""
     return ValueError(
         f"{donated} is donated, and {kept}, which is not, has the same buffer. Donate both, or pass a .clone() as one "
         f"of them. Nothing was donated. {see('refused')}"

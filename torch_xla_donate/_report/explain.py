@@ -1,4 +1,4 @@
-"""Why XLA did not use a donor, from the sizes of donors and outputs."""
+"""Explains why XLA did not use a donor, from the sizes of donors and outputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch_xla_donate import _C
 
 
 def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
-    """Why XLA did not use a donor that was in its donor set.
+    """The reason why XLA did not use a donor of its donor set.
 
-    XLA gives a donor to an output of the same bytes on each device, whatever its dtype or shape (measured on 2.9.0), so
-    the outputs' sizes tell most of it.
+    XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
+    sizes of the outputs give most reasons.
     """
     dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
     if dynamic:
@@ -58,6 +58,6 @@ def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str
 
 
 def split_sharding(array: str) -> tuple[str, str]:
-    """Array and sharding of 'f32[8,4]{1,0} sharding={...}'."""
+    """Splits 'f32[8,4]{1,0} sharding={...}' into array and sharding."""
     whole, _, sharding = array.partition(" sharding=")
     return whole.partition("{")[0], sharding

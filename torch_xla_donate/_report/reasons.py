@@ -1,4 +1,4 @@
-"""The sentences for the reasons that the hooks give as codes: why a donor was not donated, or a step has none."""
+"""The sentences for the hooks' reason codes, which say why a donor was not donated or a step has no donors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKEN = "torch_xla's token for collectives may read inputs of the step, and the
 _FAILED = "the step failed: "
 _IGNORED = "{details} makes torch_xla ignore every donor"
 
-# By code of csrc/registry/reasons.h; {details} is what comes with it.
+# By code of csrc/registry/reasons.h. {details} is the text that a reason carries.
 SENTENCES = {
     "none": "",
     "given": "{details}",
@@ -47,11 +47,11 @@ SENTENCES = {
 
 
 def sentence(reason: _C.Reason) -> str:
-    """What a reason says to people; empty if it is none. Of an error it has the first line."""
+    """The sentence for a reason; empty for no reason. It has only the first line of an error."""
     details = reason.details if reason.code == "given" else reason.details.partition("\n")[0]
     return SENTENCES[reason.code].replace("{details}", details)
 
 
 def no_donation() -> str:
-    """Why steps of this thread donate nothing at all; empty if they do."""
+    """The reason why steps of this thread donate nothing; empty if they donate."""
     return sentence(_C.disabled_reason()) or sentence(_C.switched_off())

@@ -1,4 +1,4 @@
-"""Tables for people, drawn by rich."""
+"""Renders reports as tables of rich."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ROWS = 40
 
 
 def render(table: Table, width: int = 120) -> str:
-    """The table as text without colours, and without blanks at the ends of lines."""
+    """The table as text, without colours and trailing blanks."""
     out = io.StringIO()
     Console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def size(count: int) -> str:
-    """Bytes for people: '1.5 MiB'."""
+    """Bytes with a unit: '1.5 MiB'."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -33,12 +33,12 @@ def size(count: int) -> str:
 
 
 def percent(fraction: float) -> str:
-    """'99.9%', and '100.0%' for all only."""
+    """A percentage. '100.0%' only for 1.0."""
     return f"{fraction if fraction >= 1 else min(fraction, 0.999):.1%}"
 
 
 def report(found: DonationReport) -> str:
-    """The text of a report: one line of summary, then a row for each donor."""
+    """The text of a report: a line of summary, and a row for each donor."""
     skipped = "".join(
         f"\nauto_donate skipped {count} step{'s' if count > 1 else ''}: {reason}."
         for reason, count in found.auto_refusals.items()
@@ -74,7 +74,7 @@ def report(found: DonationReport) -> str:
     table = Table(title=summary, title_justify="left")
     for column in ("step", "donor", "array", "bytes", "outcome", "reason"):
         table.add_column(column, justify="right" if column in ("step", "bytes") else "left", overflow="fold")
-    # What went wrong first: with thousands of donors it must not drown.
+    # Unusable donors first, so that thousands of donated ones do not hide them.
     rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
     for donor in rows[:_ROWS]:
         place = "(auto)" if donor.automatic else donor.where.rpartition("/")[2]

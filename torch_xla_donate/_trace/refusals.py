@@ -1,4 +1,4 @@
-"""The error for what a replay would not do again, and what its callers share."""
+"""The error for an action that a replay would not repeat, and helpers of its callers."""
 
 from __future__ import annotations
 
