@@ -22,7 +22,7 @@ def run(*words: str, env: Environment | None = None, exit_code: int = 0) -> Ende
 
 
 def run_module(*words: str) -> None:
-    """What `python -m torch_xla_donate` runs."""
+    """The command line of `python -m torch_xla_donate`."""
     sys.argv = ["torch_xla_donate", *words]
     runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
 

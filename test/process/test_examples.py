@@ -233,7 +233,7 @@ def test_the_loop_of_the_automatic_run_has_no_line_of_donation() -> None:
     before, _, loop = source.partition("def train(")[2].partition("for step in range(")
     assert 'if mode == "auto":\n        auto_donate()' in before
     assert "donat" not in loop.partition("report = ")[0]
-    # What it does with the old state is what the plain run does.
+    # It treats the old state as the plain run does.
     plain, auto = re.findall(r'"(?:plain|auto)": (lambda state, updated: [^,]+),', source)
     assert plain == auto == "lambda state, updated: None"
 
@@ -286,7 +286,7 @@ def test_a_donated_functional_state_is_aliased_as_a_whole(
     """Every tensor of it; and the values have the same bits with and without donation."""
     training = request.getfixturevalue(name)
     plain, donate = training.runs["plain"], training.runs["donate"]
-    # In the HLO: torch_xla by itself aliases nothing of it, the donation all.
+    # The HLO shows that torch_xla aliases nothing automatically, and the donation everything.
     assert (plain["donors"], plain["aliases"]) == (0, 0)
     assert donate["donors"] == donate["aliases"] == donate["state_tensors"] == tensors
     assert donate["aliased_bytes"] == donate["donated_bytes"] == donate["state_bytes"]
@@ -298,7 +298,7 @@ def test_a_donated_functional_state_is_aliased_as_a_whole(
     assert plain["losses"] == donate["losses"]
     assert plain["digest"] == donate["digest"]
     assert training.output.count("identical bit for bit") == 2
-    # In what is told: the report, and the bytes per device.
+    # The report and the bytes per device show it.
     assert f"{tensors} of {tensors} donors donated" in training.output
     assert "memory of the step per device, as XLA planned it" in training.output
     assert donate["planned_bytes"] < plain["planned_bytes"]

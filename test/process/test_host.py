@@ -125,7 +125,7 @@ def test_every_hook_of_the_table_is_in_place():
 
 
 def unhooked() -> object:
-    """What `state` returns while the hooks are out; they are back when this returns."""
+    """The result of `state` without the hooks. It installs them again."""
     _host.uninstall_hooks()
     found = state()
     _host.install_hooks()
@@ -137,7 +137,7 @@ def test_uninstalling_leaves_torch_xla_byte_for_byte_as_it_was():
 
 
 def slots_of_libtorch(wanted):
-    """How often the data of libtorch points to each of these functions of its own."""
+    """How often the data of libtorch points to each of these functions of libtorch."""
     found = [0] * len(wanted)
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
         for line in maps:

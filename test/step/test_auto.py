@@ -233,7 +233,7 @@ def test_the_report_shows_only_what_the_last_step_left_alone(make):
         old, p = p, p + 1
         torch_xla.sync()
         assert held() == ["f32[6]"]
-        torch_xla.sync()  # with nothing to do it is no step
+        torch_xla.sync()  # with nothing to do it is not a step
         assert old.tolist() != p.tolist() and held() == ["f32[6]"]
         with leave_out():
             p = p + 1

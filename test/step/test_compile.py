@@ -1,4 +1,4 @@
-"""compile(f, donate_argnums=...): which arguments are donated, what the call refuses, and what it tells."""
+"""compile(f, donate_argnums=...): which arguments are donated, and the errors and warnings of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compile() where donation is disabled: outputs are checked at the end of the call, later uses are told."""
+"""compile() with donation disabled: the end of the call checks outputs, and later uses cause warnings."""
 
 from __future__ import annotations
 

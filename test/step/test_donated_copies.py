@@ -1,4 +1,4 @@
-"""TORCH_XLA_DONATE_WARN_COPIES=1: a warning where XLA reuses a donated buffer and copies it all the same."""
+"""TORCH_XLA_DONATE_WARN_COPIES=1: a warning if XLA reuses a donated buffer but copies it first."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_into_and_what_is_no_tensor_are_errors_in_the_step(make):
 
 
 def test_a_scan_in_the_step_donates_the_carry_of_the_step(make):
-    """The error for another tensor says which one, and why."""
+    """The error for another tensor names it and gives the reason."""
     model, data, carried, rows = model_of(), make(3, 2, 4), make(3), make(2, 3)
 
     def run(first):

@@ -155,7 +155,7 @@ def crossing(wished):
 
 
 def test_into_can_ask_for_pairs_that_cross(tmp_path):
-    """Left alone, each donor goes to the output computed from it; a wish for crossing pairs costs copies."""
+    """Without `into=` each donor goes to the output computed from it. A request for crossing pairs costs copies."""
     copies = {}
     for wished in (True, False):
         folder = tmp_path / str(wished)

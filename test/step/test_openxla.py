@@ -553,7 +553,7 @@ def test_a_break_beside_parameters_that_a_graph_does_not_read():
 
 
 def test_inputs_that_torch_compile_does_not_report_are_unknown():
-    """Outside of torch.compile nothing is known of a graph, as of one with inputs that torch.compile has added."""
+    """A graph outside torch.compile has no metadata, like one with inputs that torch.compile has added."""
     graph = torch.fx.symbolic_trace(lambda x, y: (x, x + y))
     assert _compile.openxla._handed_on(graph, graph.graph.find_nodes(op="placeholder")) is None
 

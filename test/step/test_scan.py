@@ -586,7 +586,7 @@ def test_layers_may_scan_layers_of_their_own(make, pure):
 
 
 def by_hand(fn, carry, xs, **options):
-    """What a scan computes."""
+    """The results of a scan."""
     ys = []
     for x in xs:
         carry, y = fn(carry, x)

@@ -1,4 +1,4 @@
-"""A warning where a function gets ever more signatures, and functions whose call is no step."""
+"""A warning for a function with many signatures, and functions whose call is not a step."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch_xla_donate import DonatedBufferError, donate_buffer, is_donated
 
 @pytest.fixture
 def donated(make):
-    """A float32[4,4] that a step has just consumed; nobody has waited for the device."""
+    """A float32[4,4] that a step has just consumed, without a wait for the device."""
     t = make(4, 4)
     donate_buffer(t)
     t.result = t * 2

@@ -95,7 +95,7 @@ def test_the_donors_of_modules_are_offered_and_aliased(dump_folder):
     def subtract_sum(gradient, weight):
         return weight - gradient.sum()
 
-    # Each donates the second of two parameters; the sizes tell the steps apart.
+    # Each donates the second of two parameters; the sizes distinguish the steps.
     alias = lowered(subtract_sum, (3,), (101,), donate_argnums=1)
     step(lambda g, w: user_computation("alias", [g, w], alias)[0], 3, 101)
     donor = from_stablehlo(
@@ -393,7 +393,7 @@ def test_a_donation_that_the_step_cannot_use_is_told_or_raised(make):
     assert [t.item() for t in kept] == [0, 0]
 
 
-# --- Inside of something else ---
+# --- Inside loops and compiled functions ---
 
 
 @pytest.mark.parametrize("backend", [{}, {"pure": True}], ids=["lazy", "pure"])
@@ -485,7 +485,7 @@ def test_every_array_of_a_donated_pytree_is_donated(make):
 
 
 def test_outputs_take_over_the_buffers_that_jax_would_give_them(make):
-    # The graph reads the second before the first, and XLA by itself pairs in that order.
+    # The graph reads the second before the first, and XLA pairs in that order by default.
     a, b = make(4), make(4)
     places = pointer(a), pointer(b)
     kept = b * b
@@ -601,7 +601,7 @@ def test_functions_of_one_hash_donate_their_own_arguments(make):
 
 
 class Vectors:
-    """Takes arrays alone, and is registered without keys."""
+    """Takes only arrays, and is registered without keys."""
 
     def __init__(self, first, second):
         assert hasattr(first, "shape") and hasattr(second, "shape")

@@ -530,7 +530,7 @@ class Counting:
 
 
 class Work:
-    """What a parse has done."""
+    """The outcome of a parse."""
 
     calls = 0  #: of functions, of Python's and of C
     characters = 0  #: that patterns, searches and slices went over
