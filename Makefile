@@ -51,11 +51,12 @@ coverage: build  ## which of our Python and C++ lines `make test` runs; writes i
 	$(BIN)/cmake --build build-coverage
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python test/line_coverage/run.py $(PYTEST_ARGS)
 
-lint: env  ## ruff, mypy and clang-format; changes nothing
+lint: env  ## ruff, mypy, clang-format and our words; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
 	$(BIN)/mypy
+	$(BIN)/python test/prose.py
 
 format: env  ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,4 @@
-"""What the benchmarks share: fair comparisons, resident memory, result files and tables."""
+"""Helpers of the benchmarks: fair comparisons, resident memory, result files and tables."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ Timed = Callable[[], float]
 def step() -> None:
     """Runs the pending work, to its end."""
     torch_xla.sync(wait=True)
-    # sync() waits until the device has the work, not until it has done it: a donating step would seem slow, because it
-    # alone cannot be queued.
+    # sync() waits until the device has the work, not until it is done. A donating step would seem slow, because only
+    # that cannot be queued.
     xm.wait_device_ops()
 
 
@@ -260,7 +260,7 @@ EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class Worker:
-    """A process that runs steps of one variant when it is told to.
+    """A process that runs steps of one variant on request.
 
     It reads how many from each line of standard input, and answers with a line of JSON: once when it is ready, then
     for each line, and with its memory when there is no more input.
@@ -325,7 +325,7 @@ def describe(name: str, command: str, options: Mapping[str, Any]) -> dict[str, A
 
 def finish(results: Path, result: Mapping[str, Any], *tables: Table) -> None:
     """Prints the tables and writes ``results/<benchmark>.json``."""
-    # A width of its own: in a pipe rich would fall back to 80 columns and fold numbers.
+    # A fixed width: in a pipe rich would use 80 columns and fold numbers.
     console = Console(width=120)
     for table in tables:
         console.print(table)

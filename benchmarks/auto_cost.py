@@ -1,4 +1,4 @@
-"""What auto_donate() costs a step: for each live tensor, for each donor, and while it is off."""
+"""Measures the cost of auto_donate() for a step: for each live tensor, for each donor, and while it is off."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def more(found: Mapping[str, Sequence[float]]) -> list[float]:
 def live_tensors(
     plan: Mapping[int, tuple[int, int]], read: bool, counter: _common.Instructions
 ) -> list[dict[str, Any]]:
-    """What each live tensor costs, beyond what a step costs without any; ``plan``: number -> rounds, steps a sample."""
+    """The cost of each live tensor, in addition to a step without any. ``plan``: number -> rounds, steps a sample."""
     alone = bystanders(0, read, *plan[0], counter)
     rows = []
     for count, sizes in plan.items():

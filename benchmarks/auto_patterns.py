@@ -1,4 +1,4 @@
-"""Bytes that a step aliases by itself, with donation placed by hand, and with auto_donate(), for common patterns."""
+"""Bytes that a step aliases without donation, with marks by hand, and with auto_donate(), for common patterns."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def cache_of_one_sequence(size: int) -> tuple[State, Step]:
 
 
 def cache_read_by_a_vector(size: int) -> tuple[State, Step]:
-    """The cache is (positions, width); XLA for CPU writes the slice once more inside of the product that reads it."""
+    """The cache is (positions, width); XLA for CPU writes the slice once more inside the product that reads it."""
 
     def step(state: State, index: int, give: Give) -> torch.Tensor:
         give(state["cache"])
@@ -275,7 +275,7 @@ def scan_over_layers(size: int) -> tuple[State, Step]:
     return {"layers": stack, "speed": torch.zeros_like(stack)}, step
 
 
-# The graph of the loss holds the old weights, which auto_donate leaves alone; whoever marks them knows better.
+# The graph of the loss holds the old weights, so auto_donate skips them. A mark says that they are not needed.
 LOSS_KEPT = "torch.autograd.grad, loss kept"
 PATTERNS: dict[str, Callable[[int], tuple[State, Step]]] = {
     "functional SGD": functional_sgd,

@@ -49,7 +49,7 @@ def call(function: Callable[[Any], Any], leaves: int) -> _common.Timed:
 
 
 def arguments_alone(leaves: int) -> _common.Timed:
-    """What `compile` adds: the arguments are taken apart and marked; taken back outside the clock."""
+    """The part that `compile` adds: it flattens and marks the arguments. The marks are cancelled outside the clock."""
     state = make_state(leaves)
     compiled = torch_xla_donate.compile(update, donate_argnums=0)
     torch_xla_donate.donate_buffer(state)  # verifies the layouts

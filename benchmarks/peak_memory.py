@@ -1,4 +1,4 @@
-"""Peak memory and time of functional SGD updates: not donated, donated, in place; each in a process of its own."""
+"""Peak memory and time of functional SGD updates: not donated, donated, in place; each in a separate process."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ DECAY, RATE = 0.5, 0.25
 WARM_UP = 0.25
 # A leak of one donor record a step would be some hundreds of bytes; a leaked buffer, 4 KiB.
 BYTES_PER_STEP = 64
-# What the allocator may do at any time, whatever the number of steps.
+# Memory that the allocator may take at any time, for any number of steps.
 SLACK = _common.MIB
 
 

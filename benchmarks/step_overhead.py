@@ -1,4 +1,4 @@
-"""What the hooks cost a step: with nothing marked, hooked against unhooked; with all donated, against in-place."""
+"""Measures the cost of the hooks for a step: nothing marked against unhooked, all donated against in-place."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def donated(count: int, rounds: int, repeat: int, counter: _common.Instructions)
         "parameters": count,
         "donated_over_in_place": _common.ratios(found, "donated", "in_place"),
         "donated_over_not_donated": _common.ratios(found, "donated", "plain"),
-        # Nanoseconds of this machine on this day; kept for the growth below alone.
+        # Nanoseconds of this machine on this day, kept only for the growth below.
         "donated_ns_per_parameter": statistics.median(found["processor"]["donated"]) / count * 1e9,
         "not_donated_ns_per_parameter": statistics.median(found["processor"]["plain"]) / count * 1e9,
     }
@@ -83,7 +83,7 @@ def verdict(found: Sequence[Mapping[str, float]]) -> str:
 def main(tiny: bool, results: Path) -> None:
     """Cost of the hooks for a step."""
     counter = _common.Instructions()
-    # Rounds and steps a sample: some tenths of a second for each sample, but for the largest graph.
+    # Rounds and steps a sample: some tenths of a second for each sample, except for the largest graph.
     idle_sizes = {1: (2, 3), 3: (2, 2)} if tiny else {1: (120, 100), 1_000: (80, 10), 10_000: (40, 1)}
     donated_sizes = {3: (2, 2), 5: (2, 2)} if tiny else {1_000: (30, 5), 10_000: (15, 1)}
     idle = [unmarked(count, rounds, repeat, counter) for count, (rounds, repeat) in idle_sizes.items()]

@@ -21,14 +21,14 @@ from torch_xla import _XLAC
 
 from torch_xla_donate import DonationReport
 
-# The first steps compile, which takes memory and time of its own.
+# The first steps compile, which takes additional memory and time.
 WARM_UP = 2
 _SAMPLE_SECONDS = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one run did. All bytes are above the process's resident memory before the state was made.
+    """The measurements of one run. All bytes are above the process's resident memory before the state was made.
 
     Attributes:
         losses: of each step, exact (`float.hex`).
@@ -168,7 +168,7 @@ def _named(state: object) -> Mapping[str, torch.Tensor]:
 
 
 def _places(state: object) -> dict[str, int]:
-    """Where each tensor lies in memory; torch_xla tells by a private function only, and on CPU and GPU only."""
+    """The address of each tensor. torch_xla has only a private function for it, which works on CPU and GPU."""
     return {name: _XLAC._unsafe_buffer_pointer(tensor) for name, tensor in _named(state).items()}
 
 

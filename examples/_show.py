@@ -42,7 +42,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """What is run, and what the output calls it.
+    """A script to run, and its texts in the output.
 
     Attributes:
         script: takes the arguments of a mode, and `--result FILE`, to which it writes its `Result`.
@@ -51,7 +51,7 @@ class Demo:
         data: what it trains on, for the headline.
         state: what the state consists of.
         title: of the picture.
-        score: what `Result.accuracy` tells; empty if there is none.
+        score: the name of `Result.accuracy`; empty if there is none.
         curve: whether the picture has the loss of each step, too.
     """
 
@@ -73,7 +73,7 @@ def compare(demo: Demo, out: Path) -> int:
     # Tables of 100 columns where the terminal's width is not known.
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
-    console.print(f"{demo.script.name}: {demo.steps} steps on {demo.data}, each mode in a process of its own\n")
+    console.print(f"{demo.script.name}: {demo.steps} steps on {demo.data}, each mode in a separate process\n")
     runs = _run_all(console, demo, out)
     if runs is None:
         return 1
@@ -129,7 +129,7 @@ def _run_one(command: Sequence[str], dump: Path, progress: Progress, task: TaskI
 
 
 def planned_bytes(step: hlo.DumpedModule) -> int:
-    """What XLA planned for a step on a device: inputs, outputs and temporaries, in bytes."""
+    """The bytes that XLA planned for a step on a device: inputs, outputs and temporaries."""
     assert step.after is not None and step.after.path is not None, "the step was not compiled"
     path = step.after.path
     text = path.with_name(f"{path.stem}-memory-usage-report.txt").read_text(encoding="utf-8")
@@ -165,7 +165,7 @@ def _print_values(console: Console, runs: Sequence[Run]) -> bool:
 
 
 def _print_hlo(console: Console, runs: Sequence[Run]) -> None:
-    """What XLA was offered and what it took, as its own dump of the step tells."""
+    """Prints the donors and the aliases in XLA's dump of the step."""
     table = _table("In the HLO of the step", runs)
     _row(table, "buffer_donor, before optimisation", [f"{len(run.step.donors)}" for run in runs])
     _row(table, "input_output_alias, after it", [f"{len(run.step.aliases)}" for run in runs])
@@ -173,7 +173,7 @@ def _print_hlo(console: Console, runs: Sequence[Run]) -> None:
     _row(table, "bytes aliased", [_mib(run.step.aliased_bytes) for run in runs])
     console.print(table)
     for run in runs:
-        # The largest first: they are what donation is for.
+        # The largest first, since they save most memory.
         aliases = sorted(run.step.aliases, key=lambda alias: -run.step.shape_of(alias).bytes)
         if not aliases:
             continue
@@ -211,9 +211,9 @@ def _print_costs(console: Console, demo: Demo, runs: Sequence[Run]) -> None:
     console.print(table)
     console.print(
         "Peak memory: the process's resident memory (VmHWM, reset at each step, and VmRSS every 2 ms), less what it had"
-        " before the state was made; it includes what was compiled, and freed arrays that malloc keeps. What XLA plans"
-        " falls by less than the bytes aliased, as gradients and activations need memory of their own now: without"
-        " donation XLA computes them in that of the new outputs, as far as they fit.\n",
+        " before the state was made. It includes compiled code, and freed arrays that malloc keeps. The planned memory"
+        " falls by less than the bytes aliased, because gradients and activations now need separate memory. Without"
+        " donation XLA computes them in the memory of the new outputs, as far as they fit.\n",
         style="dim",
     )
 
@@ -235,7 +235,7 @@ def _mib(count: int) -> str:
 
 
 def _numbers(run: Run) -> dict[str, object]:
-    """What a test, or anybody's script, may want to know of a run."""
+    """The results of the runs as JSON, for tests and scripts."""
     result = run.result
     return {
         "mode": run.mode,

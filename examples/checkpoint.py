@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory() as folder:
     try:
         xm.save(old, path)
     except DonatedBufferError as failure:
-        print("too late:", str(failure).partition(":")[0])
+        print("too late:", str(failure).replace(__file__, Path(__file__).name).partition(". ")[0])
 
     # As after a restart.
     state = to_device(torch.load(path))

@@ -17,14 +17,14 @@ import torch_xla_donate
 Tensors = dict[str, torch.Tensor]
 
 BYTES = 256  # the vocabulary
-OUTSIDE = ("embedding", "positions", "norm")  # parameters that are no block's
+OUTSIDE = ("embedding", "positions", "norm")  # parameters outside the blocks
 # A few readable modules that every Python has.
 MODULES = ("argparse", "dataclasses", "difflib", "inspect", "pathlib", "statistics", "textwrap", "threading")
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """How large the model is; `context` is the longest sequence in bytes."""
+    """The size of the model. `context` is the longest sequence in bytes."""
 
     layers: int = 4
     width: int = 128

@@ -82,7 +82,7 @@ def write_sequence(
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a mode did. Bytes are those of one step on a device."""
+    """The results of a mode. Bytes are those of one step on a device."""
 
     mode: str
     written: list[list[list[int]]]  # of each sequence, step and batch row

@@ -23,9 +23,9 @@ from torch_xla_donate import auto_donate, donate_buffer, donation_report
 Tensors = dict[str, torch.Tensor]
 State = dict[str, Tensors]
 
-# What each run does with the old state once the new one has been described. In a loop of your own the second line is
-# the whole change. `into=` says which new tensor is to live in which old one's memory; without it XLA pairs tensors of
-# one size in an order of its own, and copies where a moment comes to lie in the memory of a parameter.
+# Each run calls one of these between the trace of the new state and the step. In your loop the second line is the
+# whole change. `into=` names the new tensor for each old tensor's memory, so that no moment moves to the memory of a
+# parameter.
 MODES: dict[str, Callable[[State, State], None]] = {
     "plain": lambda state, updated: None,
     "donate": lambda state, updated: donate_buffer(state, into=updated),
@@ -72,8 +72,8 @@ def loss_of(params: Tensors, images: torch.Tensor, labels: torch.Tensor) -> torc
 def update(state: State, step: int, images: torch.Tensor, labels: torch.Tensor) -> tuple[State, torch.Tensor]:
     """One step of Adam: the new state, and the loss. The old state is only read.
 
-    A function of its own, so that the gradients are gone when it returns: a tensor that is still alive when the step
-    runs becomes an output of it, takes memory, and competes with the new state for the donated buffers.
+    A separate function, so that the gradients are gone when it returns. A tensor that is still alive when the step runs
+    becomes an output, takes memory, and competes with the new state for the donated buffers.
     """
     # Autograd's own thread may hold gradients for a moment longer, now and then into the step. This one does not.
     with torch.autograd.set_multithreading_enabled(False):
@@ -126,7 +126,7 @@ def main() -> int:
     if options.steps < 3 or options.hidden < 1:
         parser.error(f"--steps is {options.steps} and --hidden {options.hidden}; they must be 3 and 1 or more")
     if options.mode is None:
-        # Each run in a process of its own: memory is measured per process, and XLA's flags are read once.
+        # Each run in a separate process: memory is measured per process, and XLA reads its flags once.
         size = ("--steps", str(options.steps), "--hidden", str(options.hidden))
         demo = _show.Demo(
             script=Path(__file__),

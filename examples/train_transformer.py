@@ -1,8 +1,8 @@
 """Trains a small GPT on the sources of the running Python: a scan over the layers, gradient accumulation, AdamW.
 
-AdamW is a function here: it makes new parameters and moments and leaves the old ones alone. torch_xla aliases nothing
-of that by itself. With `--donate` the old state is donated, with `--no-donate` it is not; without either both are run,
-each in a process of its own, and compared.
+AdamW is a function here. It makes new parameters and moments and does not change the old ones, so torch_xla aliases
+nothing automatically. `--donate` donates the old state, and `--no-donate` does not. Without either the script runs
+both, each in a separate process, and compares them.
 
     python examples/train_transformer.py             # both: values, HLO, bytes per device, pictures in out/
     python examples/train_transformer.py --donate    # one run, which ends with the donation report
@@ -54,7 +54,7 @@ def adamw(state: State, grads: gpt.Tensors, step: int) -> State:
 
 
 def update(state: State, step: int, batches: torch.Tensor, size: gpt.Size) -> tuple[State, torch.Tensor]:
-    """One training step. A function of its own, so that the gradients are gone before the step runs."""
+    """One training step. A separate function, so that the gradients are gone before the step runs."""
     grads, loss = gradients(state["params"], batches, size)
     return adamw(state, grads, step), loss
 
@@ -75,7 +75,7 @@ def train(donate: bool, steps: int, batch: int, accumulate: int, size: gpt.Size,
         with meter.step():
             updated, loss = update(state, step, batches, size)
             if donate:
-                donate_buffer(state, into=updated)  # Each new tensor takes the memory of its own old one.
+                donate_buffer(state, into=updated)  # Each new tensor takes the memory of its old one.
             state = updated
             torch_xla.sync()
         meter.note(state, loss)

@@ -56,7 +56,7 @@ print(donation_report(steps=1))
 try:
     old.sum()
 except DonatedBufferError as error:
-    print("error:", str(error).replace(__file__, Path(__file__).name).partition("; ")[0])
+    print("error:", str(error).replace(__file__, Path(__file__).name).partition(". ")[0])
 
 # The same with an HLO module, from wherever it comes. This one says that its first parameter is aliased to its result.
 matrix = jax.ShapeDtypeStruct((8, 2), "float32")

@@ -1,4 +1,4 @@
-"""Tests in processes of their own: a real Python function runs in a forked child of the fork server."""
+"""Tests in separate processes: a real Python function runs in a forked child of the fork server."""
 
 from __future__ import annotations
 

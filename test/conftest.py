@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _runtime_comes_first() -> None:
     """Autograd makes a queue for each device when it first runs: after a backward pass on the CPU it would have none
-    for XLA's, which torch_xla tells of when its runtime has started."""
+    for XLA's, which torch_xla reports when its runtime has started."""
     import torch_xla
 
     torch_xla.device()

@@ -145,7 +145,7 @@ def _child(request: dict[str, Any], rewriting: Any) -> int:
         opened = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
         os.close(opened)
-    # What was printed before a crash is kept.
+    # Keeps the output before a crash.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(request["cwd"])
     os.environ.clear()

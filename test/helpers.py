@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 
 class Couple:
-    """A pytree that is registered as most are: without keys for its leaves. It takes tensors alone."""
+    """A pytree that is registered as most are: without keys for its leaves. It takes only tensors."""
 
     def __init__(self, first, second):
         if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):

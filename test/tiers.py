@@ -13,8 +13,8 @@ import pytest
 TIERS = {
     "unit": "logic in Python; hardly a step",
     "step": "runs steps in pytest's process",
-    "process": "needs a process of its own: a forked child, or an interpreter",
-    "nightly": "long: `make test-all` alone runs it",
+    "process": "needs a separate process: a forked child, or an interpreter",
+    "nightly": "long: only `make test-all` runs it",
 }
 # A test whose code reaches one of them has processes, in whichever folder it is.
 _STARTERS = {"run_script", "run_in_child", "run_file", "subprocess"}

@@ -18,7 +18,7 @@ def main() -> None:
 
 @main.command()
 def doctor() -> None:
-    """Versions, hooks, and settings that switch donation off. Exits with 1 if something is wrong."""
+    """Shows versions, hooks, and settings that switch donation off. Exits with 1 if something is wrong."""
     lines, well = _doctor.examine()
     for line in lines:
         click.echo(line)
@@ -35,10 +35,10 @@ def explain(page: str | None) -> None:
         for name, title in titles.items():
             click.echo(f"{name:<{width}}  {title}")
         return
-    # As the messages write it, or as the file is called.
+    # Both forms are accepted: the name in messages, and the file's path.
     name = page.removeprefix("docs/").removesuffix(".md")
     if name not in titles:
-        raise click.BadParameter(f"there is no page {page!r}; there are {', '.join(titles)}", param_hint="PAGE")
+        raise click.BadParameter(f"page {page!r} does not exist. Choose one of {', '.join(titles)}.", param_hint="PAGE")
     if sys.stdout.isatty():
         Console().print(Markdown(_pages.text(name)))
     else:

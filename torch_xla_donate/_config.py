@@ -1,4 +1,4 @@
-"""Settings: what the environment says, to us and to torch_xla."""
+"""Settings in the environment, for this package and for torch_xla."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ _FALSE = {"", "0", "false", "no", "off"}
 
 
 def flag(name: str) -> bool:
-    """The environment variable as a yes or no. ValueError if it is neither."""
+    """The environment variable as a bool. Raises ValueError if it is neither yes nor no."""
     value = os.environ.get(name, "").strip().lower()
     if value in _TRUE:
         return True
     if value in _FALSE:
         return False
-    raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no; set it to 1 or 0.")
+    raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no. Set it to 1 or 0.")
 
 
 def strict_by_default() -> bool:
-    """Whether unusable donations raise where a call does not say (``TORCH_XLA_DONATE_STRICT``)."""
+    """Whether unusable donations raise if a call has no ``strict`` (``TORCH_XLA_DONATE_STRICT``)."""
     return flag("TORCH_XLA_DONATE_STRICT")
 
 
 def check_strict(strict: bool | None) -> None:
-    """TypeError if the argument ``strict`` of a donation is neither yes, no nor left open."""
+    """Raises TypeError unless the argument ``strict`` of a donation is a bool or None."""
     if strict is not None and not isinstance(strict, bool):
         raise TypeError(
-            f"strict is {strict!r}, of type {type(strict).__name__}; give True or False, or leave it out to have "
-            "what TORCH_XLA_DONATE_STRICT says. Nothing was donated."
+            f"strict is {strict!r}, of type {type(strict).__name__}, not a bool. Pass True or False, or omit it to "
+            "use TORCH_XLA_DONATE_STRICT. Nothing was donated."
         )
 
 
 def debug_nans() -> bool:
-    """Whether every step is checked for NaN, and nothing donated (``TORCH_XLA_DONATE_DEBUG_NANS``)."""
+    """Whether steps donate nothing and check their outputs for NaN (``TORCH_XLA_DONATE_DEBUG_NANS``)."""
     return flag("TORCH_XLA_DONATE_DEBUG_NANS")
 
 
 def warn_of_copies() -> bool:
-    """Whether to warn of donated buffers that XLA copies all the same (``TORCH_XLA_DONATE_WARN_COPIES``)."""
+    """Whether to warn of donated buffers that XLA copies anyway (``TORCH_XLA_DONATE_WARN_COPIES``)."""
     return flag("TORCH_XLA_DONATE_WARN_COPIES")
 
 
 def auto_donate() -> bool:
-    """Whether steps donate by liveness from the start (``TORCH_XLA_DONATE_AUTO``)."""
+    """Whether `auto_donate` is on from the start (``TORCH_XLA_DONATE_AUTO``)."""
     return flag("TORCH_XLA_DONATE_AUTO")
 
 
 def functionalization_off() -> bool:
-    """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on, so that views share graphs instead of being worked out anew."""
+    """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on. Views then share the graphs of their bases."""
     return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
 
 
 def is_yes(value: str) -> bool:
-    """A yes or no as torch_xla reads it (2.9.0: a word, else C's atoi)."""
+    """Whether torch_xla reads the value as true (2.9.0: the word ``true``, or a number for C's atoi)."""
     number = re.match(r"\s*[+-]?\d+", value)
     return value == "true" or (number is not None and int(number.group()) != 0)
 
 
 def world_size() -> int:
-    """How many processes a launcher has started (torchrun's ``WORLD_SIZE``); 1 if none has."""
+    """The number of processes that a launcher has started (torchrun's ``WORLD_SIZE``); 1 without a launcher."""
     number = os.environ.get("WORLD_SIZE", "")
     return int(number) if number.isdecimal() else 1

@@ -12,7 +12,7 @@ from torch_xla_donate._report import table as tables
 
 
 def examine() -> tuple[list[str], bool]:
-    """Lines to print, and whether all is well. Does not start the XLA runtime."""
+    """Returns the lines to print, and whether it found no problem. Does not start the XLA runtime."""
     lines = [f"python        {platform.python_version()} on {platform.system()} {platform.machine()}"]
     for package in ("torch", "torch_xla", "torch_xla_donate"):
         try:
@@ -41,14 +41,14 @@ def examine() -> tuple[list[str], bool]:
         lines.append(tables.render(table))
     in_place = all(hook["slots"] > 0 and hook["slots"] == hook["in_place"] for hook in hooks)
     if not in_place:
-        lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla since")
+        lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla")
     problems = settings()
     lines += [f"PROBLEM: {problem}" for problem in problems] or ["no setting switches donation off"]
     return lines, in_place and not problems
 
 
 def settings() -> list[str]:
-    """The settings of this environment that keep donations from happening."""
+    """The settings of this environment that prevent donations."""
     found = [f"{setting} switches donation off; unset it" for setting in _host.ignoring_donors()]
     if _config.debug_nans():
         found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")

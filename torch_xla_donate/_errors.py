@@ -1,4 +1,4 @@
-"""The exceptions and the warning, and the texts that more than one place needs."""
+"""The exceptions, the warning, and the texts that several modules use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class DonationError(RuntimeError):
-    """A donation was refused, or, with ``strict``, could not be used.
+    """A donation was refused or, with ``strict``, was unusable.
 
     Attributes:
-        result: what a function made by `compile` has returned, if the error was found after it had run; so that a
-            strict donation does not lose the results for which other arguments were consumed. Else None.
+        result: the results of a function made by `compile`, if the error came after the function had run. A strict
+            donation so does not lose results for which the step consumed other arguments. Else None.
     """
 
     result: Any = None
@@ -22,18 +22,21 @@ class DonatedBufferError(DonationError):
 
 
 class DonationWarning(UserWarning):
-    """A donation that XLA could not use, a setting that switches donation off, a use that donation would forbid, or a
-    function of `compile` with ever more signatures."""
+    """A donation was unusable or has a side effect, such as a use that fails when donation is enabled.
+
+    Also: a setting that switches donation off, a donated buffer that XLA copies, and a function of `compile` with many
+    signatures.
+    """
 
 
 def warn(message: str, where: str) -> None:
-    """A DonationWarning at the place of a donation, ``file:line``: that is where something can be done about it."""
+    """Warns at ``file:line`` of the donation, since that is the line to change."""
     filename, _, line = where.rpartition(":")
     warnings.warn_explicit(message, DonationWarning, filename, int(line))
 
 
 def see(page: str) -> str:
-    """The end of a message: the command that shows a page of docs/, which a wheel carries."""
+    """The end of a message: the command that shows a page of docs/."""
     return f"See `python -m torch_xla_donate explain {page}`."
 
 
@@ -42,21 +45,18 @@ def _tensor(name: str, array: str) -> str:
 
 
 def describe_use(name: str, array: str, where: str, step: int) -> str:
-    """The text of a DonatedBufferError: what was touched, who gave it away, and what to do."""
+    """The text of a DonatedBufferError."""
     return (
-        f"{_tensor(name, array)} has no buffer any more: it was donated at {where} and consumed by step {step}, "
-        "whose output now lives in that memory. Use the step's result instead; to keep the old "
-        "value, call .clone() before the step, or take the donation out. Shape and dtype are "
-        "still readable, and copying a new value in as a whole (t.copy_(new)) makes the tensor "
-        "usable again."
+        f"{_tensor(name, array)} was donated at {where} and step {step} reused its memory. "
+        "Use the step's result, or .clone() it before the step. t.copy_(new) makes it usable again. "
+        f"{see('use_after_donation')}"
     )
 
 
 def describe_reuse(name: str, array: str, where: str, step: int) -> str:
-    """The text of a warning: the same, where donation was disabled and nothing is lost."""
+    """The text of the warning for the same use while donation is disabled."""
     return (
-        f"{_tensor(name, array)} is used although it was donated at {where}: step {step} would have consumed it, had "
-        "donation not been disabled. Its value is still right; with donation on, this line raises DonatedBufferError. "
-        "Use the step's result instead; to keep the old value, call .clone() before the step, or take the donation "
-        f"out. {see('debug_nans')}"
+        f"{_tensor(name, array)} is used after it was donated at {where}. "
+        f"With donation enabled, step {step} reuses its memory and this line raises DonatedBufferError. "
+        f"Use the step's result, or .clone() it before the step. {see('debug_nans')}"
     )

@@ -1,4 +1,4 @@
-"""Which frames are the user's, and what errors have left in the others."""
+"""Finds the user's frames, and clears the others after an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import types
 
 
 def is_internal(frame: types.FrameType) -> bool:
-    """Whether a frame is not the user's: of this package, torch, torch_xla, or what stands between them."""
+    """Whether a frame belongs to this package, torch, torch_xla or a helper between them, and not to the user."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
     return generated or package in (
@@ -31,7 +31,7 @@ def call_site() -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """``file:line`` of the innermost frame of the user's code that an error has passed."""
+    """``file:line`` of the innermost user frame in an error's traceback."""
     found = "unknown line"
     for frame, line in traceback.walk_tb(error.__traceback__):
         if not is_internal(frame):
@@ -40,7 +40,7 @@ def line_of(error: BaseException) -> str:
 
 
 def user_frame() -> types.FrameType | None:
-    """The innermost frame outside torch, torch_xla and this package; None if there is none to be found."""
+    """The innermost frame outside torch, torch_xla and this package; None if there is none."""
     frame = _outside(sys._getframe(1))
     if frame is not None:
         return frame
@@ -56,14 +56,14 @@ def _outside(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def forget_values(error: BaseException) -> None:
-    """Drops what the frames that an error has passed hold, but for those of the user's code.
+    """Clears the frames in an error's traceback, except the user's.
 
-    Where torch_xla fails in a trace, they hold placeholders, and a sync ends the process if these are alive.
+    After a failed trace of torch_xla they hold placeholders. A sync ends the process if one of these is alive.
     """
     found: BaseException | None = error
     while found is not None:
         for frame, _ in traceback.walk_tb(found.__traceback__):
             if is_internal(frame):
-                with contextlib.suppress(RuntimeError):  # it is running
+                with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared
                     frame.clear()
         found = found.__context__

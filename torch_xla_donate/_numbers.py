@@ -1,8 +1,9 @@
-"""Python floats among the arguments of a pure function: inputs of its graph that the trace treats as numbers.
+"""Python floats among the arguments of a pure function. They are inputs of its graph, and the trace promotes them as
+numbers.
 
-A plain tensor in the place of a float would change dtypes and precision: bf16[] times f64[] is f64[]. Torch has a bit
-for this ("wrapped number"), but torch_xla reads it in a few operations only. So each operation gets the number in the
-dtype that a Python number would have taken there, as a tensor without dimensions.
+A plain tensor instead of a float would change dtypes and precision: bf16[] times f64[] is f64[]. Torch has a bit for
+this ("wrapped number"), but torch_xla reads it only in a few operations. So each operation gets the number as a tensor
+without dimensions, in the dtype that a Python number would take there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def is_float(leaf: object) -> bool:
 
 
 def values_of(leaves: Sequence[Any]) -> list[float]:
-    """The floats among a call's leaves."""
+    """The values of the floats among a call's leaves."""
     return [float(leaf) for leaf in leaves if is_float(leaf)]
 
 
@@ -65,7 +66,7 @@ def numbers_in(tensors: Sequence[torch.Tensor]) -> list[Number]:
 
 
 def as_result(leaf: Any) -> Any:
-    """A number that was computed comes back as `torch.tensor` would make it of a float."""
+    """A computed number as the tensor that `torch.tensor` makes of a float; any other leaf unchanged."""
     if type(leaf) is not Number:
         return leaf
     plain = leaf.as_subclass(torch.Tensor)
@@ -116,19 +117,20 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     return func(*args, **kwargs)
 
 
-# The new tensor takes its elements, or all of its elements, from the numbers.
+# The numbers are elements of the new tensor.
 _FROM_DATA = {"tensor", "as_tensor", "asarray", "scalar_tensor"}
+# The number is each element of the new tensor.
 _FILLED = {"full", "full_like", "new_full"}
-# The first argument's dtype is the result's, and the number is converted to it.
+# The result has the first argument's dtype, and torch converts the number to it.
 _DESTINATION = {"masked_fill", "masked_fill_", "index_fill", "index_fill_", "__setitem__"}
-# torch_xla computes these in the dtype of a tensor, or not at all, where torch promotes integers.
+# Torch promotes integers here. torch_xla fails, or computes in the dtype of a tensor.
 _WITHOUT_PROMOTION = {"clamp", "clip", "clamp_min", "clamp_max", "remainder", "fmod", "__rmod__", "where"}
-# These take a factor as a number only.
+# These take a factor that must be a number.
 _SCALED = {"add", "add_", "sub", "sub_", "subtract", "subtract_", "rsub"}
 _WITH_VALUE = {"addcmul", "addcmul_", "addcdiv", "addcdiv_"}
-# What an assignment such as `lr *= 2` calls.
+# An assignment such as `lr *= 2` calls one of these.
 _IN_PLACE = {"add_", "sub_", "mul_", "div_", "true_divide_", "pow_", "floor_divide_", "remainder_"}
-# A float has these called with the tensor first.
+# For a float as the first operand, Python calls these with the tensor first.
 _REFLECTED: dict[str, Callable[..., Any]] = {
     "sub": torch.Tensor.__rsub__,
     "div": torch.Tensor.__rdiv__,
@@ -141,7 +143,7 @@ _REFLECTED: dict[str, Callable[..., Any]] = {
 
 
 def _result_type(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """The dtype that a Python float takes beside these tensors."""
+    """The dtype that a Python float takes in an operation with these tensors."""
     with_dims = [t.dtype for t in tensors if type(t) is not Number and t.dim()]
     without = [t.dtype for t in tensors if type(t) is not Number and not t.dim()]
     groups = [functools.reduce(torch.promote_types, group) for group in (with_dims, without) if group]
@@ -168,7 +170,7 @@ def _of_numbers(
 
 
 def _each(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """torch._foreach_add and the like, one tensor after the other."""
+    """Runs torch._foreach_add and its relatives on one tensor after the other."""
     plain = name.removeprefix("_foreach_")
     if plain.rstrip("_") in ("addcmul", "addcdiv") and len(args) == 4:
         args, kwargs = args[:3], {"value": args[3]}
@@ -241,5 +243,5 @@ def _overwrite(tensor: torch.Tensor, value: Number) -> torch.Tensor:
 
 
 def joined(numbers: Sequence[Number]) -> str:
-    """The arguments that numbers come from, for messages."""
+    """The names of the arguments that numbers come from, for messages."""
     return ", ".join(dict.fromkeys(name for one in numbers for name in one.origin))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
-# A wheel carries the pages inside the package; in a checkout they are beside it.
+# A wheel has the pages inside the package. In a checkout they are beside it.
 FOLDERS = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
 
 
@@ -16,7 +16,7 @@ def titles() -> dict[str, str]:
 
 
 def text(page: str) -> str:
-    """A page as it is written, in Markdown. KeyError if there is none of that name."""
+    """The Markdown of a page. Raises KeyError if there is no page of that name."""
     if page not in titles():
         raise KeyError(page)
     return (_folder() / f"{page}.md").read_text(encoding="utf-8")
@@ -27,5 +27,5 @@ def _folder() -> Path:
         if (folder / "unusable.md").is_file():
             return folder
     raise FileNotFoundError(
-        f"The pages of torch_xla_donate are in neither of {', '.join(map(str, FOLDERS))}. Install the package again."
+        f"torch_xla_donate did not find its pages in {' or '.join(map(str, FOLDERS))}. Install the package again."
     )

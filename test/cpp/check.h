@@ -2,7 +2,7 @@
 //
 //   TEST(a_sentence_about_the_behaviour) { CHECK_EQ(found, expected); }
 //
-// The program runs the test named on its command line, or all of them. Each one runs in a child process of its own, so
+// The program runs the test named on its command line, or all of them. Each one runs in a separate child process, so
 // that no test meets what another has left in memory. CMakeLists.txt finds the names by the word TEST at the start of a
 // line. A check throws: in a thread or in a child, catch it there (InChild does) or compare after joining.
 #pragma once

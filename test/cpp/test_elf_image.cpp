@@ -129,7 +129,7 @@ TEST(a_slot_holds_the_function_or_leads_to_the_own_plt) {
   const Library now("victim_relro_now"), lazy("victim_relro_lazy");
   const ElfImage now_image = ElfImage::Find(now.path), lazy_image = ElfImage::Find(lazy.path);
   // WHEN nothing has been called yet
-  // THEN the first holds the function and the second an address of its own
+  // THEN the first holds the function and the second a separate address
   CHECK_EQ(*now_image.SlotsOf(kAdd).at(0).address, CalleeFunction(kAdd));
   CHECK(lazy_image.Contains(*lazy_image.SlotsOf(kAdd).at(0).address));
 }
@@ -164,7 +164,7 @@ TEST(a_batch_finds_what_single_searches_find) {
   // GIVEN a library that imports two of three functions
   const Library victim("victim_both");
   const ElfImage image = ElfImage::Find(victim.path);
-  // WHEN all three are asked for, one of them twice
+  // WHEN a program looks up all three, one of them twice
   const auto slots = image.SlotsOfEach({kAdd, kMultiply, "absent", kAdd});
   // THEN each has its own entry
   CHECK_EQ(slots.size(), 3u);

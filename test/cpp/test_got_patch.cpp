@@ -61,7 +61,7 @@ static int OwnAdd(int a, int b) { return 100 + reinterpret_cast<int (*)(int, int
 
 TEST(a_function_of_the_library_itself_is_intercepted_and_undone) {
   for (const char* mode : {"default", "relro_lazy", "relro_now"}) {
-    // GIVEN a library that calls an exported function of its own, before and after the first call has bound the slot
+    // GIVEN a library that calls its exported function, before and after the first call has bound the slot
     const Library victim(VictimName(mode));
     const ElfImage image = ElfImage::Find(victim.path);
     const std::vector<RelocationSlot> slots = image.SlotsOf("victim_add");
@@ -103,7 +103,7 @@ TEST(a_slot_bound_over_the_patch_counts_as_undone) {
   GotPatch patch = Install(image, First::Spec(kAdd));
   // WHEN a binding that was under way writes the function, as the dynamic linker does
   *image.SlotsOf(kAdd).at(0).address = CalleeFunction(kAdd);
-  // THEN the patch can tell, and has nothing to put back
+  // THEN the patch reports it, and has nothing to restore
   CHECK_EQ(patch.InPlace(), 0u);
   CHECK_EQ(patch.Undo(), 0u);
   CHECK_EQ(victim.Add(2, 3), 5);
@@ -118,7 +118,7 @@ TEST(installing_and_undoing_may_be_repeated) {
     CHECK_EQ(patch.Undo(), 0u);
     CHECK_EQ(patch.Undo(), 0u);
     CHECK_EQ(victim.Add(2, 3), 5);
-    // An undone patch leaves a later one alone, though both have the same replacement.
+    // An undone patch keeps a later one, although both have the same replacement.
     const GotPatch later = Install(image, First::Spec(kAdd));
     CHECK_EQ(patch.Undo(), 0u);
     CHECK_EQ(victim.Add(2, 3), 1005);

@@ -1,4 +1,4 @@
-// What a patch refuses, and what it leaves alone: wrong functions, unwritable pages, other people's patches.
+// A patch refuses wrong functions and unwritable pages, and keeps the patches of other tools.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -71,7 +71,7 @@ TEST(another_function_than_expected_is_an_error_and_changes_nothing) {
 }
 
 TEST(an_own_address_in_a_data_slot_is_not_taken_for_a_lazy_one) {
-  // GIVEN a table entry that somebody has pointed at a function of the library itself
+  // GIVEN a table entry that points at a function of the library itself
   const Library victim("victim_both");
   const ElfImage image = ElfImage::Find(victim.path);
   void* const own = victim.Symbol("victim_multiply");

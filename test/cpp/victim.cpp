@@ -15,7 +15,7 @@ const Function victim_table[2] = {callee_add, nullptr};
 int victim_table_index = 0;
 #endif
 
-// An absolute relocation of an imported symbol with an addend, which is no function slot.
+// An absolute relocation of an imported symbol with an addend, which is not a function slot.
 extern const int* const victim_second_value = &callee_values[1];
 
 int victim_add_by_table(int a, int b);

@@ -34,7 +34,7 @@ PATIENCE = 300.0  # seconds without a sign of life
 
 
 class Outcome(NamedTuple):
-    """What a program has done."""
+    """The outcome of a program."""
 
     wrong: list[str]  # what must not be
     refused: str = ""  # why this package did not run a call
@@ -186,7 +186,7 @@ class Child:
         return self.reading.fileno()
 
     def receive(self) -> list[Any] | None:
-        """What has come meanwhile; None at the end.
+        """The bytes that have arrived; None at the end.
 
         Does not close the pipe: other children hold it too, so epoll would report its end for ever.
         """
@@ -207,7 +207,7 @@ class Child:
             self.end()
 
     def last_words(self) -> str:
-        """What a crash has left on stderr: its first line that tells a cause."""
+        """The first line on stderr that gives the cause of a crash."""
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").splitlines()
         telling = [line for line in lines if "Check failed" in line or "terminate" in line or "Error" in line]
@@ -275,7 +275,7 @@ def first_wrong(programs: Sequence[tuple[Program, str]], sharded: bool) -> int |
 
 
 class Failure(NamedTuple):
-    """A program that this package makes wrong, and torch_xla alone does not."""
+    """A program that this package makes wrong, and torch_xla without it does not."""
 
     number: int
     program: Program
@@ -284,7 +284,7 @@ class Failure(NamedTuple):
     earlier: tuple[tuple[Program, str], ...] = ()  # programs that must run before it, in the same process
 
     def text(self, seed: int, sharded: bool) -> str:
-        """What is wrong, and a program that shows it."""
+        """A failure, and a program that shows it."""
         lines = [f"program {self.number} of seed {seed}, {self.mode}{', four devices' * sharded}:", *self.outcome.wrong]
         if self.earlier:
             lines.append(f"only after these programs, in one process: {list(self.earlier)!r}")
@@ -353,7 +353,7 @@ class Campaign:
     def run(
         self, start: int, stop: int, jobs: int, until: float | None = None, on_failure: Callable[[Failure], bool] = bool
     ) -> Iterator[int]:
-        """Runs the programs from start to stop; yields how many are done. `on_failure` tells whether to go on."""
+        """Runs the programs from start to stop; yields how many are done. `on_failure` returns whether to go on."""
         ranges = collections.deque((i, min(i + CHUNK, stop)) for i in range(start, stop, CHUNK))
         waiting = selectors.DefaultSelector()
         running: dict[Child, list[int]] = {}  # the start, the number of the program that runs, and the end
@@ -390,7 +390,7 @@ class Campaign:
                         outcome = Outcome(*item)
                         self._count(place[1], outcome)
                         if outcome.wrong:
-                            # What has gone wrong may have left tensors without buffers: the others get a new process.
+                            # The failure may have left tensors without buffers, so the others get a new process.
                             waiting.unregister(child)
                             del running[child]
                             child.kill()

@@ -1,8 +1,8 @@
 """Random programs over tensors, and what they compute on a device: for comparing automatic donation with its absence.
 
 A program is a list of operations, each a name and three numbers. The numbers choose among what is there when the
-operation is reached, by metadata alone, so that a program means the same on every device. Values are small integers
-in every dtype, which all devices compute exactly. What an operation raises is part of what it computes.
+operation is reached, only by metadata, so that a program means the same on every device. Values are small integers
+in every dtype, which all devices compute exactly. An exception of an operation is part of its result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULUS = 13  # products of two such values, and sums of a few, are exact in bfl
 
 
 class Cycle:
-    """Held by itself: only the garbage collector frees it."""
+    """Part of a cycle, which only the garbage collector frees."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

@@ -3,13 +3,13 @@
 `--kind states` runs programs that call a function of a state several times, in each way of donating (`fuzz.states`,
 `fuzz.farm`). The rest of this file is about `--kind operations`: programs with automatic donation and without it.
 
-A difference between with and without is a failure, which hypothesis shrinks. Where torch_xla without donation differs
+A difference between with and without is a failure, which hypothesis shrinks. If torch_xla without donation differs
 from the CPU the program says nothing about donation; such programs are counted.
 
 torch_xla 2.9.0 gives one hash to graphs that differ in nothing but which input goes where (pytorch/xla#8353), so that a
-program may run what an earlier one has compiled. A difference is therefore looked for in fresh processes: of the
-program alone; and if it is not there, of the programs before it, too, while torch_xla keeps one compiled graph at a
-time. What is in neither is told and counted as of history.
+program may run a graph that an earlier one has compiled. So fresh processes look for a difference again: first of the
+program without others, then of the programs before it as well, while torch_xla keeps one compiled graph at a
+time. A difference in neither is reported and counted as of history.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _run(program: Program, device: str, sharded: bool) -> dict[str, Any]:
 
 
 def differences(without: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What automatic donation has changed of what a program computes."""
+    """The changes of a program's results by automatic donation."""
     told = [] if all(found["outside"]) else ["memory seen from outside has changed"]
     for key in without:
         if found[key] != without[key]:
@@ -130,7 +130,7 @@ def differences(without: dict[str, Any], found: dict[str, Any]) -> list[str]:
 
 
 def replayed(programs: Sequence[Program], sharded: bool, automatic: bool, **environment: str) -> dict[str, Any]:
-    """The result of the last of the programs in a process of their own, in which each runs as it does here."""
+    """The result of the last of the programs in a separate process, in which each runs as it does here."""
     command = [*COMMAND, "--replay", repr([list(program) for program in programs])]
     command += ["--sharded"] * sharded + ["--automatic"] * automatic
     done = subprocess.run(
@@ -143,7 +143,7 @@ def replayed(programs: Sequence[Program], sharded: bool, automatic: bool, **envi
 
 
 def in_fresh_processes(programs: Sequence[Program], sharded: bool, **environment: str) -> list[str]:
-    """What automatic donation changes of what the last of the programs computes, if they alone have run."""
+    """The changes of the last program's results by automatic donation, if only these programs have run."""
     without = replayed(programs, sharded, False, **environment)
     return differences(without, replayed(programs, sharded, True, **environment))
 
@@ -166,9 +166,9 @@ def look_for_state(sharded: bool) -> None:
 
 
 def compare(program: Program, sharded: bool) -> None:
-    """AssertionError if automatic donation changes anything that the program computes in a process of its own.
+    """AssertionError if automatic donation changes anything that the program computes in a separate process.
 
-    What needs earlier programs goes to `of_state`: it cannot be shrunk here.
+    A failure that needs earlier programs goes to `of_state`. It cannot be shrunk here.
     """
     counts["programs"] += 1
     if counts["programs"] % 1000 == 0:  # two hours are long

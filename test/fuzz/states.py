@@ -58,7 +58,7 @@ AFTER = ("read", "read", "read", "hold", "hold_view", "write", "sync", "forget")
 
 
 def generate(seed: int, number: int) -> Program:
-    """The program of that number: it follows from both numbers alone, in whatever process."""
+    """The program of that number: it follows only from both numbers, in any process."""
     numbers = random.Random(f"{seed}/{number}")
 
     def some(names: Sequence[str], least: int, most: int) -> Operations:
@@ -84,12 +84,12 @@ def generate(seed: int, number: int) -> Program:
 
 
 def stock_of(mode: str) -> str:
-    """What torch_xla does without this package, in place of a mode."""
+    """The mode for torch_xla without this package."""
     return f"stock_{mode}" if mode in ("openxla", "marks") else "stock"
 
 
 class Expected(NamedTuple):
-    """What a check must find."""
+    """The expected result of a check."""
 
     name: str
     value: tuple[str, Any]
@@ -160,7 +160,7 @@ class _Held:
 
 
 def value_of(tensor: torch.Tensor) -> tuple[str, Any]:
-    """What a check compares."""
+    """The subject of a check."""
     return str(tensor.dtype), tensor.cpu().tolist()
 
 
@@ -225,14 +225,14 @@ class _Writer:
             shape = (-1,) if a % 2 or x.shape[0] % 2 else (2, -1)
             # Tensors on the device are contiguous, so that it makes a view where the CPU may have to copy.
             return f"{name}.reshape({shape})" if self.storage(x.reshape(shape)) == self.storage(x) else None
-        # Where this copies on the CPU and is a view on the device, a later write makes them differ.
+        # It copies on the CPU and is a view on the device, so a later write makes them differ.
         if kind == "expand" and x.dim() < 3 and not (self.writes and self.storage(x) in self.written_storages()):
             self.copied.add(self.storage(x))
             return f"{name}.unsqueeze(0).expand({(2, *x.shape)})"
         return None
 
     def written_storages(self) -> set[int]:
-        """Storages that somebody may write to later."""
+        """Storages that a later operation may write to."""
         raise NotImplementedError
 
 
@@ -560,7 +560,7 @@ class _Caller(_Writer):
         given = {name: self.names[name] for name in self.leaves}
         versions = {name: tensor._version for name, tensor in given.items()}
         results, extras = self.function(*given.values(), self.names["x"], self.names["k"])
-        # What comes back as it came has not been consumed, unless a donated view had another buffer on the device.
+        # An unchanged result has not been consumed, unless a donated view had another buffer on the device.
         if self.mode != "marks":
             back = {id(tensor) for tensor in (*results, *extras)}
             kept = [

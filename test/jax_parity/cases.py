@@ -222,7 +222,7 @@ def _(side: Side) -> Observations:
     return {"deleted": side.gone(x, y)}
 
 
-@case("an object that is no pytree", PAGE)
+@case("an object that is not a pytree", PAGE)
 def _(side: Side) -> Observations:
     class Opaque:
         array = side.array(3)
@@ -346,7 +346,7 @@ def _(side: Side) -> Observations:
     return {"deleted": side.gone(x)}
 
 
-@case("the lowered function tells which leaves are donated", "api_test::test_donate_args_info_aot")
+@case("the lowered function shows which leaves are donated", "api_test::test_donate_args_info_aot")
 def _(side: Side) -> Observations:
     def f(x: Any, y: Any) -> Any:
         return side.map(lambda leaf: leaf * 2, x), y * 2
@@ -388,7 +388,7 @@ def _(side: Side) -> Observations:
     return {"error": side.error(lambda: side.compile(lambda x: x, static_argnames="x", donate_argnames="x"))}
 
 
-@case("a compiled function inside of another one donates nothing", "api_test::test_jit_nested_donate_ignored")
+@case("a compiled function inside another one donates nothing", "api_test::test_jit_nested_donate_ignored")
 def _(side: Side) -> Observations:
     x = side.array(3, value=3.0)
     out = side.compile(lambda x: side.compile(lambda y: y * y, donate_argnums=0)(x))(x)
@@ -479,7 +479,7 @@ def _(side: Side) -> Observations:
 @case(
     "memory that the host still sees",
     "array_test::test_buffer_protocol_donation",
-    "XLA copies on both sides; JAX does not tell",
+    "XLA copies on both sides; JAX does not report it",
 )
 def _(side: Side) -> Observations:
     x = side.array(64, 64)
@@ -583,7 +583,7 @@ nothing_here(
 )
 nothing_here(
     "a donor and an output whose layouts are chosen",
-    "torch_xla lets nobody choose a layout, so donor and output have XLA's default one",
+    "torch_xla has no choice of layouts, so donor and output have XLA's default one",
     "layout_test::test_layout_donation",
     "layout_test::test_layout_donation_auto",
     "layout_test::test_layout_donation_matching_in_and_out",
@@ -698,8 +698,8 @@ def _(side: Side) -> Observations:
 
 
 nothing_here(
-    "a callback with a token inside of a donating step (TPU only)",
-    "torch_xla has no callbacks inside of a step; printing is in debugging_primitives_test's rows",
+    "a callback with a token inside a donating step (TPU only)",
+    "torch_xla has no callbacks inside a step; printing is in debugging_primitives_test's rows",
     "pjit_test::testBufferDonationWithOutputShardingInferenceAndTokens",
 )
 
@@ -751,6 +751,6 @@ def _(side: Side) -> Observations:
 
 nothing_here(
     "a transfer donates its source (`device_put(..., donate=)`)",
-    "a transfer is no step; `.to()` of a tensor that is on the device already is the tensor itself",
+    "a transfer is not a step; `.to()` of a tensor that is on the device already is the tensor itself",
     "pjit_test::test_device_put_donate_pytree",
 )

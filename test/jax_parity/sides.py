@@ -1,4 +1,4 @@
-"""What the cases ask of JAX and of torch_xla_donate, under the same names."""
+"""The operations of JAX and of torch_xla_donate that the cases use, under the same names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Side:
         raise NotImplementedError
 
     def split(self, array: Any, axis: int | None = 0) -> Any:
-        """The array split over the devices along an axis, or (None) whole on each; also inside of a function."""
+        """The array split over the devices along an axis, or (None) whole on each; also inside a function."""
         raise NotImplementedError
 
     def leaves(self, tree: Any) -> list[Any]:
@@ -53,17 +53,17 @@ class Side:
         raise NotImplementedError
 
     def print(self, label: str, array: Any) -> None:
-        """Prints `label: value` from inside of a compiled function."""
+        """Prints `label: value` from inside a compiled function."""
         raise NotImplementedError
 
     def debug_nans(self) -> contextlib.AbstractContextManager[Any]:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Waits until everything has run, and everything that is to be told has been."""
+        """Waits until everything has run and is reported."""
         raise NotImplementedError
 
-    # What both sides share.
+    # Shared by both sides.
 
     def gone(self, *trees: Any) -> list[bool]:
         return [self.is_gone(leaf) for tree in trees for leaf in self.leaves(tree)]

@@ -1,4 +1,4 @@
-"""Runs the tests of `make test` and shows which of our own lines, in Python and in C++, they run.
+"""Runs the tests of `make test` and shows which of our lines they run, in Python and in C++.
 
     python test/line_coverage/run.py [arguments of pytest]
 
@@ -85,7 +85,7 @@ def with_result(readme: str, python: float, cpp: float) -> str:
     text = f"The tests run {int(python)}% of the Python lines and {int(cpp)}% of the C++ lines (`make coverage`)."
     found, count = re.subn(f"{BEGIN}\n.*?{END}", f"{BEGIN}\n{text}\n{END}", readme, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"found {count} places for the result, expected 1: {BEGIN} and {END} on lines of their own")
+        raise ValueError(f"found {count} places for the result, expected 1: {BEGIN} and {END} on separate lines")
     return found
 
 

@@ -35,7 +35,7 @@ def counts_of(last: Path, *arguments: str, devices: int | None = None) -> dict[s
 def test_random_programs_compute_the_same(tmp_path):
     counts = counts_of(tmp_path / "last", "--programs", "200", "--seed", "1")
     assert counts["programs"] == 200
-    # Where torch_xla itself differs from the CPU nothing is said; where nothing is donated, either.
+    # A program says nothing if torch_xla itself differs from the CPU, or if nothing is donated.
     assert counts["of_stock"] < 8 and counts["of_history"] <= 1 and counts["donated"] > 20
 
 

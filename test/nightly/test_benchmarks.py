@@ -18,7 +18,7 @@ HEAD = {"benchmark", "date", "command", "options", "machine", "versions"}
 
 
 def run(script: str, results: Path, *options: str, exit_code: int = 0) -> tuple[str, dict[str, Any]]:
-    """What the benchmark prints, and its result file."""
+    """The output of the benchmark, and its result file."""
     done = run_file(BENCHMARKS / script, "--results", str(results), *options, timeout=1800, exit_code=exit_code)
     path = results / script.replace(".py", ".json")
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -26,7 +26,7 @@ def run(script: str, results: Path, *options: str, exit_code: int = 0) -> tuple[
 
 
 def assert_neutral(found: dict[str, Any]) -> None:
-    """The head is complete, and tells nothing of whose machine it was."""
+    """The head is complete, and does not identify the machine."""
     assert found.keys() >= HEAD
     assert found["versions"].keys() == {"torch_xla_donate", "torch", "torch_xla", "python"}
     assert str(Path.home()) not in json.dumps(found)
@@ -112,7 +112,7 @@ def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> 
         assert copied["auto"] <= copied["by hand"]
         assert kept["auto"] >= kept["by hand"]
     assert found["aim"]["met"] is True
-    # What torch_xla aliases by itself is left as it is; of the others it aliases a part at most.
+    # Patterns that torch_xla aliases automatically stay as they are. Of the others it aliases at most a part.
     for key in ("aliased_bytes", "copied_bytes", "kept_bytes"):
         assert len(set(rows["torch.optim.AdamW, in place"][key].values())) == 1
     without_upstream = [name for name, row in rows.items() if row["aliased_bytes"]["upstream"] == 0]

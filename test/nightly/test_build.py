@@ -39,7 +39,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def environment(tmp_path_factory):
-    """An environment of its own that sees torch, torch_xla and the build tools of this one, but not this package."""
+    """A separate environment that sees torch, torch_xla and the build tools of this one, but not this package."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next((folder / "lib").glob("python*")) / "site-packages"

@@ -36,7 +36,7 @@ def test_a_state_has_the_same_values():
     assert done.returncode == 0, done.stderr
     found = counts(done)
     assert found["programs"] == 260 and found["openxla"] == 20
-    # Programs that donate nothing, or are refused, or that torch_xla alone makes wrong, say nothing about donation.
+    # Programs without donors, refused programs, and programs that stock torch_xla makes wrong say nothing.
     assert found["donated"] > 100 and found["refused"] < 13 and found.get("of_stock", 0) < 13
 
 

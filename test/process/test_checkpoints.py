@@ -1,4 +1,4 @@
-"""Checkpoints in processes of their own: the HLO of the first step after loading, sharded and asynchronous ones."""
+"""Checkpoints in separate processes: the HLO of the first step after loading, sharded and asynchronous ones."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def run(*words: str, env: Environment | None = None, exit_code: int = 0) -> Ende
 
 
 def run_module(*words: str) -> None:
-    """What `python -m torch_xla_donate` runs."""
+    """The command line of `python -m torch_xla_donate`."""
     sys.argv = ["torch_xla_donate", *words]
     runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
 
@@ -65,7 +65,7 @@ def test_explain_without_a_page_lists_them():
 
 def test_explain_names_the_pages_there_are():
     done = run("explain", "donations", exit_code=2)
-    assert "there is no page 'donations'; there are" in done.stderr
+    assert "page 'donations' does not exist. Choose one of" in done.stderr
     assert "unusable" in done.stderr
 
 

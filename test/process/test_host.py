@@ -48,14 +48,14 @@ def test_the_versions_of_the_build_are_accepted():
 @pytest.mark.parametrize(
     ("torch_version", "torch_xla_version", "text"),
     [
-        ("2.10.0", "2.10.0", r"supports torch_xla 2.7, 2.8, 2.9; found torch_xla 2.10.0"),
-        ("2.6.0", "2.6.0", r"supports torch_xla 2.7, 2.8, 2.9; found torch_xla 2.6.0"),
+        ("2.10.0", "2.10.0", r"supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.10.0 is installed"),
+        ("2.6.0", "2.6.0", r"supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.6.0 is installed"),
         ("2.8.0", "2.9.0", r"torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
         (
             "2.8.0+cpu",
             "2.8.1",
-            r"was built against torch 2.9.1\+cu128 and torch_xla 2.9.0; found torch 2.8.0\+cpu and torch_xla 2.8.1. "
-            r"Rebuild torch_xla_donate in this environment: pip install --no-build-isolation",
+            r"was built against torch 2.9.1\+cu128 and torch_xla 2.9.0, but torch 2.8.0\+cpu and torch_xla 2.8.1 are "
+            r"installed. Rebuild torch_xla_donate in this environment: pip install --no-build-isolation",
         ),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
         try:
             import torch_xla_donate
         except ImportError as error:
-            assert "needs torch_xla (2.7, 2.8, 2.9), which is not installed for" in str(error), error
+            assert "needs torch_xla 2.7, 2.8, 2.9, which is not installed for" in str(error), error
         else:
             raise AssertionError
         import sys
@@ -112,7 +112,7 @@ def test_the_module_records_what_it_was_built_against(tmp_path):
 
     stranger = tmp_path / "_C.so"
     stranger.write_bytes(b"\x7fELF")
-    with pytest.raises(ImportError, match="does not say what it was built against. Rebuild"):
+    with pytest.raises(ImportError, match="has no record of its build. Rebuild"):
         _host.build_record(stranger)
 
 
@@ -125,7 +125,7 @@ def test_every_hook_of_the_table_is_in_place():
 
 
 def unhooked() -> object:
-    """What `state` returns while the hooks are out; they are back when this returns."""
+    """The result of `state` without the hooks. It installs them again."""
     _host.uninstall_hooks()
     found = state()
     _host.install_hooks()
@@ -137,7 +137,7 @@ def test_uninstalling_leaves_torch_xla_byte_for_byte_as_it_was():
 
 
 def slots_of_libtorch(wanted):
-    """How often the data of libtorch points to each of these functions of its own."""
+    """How often the data of libtorch points to each of these functions of libtorch."""
     found = [0] * len(wanted)
     with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
         for line in maps:
@@ -177,7 +177,7 @@ def test_unhooked_nothing_is_donated_and_hooked_again_it_is():
     out = t + 1
     torch_xla.sync(wait=True)
     assert t.tolist() == [0, 1, 2, 3] and not is_donated(t)
-    with pytest.raises(DonationError, match="hooks of torch_xla_donate have been taken out"):
+    with pytest.raises(DonationError, match="hooks of torch_xla_donate have been removed"):
         donate_buffer(t)
     _host.install_hooks()
     out = t + 2

@@ -30,7 +30,7 @@ SPECS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tiles": (("a",), ("b",)),
     "half": (("a",), ()),  # on two halves of the devices
 }
-# For an output also None: nobody gives it a sharding, the compiler chooses.
+# For an output also None, if the compiler chooses the sharding.
 KNOWN = [*itertools.product(SPECS, SPECS)]
 INFERRED = [(donor, None) for donor in SPECS if donor != "whole"]
 ALONE = [("rows", "rows"), ("rows", None), ("half", "half"), ("half", "rows"), ("whole", "tiles"), ("columns", "half")]
@@ -376,7 +376,7 @@ def test_donors_go_through_a_manual_region(dump_folder):
             right = is_right(x, y, z)
             results.append(["donated", is_donated(x), _C.has_value(x), right])
     assert results == [["donated", True, False, True]] * 12
-    # Of an output that stays whole: refused, and told.
+    # A donor for an output that stays whole is refused with a warning.
     x = make((8, 16), ROWS)
     z = shard(region(x, make((8, 16), ROWS), ROWS) + 1, WHOLE)
     donate_buffer(x)
@@ -428,7 +428,7 @@ def test_compiled_functions_donate_sharded_arguments_or_say_why(dump_folder, opt
     assert [result[:5] for result in donated] == [[True, True, True, False, "donated"]] * 14
     assert [result[:5] for result in refused] == [[True, True, False, True, "unusable"]] * 14
     assert all(" on each device (outputs: " in reason for *_, reason in refused)
-    # Arguments that nobody has sharded are donated at every call.
+    # Arguments without a sharding are donated at every call.
     g = compile(same, donate_argnums=0, **options)
     for _ in range(8):
         x, y = make((8, 16)), make((4, 4))
@@ -463,7 +463,7 @@ def test_sharding_inside_torch_compile_breaks_the_graph():
             assert torch.equal(out.cpu(), values(8, 16) * 2 + 1)
             assert not is_donated(x)
     (warning,) = [str(w.message) for w in caught if "not usable" in str(w.message)]
-    assert "torch.compile has broken the function's graph" in warning
+    assert "torch.compile broke the function's graph" in warning
 
 
 @in_process(devices=4)

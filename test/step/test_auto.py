@@ -233,7 +233,7 @@ def test_the_report_shows_only_what_the_last_step_left_alone(make):
         old, p = p, p + 1
         torch_xla.sync()
         assert held() == ["f32[6]"]
-        torch_xla.sync()  # with nothing to do it is no step
+        torch_xla.sync()  # with nothing to do it is not a step
         assert old.tolist() != p.tolist() and held() == ["f32[6]"]
         with leave_out():
             p = p + 1
@@ -413,7 +413,7 @@ def test_the_report_lists_held_inputs_that_outputs_could_take(make):
         ]
         assert donated() == ["f32[9]"] * (1 if holds else 3)
     assert str(report).endswith(
-        "\nauto_donate left inputs of the last step alone, which outputs could have taken:"
+        "\nauto_donate skipped these inputs of the last step, which outputs could have reused:"
         + "".join(f"\n  1 x f32[9] (36 B): held by {held.holder}" for held in report.held)
     )
     assert report.to_dict()["held"] == [
@@ -617,7 +617,7 @@ def test_the_report_says_where_liveness_is_unknown(name, value, reason):
     assert t.tolist() == [2, 3, 4, 5]
     report = donation_report()
     assert report.donors == ()
-    assert f"auto_donate left 2 steps alone: {reason}" in str(report)
+    assert f"auto_donate skipped 2 steps: {reason}" in str(report)
 
 
 @in_process(env=SWITCHED_ON)
@@ -695,7 +695,7 @@ def test_an_automatic_donor_of_no_use_makes_no_report_worse():
     report = donation_report()
     assert [(d.automatic, d.outcome) for d in report.donors] == [(True, "unusable")]
     assert not report and report.offered == () and report.reused_fraction == 0.0
-    assert "0 of 0 donors donated, 0 B (0.0% of the bytes offered); 1 automatic of no use" in str(report)
+    assert "0 of 0 donors donated, 0 B (0.0% of the bytes offered); 1 automatic not used" in str(report)
 
     p = made()
     donate_buffer(p)
@@ -704,7 +704,7 @@ def test_an_automatic_donor_of_no_use_makes_no_report_worse():
     report = donation_report()
     assert [(d.automatic, d.outcome) for d in report.donors] == [(True, "unusable"), (False, "donated")]
     assert report and report.reused_fraction == 1.0 and len(report.offered) == 1
-    assert "1 of 1 donors donated, 128 B (100.0% of the bytes offered); 1 automatic of no use" in str(report)
+    assert "1 of 1 donors donated, 128 B (100.0% of the bytes offered); 1 automatic not used" in str(report)
 
 
 @in_process(env=SWITCHED_ON, devices=4)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torch_xla_donate import _C, DonatedBufferError, compile, donate_buffer, is_donated
 
-# What torch and torch_xla warn of when they write a distributed checkpoint without a process group.
+# The warnings of torch and torch_xla when they write a distributed checkpoint without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(TypedStorage|single process|no_dist)")
 
 

@@ -1,4 +1,4 @@
-"""compile() where donation is disabled: outputs are checked at the end of the call, later uses are told."""
+"""compile() with donation disabled: the end of the call checks outputs, and later uses cause warnings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_use_of_a_would_be_consumed_argument_warns_at_its_line(make, way):
     x, y = make(3), make(3)
     with donation_disabled(report_reuse=True):
         result = step(x, y)
-        with pytest.warns(DonationWarning, match=r"f32\[3\] tensor 'x \(argument 0 of <lambda>\)' is used although"):
+        with pytest.warns(DonationWarning, match=r"f32\[3\] tensor 'x \(argument 0 of <lambda>\)' is used after"):
             assert (x + 1).tolist() == [1, 2, 3]
         assert (y + 1).tolist() == [1, 2, 3]
     assert result.tolist() == [0, 2, 4] and not is_donated(x)

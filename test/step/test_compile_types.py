@@ -1,4 +1,4 @@
-"""What mypy and pyright know of compiled functions and modules."""
+"""The types of compiled functions and modules for mypy and pyright."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_nan_raises_at_its_steps_end_and_names_the_output(make):
     assert str(caught.value) == (
         "1 output is not finite.\n"
         "  output 2 of 3 of the step, f32[2,3]: 2 NaN of 6 values.\n"
-        "  Nothing was donated, so the inputs are still there: run the step again with torch_xla.sync() after each "
+        "  Nothing was donated, so the inputs are still there. Run the step again with torch_xla.sync() after each "
         "line. See `python -m torch_xla_donate explain debug_nans`."
     )
     assert caught.value.outputs == ("output 2 of 3 of the step, f32[2,3]: 2 NaN of 6 values",)
@@ -437,7 +437,7 @@ def test_the_last_compiled_graph_is_checked_at_interpreter_end():
 
 def test_a_variable_that_is_neither_yes_nor_no_fails_the_import():
     done = run_in_child(bare.import_package, env={"TORCH_XLA_DONATE_DEBUG_NANS": "maybe"}, exit_code=1)
-    assert "TORCH_XLA_DONATE_DEBUG_NANS='maybe' is neither yes nor no; set it to 1 or 0." in done.stderr
+    assert "TORCH_XLA_DONATE_DEBUG_NANS='maybe' is neither yes nor no. Set it to 1 or 0." in done.stderr
 
 
 # --- Reuse ---
@@ -460,10 +460,9 @@ def test_a_use_warns_at_its_line_and_keeps_the_value(make, reuses):
     (found,) = reuses()
     assert found[0] == line_of("the use")
     assert re.fullmatch(
-        rf"f32\[4\] tensor is used although it was donated at {re.escape(__file__)}:{line_of('the donation')}: "
-        r"step \d+ would have consumed it, had donation not been disabled. Its value is still right; with donation on, "
-        r"this line raises DonatedBufferError. Use the step's result instead; to keep the old value, call .clone\(\) "
-        r"before the step, or take the donation out. See `python -m torch_xla_donate explain debug_nans`.",
+        rf"f32\[4\] tensor is used after it was donated at {re.escape(__file__)}:{line_of('the donation')}\. "
+        r"With donation enabled, step \d+ reuses its memory and this line raises DonatedBufferError\. Use the step's "
+        r"result, or \.clone\(\) it before the step\. See `python -m torch_xla_donate explain debug_nans`\.",
         found[1],
     )
     assert (total.tolist(), out.tolist()) == ([1, 2, 3, 4], [0, 2, 4, 6])
@@ -498,7 +497,7 @@ def test_every_use_is_reported(make, reuses, use):
     spare(t)
     use(t)
     ((_, text),) = reuses()
-    assert "is used although it was donated at" in text
+    assert "is used after it was donated at" in text
     if use is donate_buffer:
         _C.cancel([t])
 
@@ -512,7 +511,7 @@ def test_an_error_made_of_a_warning_corrupts_nothing(make, use):
     with warnings.catch_warnings():
         warnings.simplefilter("error", DonationWarning)
         for _ in range(2):
-            with pytest.raises(DonationWarning, match="is used although it was donated at"):
+            with pytest.raises(DonationWarning, match="is used after it was donated at"):
                 use(t)
         torch_xla.sync()
     assert _C.pending() == []
@@ -657,7 +656,7 @@ def test_a_warning_as_an_error_comes_out_of_a_backward_pass():
         with torch.no_grad():
             _new = weight * 0.5
         torch_xla.sync()
-    with pytest.raises(DonationWarning, match=r"f32\[3\] tensor is used although"):
+    with pytest.raises(DonationWarning, match=r"f32\[3\] tensor is used after"):
         loss.backward()
 
 
@@ -691,7 +690,7 @@ def test_names_of_leaves_are_told(make, reuses):
         torch_xla.sync()
     state["layer"][0].cpu()
     ((_, text),) = reuses()
-    assert text.startswith("f32[2] tensor \"['layer'][0]\" is used although")
+    assert text.startswith("f32[2] tensor \"['layer'][0]\" is used after")
 
 
 def test_nothing_is_remembered_of_tensors_that_are_gone(make):

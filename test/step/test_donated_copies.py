@@ -1,4 +1,4 @@
-"""TORCH_XLA_DONATE_WARN_COPIES=1: a warning where XLA reuses a donated buffer and copies it all the same."""
+"""TORCH_XLA_DONATE_WARN_COPIES=1: a warning if XLA reuses a donated buffer but copies it first."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_without_the_variable_nothing_is_said(make):
 
 def test_neither_yes_nor_no_fails_the_import():
     done = run_in_child(bare.import_package, env={"TORCH_XLA_DONATE_WARN_COPIES": "maybe"}, exit_code=1)
-    assert "TORCH_XLA_DONATE_WARN_COPIES='maybe' is neither yes nor no; set it to 1 or 0." in done.stderr
+    assert "TORCH_XLA_DONATE_WARN_COPIES='maybe' is neither yes nor no. Set it to 1 or 0." in done.stderr
 
 
 @in_process(env=ON)

@@ -25,7 +25,7 @@ from torch_xla_donate import (
     is_donated,
 )
 
-REASON = "eager mode runs each operation at once, outside of a step, and has run one that reads it"
+REASON = "eager mode runs each operation at once, outside a step, and ran one that reads it"
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def test_a_graph_that_reads_another_input_is_another_graph(donate):
 
 @pytest.mark.parametrize("op", [torch.t, torch.neg, lambda x: x[1:].sum(0), lambda x: x.reshape(-1)])
 def test_every_assignment_of_alike_roots_is_right(op):
-    """Three inputs and three roots that differ in their input alone, beside a root that fixes the post-order."""
+    """Three inputs and three roots that differ only in their input, beside a root that fixes the post-order."""
     for order in itertools.permutations(range(3)):
         inputs = on_xla(1.0, 2.0, 3.0, size=5)
         donate_buffer(inputs[:1])

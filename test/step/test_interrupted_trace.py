@@ -45,7 +45,7 @@ FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
 
 def state():
-    """What an interrupt could leave behind on this thread."""
+    """The state that an interrupt could leave behind on this thread."""
     return {
         "function modes": torch._C._len_torch_function_stack(),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
@@ -72,7 +72,7 @@ def state():
 
 @functools.cache
 def ends_of_with(code: types.CodeType) -> frozenset[int]:
-    """Where a `with` ends without an error: Python looks for no signal between the three Nones and the call."""
+    """At the end of a `with` without an error. Python checks for no signal between the three Nones and the call."""
     plain = [i for i in dis.get_instructions(code) if i.opname not in ("PRECALL", "CACHE")]
     found: set[int] = set()
     for at in range(len(plain) - 3):
@@ -130,7 +130,7 @@ def interrupt_everywhere(function, check):
 
 @contextlib.contextmanager
 def collected_by_hand():
-    """What is made inside stays in the youngest generation, which is collected in no time."""
+    """Objects made inside stay in the youngest generation, which is collected quickly."""
     gc.collect()
     gc.disable()
     try:

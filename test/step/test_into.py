@@ -155,7 +155,7 @@ def crossing(wished):
 
 
 def test_into_can_ask_for_pairs_that_cross(tmp_path):
-    """Left alone, each donor goes to the output computed from it; a wish for crossing pairs costs copies."""
+    """Without `into=` each donor goes to the output computed from it. A request for crossing pairs costs copies."""
     copies = {}
     for wished in (True, False):
         folder = tmp_path / str(wished)
@@ -249,10 +249,10 @@ def test_a_target_that_has_gone_leaves_the_question_open(make):
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        (lambda t: t[:2] + 1, r"into is float32\[2\], the donated tensor is float32\[4\].*same shape and dtype"),
-        (lambda t: (t + 1).to(torch.int32), r"into is int32\[4\], the donated tensor is float32\[4\]"),
-        (lambda t: torch.ones(4), r"into is on cpu, the donated tensor on xla:0"),
-        (lambda t: [t + 1, t + 2], "into has 2 leaves, tensors has 1"),
+        (lambda t: t[:2] + 1, r"into is float32\[2\], but the donated tensor is float32\[4\].*same shape and dtype"),
+        (lambda t: (t + 1).to(torch.int32), r"into is int32\[4\], but the donated tensor is float32\[4\]"),
+        (lambda t: torch.ones(4), r"into is on cpu, but the donated tensor is on xla:0"),
+        (lambda t: [t + 1, t + 2], "into has 2 leaves, but tensors has 1"),
     ],
 )
 def test_a_target_that_does_not_fit_is_a_value_error(make, target, text):

@@ -275,7 +275,7 @@ def test_a_graph_break_donates_nothing(make):
         x = make(3)
         assert g(x).tolist() == [0, 3, 6]
         assert not is_donated(x)
-        assert "has broken the function's graph" in last_reason()
+        assert "broke the function's graph" in last_reason()
 
 
 def test_operations_on_the_host_donate_nothing(make):
@@ -307,10 +307,10 @@ def test_hooks_and_functions_without_a_graph_donate_nothing(make):
 
     assert give_away(disabled)(x).tolist() == [0, 2, 4]
     assert not is_donated(x)
-    assert "has not compiled the function as a whole" in last_reason()
+    assert "did not compile the whole function" in last_reason()
 
 
-NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+NO_GRAPH = "torch.compile compiled no graph of the function, and code outside a graph may read it"
 
 
 def test_the_report_knows_reads_outside_a_graph_from_no_reads(make):
@@ -324,7 +324,7 @@ def test_the_report_knows_reads_outside_a_graph_from_no_reads(make):
 
     for f, reason in (
         (lambda x, y: outside(x), NO_GRAPH),
-        (first_broken, "torch.compile has broken the function's graph, and what follows the break may read it"),
+        (first_broken, "torch.compile broke the function's graph, and the code after the break may read it"),
         (lambda x, y: y + 1, "not read by the step"),
     ):
         g = give_away(f)
@@ -553,7 +553,7 @@ def test_a_break_beside_parameters_that_a_graph_does_not_read():
 
 
 def test_inputs_that_torch_compile_does_not_report_are_unknown():
-    """Outside of torch.compile nothing is known of a graph, as of one with inputs that torch.compile has added."""
+    """A graph outside torch.compile has no metadata, like one with inputs that torch.compile has added."""
     graph = torch.fx.symbolic_trace(lambda x, y: (x, x + y))
     assert _compile.openxla._handed_on(graph, graph.graph.find_nodes(op="placeholder")) is None
 

@@ -113,7 +113,7 @@ INEXACT = {"x ** n", "n ** x", "number iadd"}
 
 @pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
 def test_dtypes_and_values_are_those_of_a_number(dtype):
-    """Over a table of operations: the dtype of eager torch on the CPU, and its value as far as the CPU tells."""
+    """Over a table of operations: the dtype of eager torch on the CPU, and its value if the CPU has one."""
     value = 0.3
     x = torch.tensor([1, 2, 3]).to(dtype)
     expected = {name: f(x, value) for name, f in OPERATIONS.items() if _runs(f, x, value)}

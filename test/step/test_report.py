@@ -110,9 +110,9 @@ def test_steps_are_kept_for_the_last_eight(make):
     assert steps == sorted(steps)
     assert [donor.step for donor in donation_report(steps=2).donors] == steps[-2:]
     for steps in ("2", True, 1.0):
-        with pytest.raises(TypeError, match="steps is of type (str|bool|float); it must be an int"):
+        with pytest.raises(TypeError, match="steps is of type (str|bool|float), not an int"):
             donation_report(steps=steps)
-    with pytest.raises(ValueError, match="steps is 0; it must be 1 or more"):
+    with pytest.raises(ValueError, match="steps is 0. Pass 1 or more, or None"):
         donation_report(steps=0)
 
 
@@ -136,14 +136,14 @@ def donor(size, array=""):
         ([8], ["f32[3]{0}", "s64[]"], None),
         ([12, 12], ["f32[3]{0}"], "more donors than outputs of its size: 2 donors and 1 output of 12 bytes"),
         ([16], ["f32[3]{0}", "f32[3]{0}"], "no output of the step has its size of 16 bytes (outputs: 2 of 12 bytes)"),
-        ([12], ["f32[3]{0}"], "outputs of its size of 12 bytes went to other inputs"),
+        ([12], ["f32[3]{0}"], "every 12-byte output already reuses another input"),
         ([12], [""], "XLA did not use it; the step's outputs are gone"),
     ],
 )
 def test_the_reason_follows_from_the_sizes(donors, outputs, reason):
     step = {"donors": [donor(size) for size in donors], "outputs": outputs}
     text = explain(donor(donors[0]), step)
-    assert text.startswith(reason or "outputs of its size of 8 bytes")
+    assert text.startswith(reason or "every 8-byte output already reuses another input")
 
 
 def test_the_reason_names_shardings_that_keep_the_sizes_apart():
@@ -151,7 +151,7 @@ def test_the_reason_names_shardings_that_keep_the_sizes_apart():
     step = {"donors": [sharded], "outputs": ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]}
     assert explain(sharded, step) == (
         "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
-        "8 bytes on each, the output f32[8], sharded {replicated}, 32; shard donor and output alike"
+        "8 bytes on each device, and the output f32[8], sharded {replicated}, takes 32; shard donor and output alike"
     )
 
 
@@ -204,7 +204,7 @@ def test_work_on_views_that_cannot_be_seen_is_not_predicted():
     out, unseen = other + 1, t + 1
     view = unseen[2:]
     donate_buffer([t, other])
-    reason = "no step has read it yet; there are views while functionalization is off, whose work cannot be seen"
+    reason = "no step has read it yet; functionalization is off, so the pending work of views is not known"
     predicted = [(mark.prediction, mark.reason) for mark in donation_report(predict=True).pending]
     assert predicted == [("unknown", reason)] * 2
     torch_xla.sync(wait=True)

@@ -1,4 +1,4 @@
-"""No backend consumes a buffer that a function returns as it came, in any place, alias or tensor object."""
+"""No backend consumes a buffer that a function returns unchanged, in any place, alias or tensor object."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ OTHERS = {
 }
 # Ways to return it.
 FORMS = {
-    "as it came": lambda x: x,
+    "unchanged": lambda x: x,
     "detach": torch.Tensor.detach,
     "data": lambda x: x.data,
     "detach of data": lambda x: x.data.detach(),
@@ -150,7 +150,7 @@ CONTAINERS = {
     "builtins": lambda p, t: {"p": [p], "t": ({"t": t},)},
     "object": Box,
 }
-# pure refuses a result that hides a tensor in an object that is no pytree: see below
+# pure refuses a result that hides a tensor in an object that is not a pytree: see below
 IN_CONTAINERS = [
     (backend, name) for backend in BACKENDS for name in CONTAINERS if (backend, name) != ("pure", "object")
 ]
@@ -310,7 +310,7 @@ def test_what_is_returned_in_any_object(make, backend):
 
 
 def test_an_object_that_leads_to_an_argument(make):
-    """What a closure, a partial function or a set of a result leads to."""
+    """Tensors in a closure, a partial function or a set of a result."""
     cases = [
         lambda a: functools.partial(print, a),
         lambda a: lambda: a,
@@ -354,7 +354,7 @@ def test_openxla_donates_what_a_graph_reads_and_keeps_the_rest(make):
 
 
 def test_openxla_returns_an_alias_that_torch_xla_would_lose(make):
-    """torch_xla's bridge knows an input among the results by its object alone, and runs out of results."""
+    """torch_xla's bridge knows an input among the results only by its object, and runs out of results."""
     g = give_away(lambda a, b: (a.detach(), b + 1, b.detach(), a * 2), "openxla", (0, 1))
     for _ in range(2):
         a, b = make(3), make(3) + 5
@@ -407,7 +407,7 @@ VIEWS = {"transposed": torch.t, "part": lambda a: a[1:], "flat": lambda a: a.vie
 @pytest.mark.parametrize("donated", [(), (0,), (0, 1)])
 @pytest.mark.parametrize("view", VIEWS)
 def test_openxla_refuses_to_update_a_view_of_an_argument(make, view, donated):
-    """torch.compile by itself gives wrong values here, without donation, too."""
+    """torch.compile gives wrong values here, also without donation."""
 
     def update(a, v):
         v[0].add_(1)

@@ -87,7 +87,7 @@ def test_init_and_xs_are_donated_from_outside(make):
     del kept
     assert all(map(is_donated, (init["sum"], init["same"], xs)))
     for wrong, error in (("ys", ValueError), (("init", "ys"), ValueError), (True, TypeError), ([1], TypeError)):
-        with pytest.raises(error, match=f'donate is {re.escape(repr(wrong))}; it takes "init", "xs" or both'):
+        with pytest.raises(error, match=f'donate is {re.escape(repr(wrong))}. Pass "init", "xs" or both'):
             scan(accumulate, *arguments(make), donate=wrong)
 
 
@@ -397,7 +397,7 @@ def test_bodies_without_a_hash_are_called_as_by_torch_xla(make, kind):
     torch_xla.sync()
     assert is_donated(init)
     assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
-    with pytest.raises(TypeError, match=f"fn is of type {kind.__name__}, by which the trace of a pure body cannot"):
+    with pytest.raises(TypeError, match=f"fn is of type {kind.__name__}, so the trace of a pure body cannot"):
         scan(kind(), init, make(4, 3), is_fn_pure=True)
 
 
@@ -485,7 +485,7 @@ def test_keys_that_print_alike_do_not_donate_for_each_other(make, keys):
 def test_what_cannot_be_called_is_refused_as_by_torch_xla(make, is_fn_pure):
     with pytest.raises(ValueError, match="must be callable"):
         host_scan(3, make(3), make(4, 3))
-    with pytest.raises(ValueError, match="fn is 3, which cannot be called. Give the body of the loop, a function of"):
+    with pytest.raises(ValueError, match="fn is 3, which cannot be called. Pass the body of the loop, a function of"):
         scan(3, make(3), make(4, 3), is_fn_pure=is_fn_pure)
 
 
@@ -586,7 +586,7 @@ def test_layers_may_scan_layers_of_their_own(make, pure):
 
 
 def by_hand(fn, carry, xs, **options):
-    """What a scan computes."""
+    """The results of a scan."""
     ys = []
     for x in xs:
         carry, y = fn(carry, x)

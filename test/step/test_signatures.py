@@ -1,4 +1,4 @@
-"""A warning where a function gets ever more signatures, and functions whose call is no step."""
+"""A warning for a function with many signatures, and functions whose call is not a step."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_functions_that_return_before_their_body_are_refused(options):
         "Callable is a generator function": Callable(),
         "method is an async def function": Callable().method,
         "Module is an async def function": Module(),
-        "generator is a generator function: a call": functools.partial(generator, 1),
+        "generator is a generator function, and a call": functools.partial(generator, 1),
     }
     for text, function in cases.items():
         with pytest.raises(TypeError, match=text):

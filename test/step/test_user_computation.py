@@ -95,7 +95,7 @@ def test_the_donors_of_modules_are_offered_and_aliased(dump_folder):
     def subtract_sum(gradient, weight):
         return weight - gradient.sum()
 
-    # Each donates the second of two parameters; the sizes tell the steps apart.
+    # Each donates the second of two parameters; the sizes distinguish the steps.
     alias = lowered(subtract_sum, (3,), (101,), donate_argnums=1)
     step(lambda g, w: user_computation("alias", [g, w], alias)[0], 3, 101)
     donor = from_stablehlo(
@@ -210,22 +210,22 @@ def test_a_loop_compiles_once(make):
 @pytest.mark.parametrize(
     ("inputs", "error", "text"),
     [
-        (lambda make: [make(4)], ValueError, "takes 2 arrays, inputs has 1. Give one tensor for each: f32.4., f32.4."),
+        (lambda make: [make(4)], ValueError, "takes 2 arrays, but inputs has 1. .* for each of these: f32.4., f32.4."),
         (
             lambda make: [make(4), make(3)],
             ValueError,
-            r"inputs\[1\] of sgd is f32\[3\], the computation takes f32\[4\]",
+            r"inputs\[1\] of sgd is f32\[3\], but the computation takes f32\[4\]",
         ),
-        (lambda make: [make(4, dtype=torch.int32), make(4)], ValueError, r"inputs\[0\] of sgd is s32\[4\], the comp"),
+        (lambda make: [make(4, dtype=torch.int32), make(4)], ValueError, r"inputs\[0\] of sgd is s32\[4\], but the"),
         (
             lambda make: [make(4), torch.ones(4)],
             ValueError,
-            r"inputs\[1\] of sgd is float32\[4\] on cpu; a computation",
+            r"inputs\[1\] of sgd is float32\[4\] on cpu, but a computation",
         ),
         (
             lambda make: [make(4), 3.0],
             TypeError,
-            r"inputs\[1\] of sgd is of type float; a computation takes XLA tensors",
+            r"inputs\[1\] of sgd is of type float, but a computation takes only XLA tensors",
         ),
     ],
     ids=["number", "shape", "dtype", "device", "type"],
@@ -241,7 +241,7 @@ def test_inputs_that_are_not_the_computations_are_refused(make, inputs, error, t
 
 
 def test_what_is_no_computation_is_refused(make):
-    with pytest.raises(TypeError, match="computation is of type bytes. Give what torch_xla.core.xla_builder makes"):
+    with pytest.raises(TypeError, match="computation is of type bytes, not a computation of torch_xla"):
         user_computation("sgd", [make(4)], b"")
 
 
@@ -256,7 +256,7 @@ ENTRY main.1 {
 
 @pytest.mark.parametrize(("name", "without"), [("main.1", "main"), ("b.3", "b")])
 def test_names_that_would_end_the_process_are_refused(make, name, without):
-    with pytest.raises(ValueError, match=rf"computation m has the name '{without}' in it.*such as {without}\.1"):
+    with pytest.raises(ValueError, match=rf"computation m has the name '{without}', and.*such as {without}\.1"):
         user_computation("text", [make(4)], from_text(TEXT.replace(name, without)))
 
 
@@ -299,7 +299,7 @@ def refused(make):
     base = make(4)
     return {
         "pending": (make(4) + 1, "not materialised"),
-        "view": (base[:], "a view, whose value is worked out anew"),
+        "view": (base[:], "a view, which torch_xla computes from its base"),
         "constant": (torch.tensor(7.0).to("xla"), "a cached constant or the RNG seed"),
     }
 
@@ -393,7 +393,7 @@ def test_a_donation_that_the_step_cannot_use_is_told_or_raised(make):
     assert [t.item() for t in kept] == [0, 0]
 
 
-# --- Inside of something else ---
+# --- Inside loops and compiled functions ---
 
 
 @pytest.mark.parametrize("backend", [{}, {"pure": True}], ids=["lazy", "pure"])
@@ -485,7 +485,7 @@ def test_every_array_of_a_donated_pytree_is_donated(make):
 
 
 def test_outputs_take_over_the_buffers_that_jax_would_give_them(make):
-    # The graph reads the second before the first, and XLA by itself pairs in that order.
+    # The graph reads the second before the first, and XLA pairs in that order by default.
     a, b = make(4), make(4)
     places = pointer(a), pointer(b)
     kept = b * b
@@ -601,7 +601,7 @@ def test_functions_of_one_hash_donate_their_own_arguments(make):
 
 
 class Vectors:
-    """Takes arrays alone, and is registered without keys."""
+    """Takes only arrays, and is registered without keys."""
 
     def __init__(self, first, second):
         assert hasattr(first, "shape") and hasattr(second, "shape")
@@ -619,12 +619,12 @@ def test_a_class_that_is_registered_without_keys_is_donated(make):
 
 def test_what_jax_cannot_connect_or_tell_is_refused(make):
     wide = make(4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"args\[1\] of sgd is int64\[4\], and JAX works with 32 bits"):
+    with pytest.raises(ValueError, match=r"args\[1\] of sgd is int64\[4\], but JAX works with 32 bits"):
         call_jax(jax.jit(sgd, donate_argnums=0), (make(4), wide))
     inlined = jax.jit(lambda n, a: a * n, static_argnums=0, donate_argnums=1, inline=True)
     with pytest.raises(DonationError, match="<lambda> is jitted with static arguments and inline=True"):
         call_jax(inlined, (2, make(4)))
-    with pytest.raises(ValueError, match=r"args\[0\] of sgd is float32\[4\] on cpu. Only plain XLA tensors"):
+    with pytest.raises(ValueError, match=r"args\[0\] of sgd is float32\[4\] on cpu, but only plain XLA tensors"):
         call_jax(jax.jit(sgd, donate_argnums=0), (torch.ones(4), make(4)))
     assert donation_report().pending == ()
 

@@ -47,7 +47,7 @@ def xla(*values):
     return torch.tensor(values).to("xla")
 
 
-# What they give does not depend on the old value.
+# Their results do not depend on the old value.
 FIXED = {
     "copy_": (lambda t: t.copy_(xla(5.0, 6.0, 7.0)), [5, 6, 7]),
     "copy_ from the host": (lambda t: t.copy_(torch.tensor([5.0, 6.0, 7.0])), [5, 6, 7]),
@@ -389,7 +389,7 @@ class InterruptedNames:
 
 
 def test_an_interrupt_while_a_write_is_refused_leaves_no_write(make):
-    """What a signal raises there reaches the program, and the next step finds nothing of the write."""
+    """The exception of a signal reaches the program, and the next step finds nothing of the write."""
     t, names = make(4, 4), InterruptedNames()
     donate_buffer(make(1))  # the layouts are checked
     assert _C.mark([t], f"{__file__}:1", False, names, {}).refusal is None

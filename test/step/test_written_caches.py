@@ -1,4 +1,4 @@
-"""Tensors that are written through views: donated from the first write on, and their old values are no outputs."""
+"""Tensors that are written through views: donated from the first write on, without outputs for their old values."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_whatever_holds_the_cache_it_is_written_in_place(make, hold, frozen):
     place, write = pointer(cache), hold(cache)
     if frozen:
         gc.collect()
-        gc.freeze()  # for good: to unfreeze would thaw what conftest.py has frozen
+        gc.freeze()  # permanently: gc.unfreeze() would also thaw the objects that conftest.py has frozen
     with auto_donate():
         for i in range(4):
             write(i, key + i)
@@ -318,7 +318,7 @@ def test_marked_caches_are_written_in_place_in_inference_mode(make):
 
 @in_process(env={"TORCH_XLA_DONATE_AUTO": "1"})
 def test_each_new_cache_is_written_in_place_and_compiles_once():
-    """As a server makes one for each request, which writes other positions in turn, each a graph of its own."""
+    """As a server makes one for each request, which writes other positions in turn, each with a separate graph."""
 
     def request(number):
         keys, values = torch.zeros(2, 8, 4).to("xla"), torch.zeros(2, 8, 4).to("xla")
@@ -433,7 +433,7 @@ def test_a_noted_cache_may_be_swapped_copied_or_get_other_data(make):
         copies = [cache.detach(), cache.clone(), torch.nn.Parameter(cache, requires_grad=False), cache[:]]
         for i in (2, 3):
             write(cache, i)
-        # The clone has memory of its own.
+        # The clone has separate memory.
         assert [one.tolist() for one in copies] == [
             [*rows[: 2 if i == 1 else 4], *other_rows[2 if i == 1 else 4 :]] for i in range(4)
         ]

@@ -235,27 +235,27 @@ def test_what_was_asked_is_told_from_the_optimised_text_alone() -> None:
 
 
 def test_a_pair_without_texts_is_refused() -> None:
-    with pytest.raises(ValueError, match="found neither before nor after, expected at least one"):
+    with pytest.raises(ValueError, match="has neither before nor after. Give it at least one"):
         _ = DumpedModule(None, None).name
 
 
-def test_a_folder_without_hlo_tells_the_flags_to_set(tmp_path: Path) -> None:
+def test_a_folder_without_hlo_names_the_flags_to_set(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("HloModule")
     with pytest.raises(FileNotFoundError) as error:
         hlo.read_dump(tmp_path)
     assert str(error.value) == (
-        f"found 1 files but no HLO in {tmp_path}, expected module_*.before_optimizations.txt and"
-        " module_*after_optimizations.txt: set"
-        ' XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts'
+        f"folder {tmp_path} has 1 files, but no module_*.before_optimizations.txt and no"
+        " module_*after_optimizations.txt. Set"
+        ' XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts.'
     )
 
 
-def test_a_missing_folder_tells_the_flags_to_set(tmp_path: Path) -> None:
+def test_a_missing_folder_names_the_flags_to_set(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as error:
         hlo.read_dump(tmp_path / "gone")
     assert str(error.value) == (
-        f"found no folder {tmp_path / 'gone'}, expected one that XLA dumped to: set"
-        ' XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts'
+        f"folder {tmp_path / 'gone'} does not exist. Set"
+        ' XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts.'
     )
 
 
@@ -530,7 +530,7 @@ class Counting:
 
 
 class Work:
-    """What a parse has done."""
+    """The outcome of a parse."""
 
     calls = 0  #: of functions, of Python's and of C
     characters = 0  #: that patterns, searches and slices went over

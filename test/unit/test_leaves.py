@@ -17,7 +17,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 class Pair:
-    """A class that holds tensors alone, and is registered without keys."""
+    """A class that holds only tensors, and is registered without keys."""
 
     def __init__(self, first, second):
         if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
@@ -51,7 +51,7 @@ class Color(enum.Enum):
 
 
 class Alike:
-    """Keys that differ, and whose text nobody may ask for."""
+    """Keys that differ, and whose text must not be computed."""
 
     def __repr__(self):
         raise AssertionError

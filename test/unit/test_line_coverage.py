@@ -1,4 +1,4 @@
-"""What `make coverage` makes of the reports of coverage.py and gcovr."""
+"""How `make coverage` reads the reports of coverage.py and gcovr."""
 
 from __future__ import annotations
 

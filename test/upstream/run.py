@@ -32,14 +32,14 @@ class Case:
 
 @dataclass
 class Run:
-    """What one process has come to."""
+    """The outcome of one process."""
 
     outcomes: dict[str, str] = field(default_factory=dict)  # by the test's name
     auto: bool | None = None  # whether donation was on; None without the package
     steps: int | None = None  # how many have donated; None if the process did not come to its end
     compiles: int | None = None  # of torch_xla, since the test file has cleared its metrics for the last time
     graphs: int = 0  # how many have been looked at for donors
-    refusals: dict[str, int] = field(default_factory=dict)  # how many steps have been left alone, by reason
+    refusals: dict[str, int] = field(default_factory=dict)  # how many steps were skipped, by reason
     exit_code: int | None = None  # None if it ran out of time
     last_line: str = ""  # of stderr
 
@@ -74,7 +74,7 @@ def listed() -> list[str]:
 
 
 def run(case: Case, path: Path, auto: bool, timeout: float, log: Path) -> Run:
-    """Runs the file as a program, as upstream does, in a process of its own."""
+    """Runs the file as a program, as upstream does, in a separate process."""
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(scratch, "record")
         record.touch()
@@ -131,7 +131,7 @@ def error_of(without: Run, with_auto: Run) -> str:
 
 
 def failing_with_auto(without: Run, with_auto: Run) -> list[str]:
-    """The tests that pass without automatic donation alone, each with what became of it."""
+    """The tests that pass only without automatic donation, each with its outcome."""
     failing = [f"{test}: {with_auto.outcomes.get(test, 'not run')}" for test in sorted(without.good - with_auto.good)]
     if not failing and with_auto.exit_code != without.exit_code:
         failing.append(f"{with_auto.end}, without automatic donation {without.end}")
@@ -177,7 +177,7 @@ def main(checkout: Path, cases: tuple[str, ...], timeout: float, logs: Path | No
             )
             console.print(progress, markup=False, highlight=False, soft_wrap=True)
             for reason, count in with_auto.refusals.items():
-                console.print(f"  {count} steps left alone: {reason}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"  {count} steps skipped: {reason}", markup=False, highlight=False, soft_wrap=True)
             error = error_of(without, with_auto)
             failing = [error] if error else failing_with_auto(without, with_auto)
             for text in failing:

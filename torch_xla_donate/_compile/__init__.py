@@ -1,1 +1,1 @@
-"""compile: functions that run as one step. `api` has the public function; `lazy`, `pure` and `openxla` run it."""
+"""compile: functions that run as one step. `api` has the public function; `lazy`, `pure` and `openxla` the backends."""

@@ -1,4 +1,4 @@
-"""compile(f, donate_argnums=...): a function runs as one step and gives up the buffers of the arguments named."""
+"""compile(f, donate_argnums=...): runs a function as one step, which may reuse the buffers of donated arguments."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.lazy import LazyCompiled
 from torch_xla_donate._compile.module import ModuleProxy
 from torch_xla_donate._compile.pure import PureCompiled
+from torch_xla_donate._errors import see
 
 if TYPE_CHECKING:
     from torch_xla_donate._compile.lower import Lowered
@@ -29,7 +30,7 @@ S = TypeVar("S")
 
 
 def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
-    """TypeError for a function whose call returns before its body has run: the step would be empty."""
+    """Raises TypeError for a function whose call returns before its body runs. The step would be empty."""
     call: Any = f
     while isinstance(call, functools.partial):
         call = call.func
@@ -45,13 +46,13 @@ def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
     for kind, is_kind in kinds.items():
         if is_kind(call):
             raise TypeError(
-                f"{function_name(f)} is {kind}: a call returns before the body has run, so that there is no "
-                "step. Compile a function that returns its results, and call it from there."
+                f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
+                f"that returns its results, and call that function here. {see('compile')}"
             )
 
 
 class CompiledFunction(Protocol[P, R_co]):
-    """What type checkers know of a function made by `compile`: it is called like the function, and can be lowered."""
+    """The type of a function made by `compile`: called like the function, and has `lower`."""
 
     __name__: str
     __qualname__: str
@@ -71,14 +72,14 @@ class CompiledFunction(Protocol[P, R_co]):
 if TYPE_CHECKING:
 
     class CompiledModule(torch.nn.Module):
-        """What type checkers know of a module made by `compile`: a module, with the attributes of the original."""
+        """The type of a module made by `compile`: a module with the attributes of the original, and `lower`."""
 
         def lower(self, *args: Any, **kwargs: Any) -> Lowered: ...
         def __getattr__(self, name: str) -> Any: ...
 
 
 class Decorator(Protocol):
-    """What type checkers know of `compile` without a function."""
+    """The type of `compile` without a function."""
 
     @overload
     def __call__(self, f: torch.nn.Module, /) -> CompiledModule: ...  # type: ignore[overload-overlap]
@@ -137,38 +138,40 @@ def compile(
     strict: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Makes ``f`` run as one step, which may take over the buffers of the arguments named.
+    """Makes ``f`` run as one step, which may reuse the buffers of the arguments named.
 
-    Each tensor of a donated argument (of a pytree, an ``nn.Module``, an optimizer) is given up by the call: its memory
-    goes to an output of the same bytes, and using it afterwards raises `DonatedBufferError`. Use as a decorator, with
-    or without arguments, or as a call. Inside of another compiled function it is a part of that one's step and donates
-    nothing of its own. An argument that ``f`` returns unchanged stays as it is.
+    A call donates each tensor of a donated argument (a tensor, a pytree, an ``nn.Module`` or an optimizer). XLA may
+    write an output of the same bytes into its memory, and a later use raises `DonatedBufferError`. An argument that
+    ``f`` returns unchanged keeps its buffer.
+
+    Use it as a decorator, with or without arguments, or as a call. A call inside another compiled function belongs to
+    that function's step and donates nothing.
 
     Args:
         f: the function, method or module.
-        donate_argnums: positions of the arguments to donate, an int or several; negative ones count from the end. An
-            argument that is named here is donated, too, where a call gives it by keyword.
-        donate_argnames: the same by name; both together mean their union.
-        static_argnums: positions of arguments that are never donated and must be hashable; with ``pure`` each value
-            has a graph of its own.
-        static_argnames: the same by name.
+        donate_argnums: position of the argument to donate, or several. Negative ones count from the end. It includes
+            the same argument given by keyword.
+        donate_argnames: name of the argument to donate, or several, in addition to ``donate_argnums``.
+        static_argnums: positions of arguments that are never donated and must be hashable. With ``pure`` each value
+            has a separate graph.
+        static_argnames: names of such arguments.
         backend: ``lazy`` traces at every call, as `torch_xla.compile` does; ``openxla`` is
             ``torch.compile(backend="openxla")``.
-        pure: with ``lazy``: ``f`` is declared to be pure, is traced once for each signature and replayed.
-        strict: whether a donation that could not be used raises `DonationError`; its ``result`` is what ``f``
-            returned. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
+        pure: only with ``lazy``. Declares ``f`` to be pure, so that it is traced once for each signature and replayed.
+        strict: whether an unusable donation raises `DonationError`; its ``result`` is the result of ``f``. Default:
+            the environment variable ``TORCH_XLA_DONATE_STRICT``.
         **kwargs: for `torch_xla.compile` (``full_graph``, ``name``, ``max_different_graphs``), or for `torch.compile`.
 
     Returns:
-        An object to be called like ``f``, with ``lower``; for a module, with the module's attributes. Without ``f``, a
-        decorator.
+        An object that is called like ``f`` and has ``lower``. For a module it also has the module's attributes.
+        Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers, names or ``strict`` of another type; a generator or ``async def`` function. At a call: a
-            donated leaf is an object that is no pytree.
-        ValueError: numbers out of range, unknown names, an argument both static and donated, names for a callable
-            without a signature, or an unknown backend. At a call: a donated leaf is no XLA tensor, or is passed as an
-            argument that is not donated, too.
+        TypeError: numbers, names or ``strict`` have another type, or ``f`` is a generator or ``async def`` function.
+            At a call: a donated leaf is neither a tensor nor a registered pytree.
+        ValueError: a number is out of range, a name or the backend is unknown, an argument is both static and donated,
+            or names are given for a callable without a signature. At a call: a donated leaf is not an XLA tensor, or
+            shares its buffer with an argument that is not donated.
     """
     options: dict[str, Any] = {
         "donate_argnums": donate_argnums,
@@ -180,7 +183,9 @@ def compile(
     if f is None:
         return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)  # type: ignore[return-value]
     if not callable(f):
-        raise TypeError(f"f is of type {type(f).__name__}, which cannot be called.")
+        raise TypeError(
+            f"f is of type {type(f).__name__}, which cannot be called. Pass a function or a module. {see('compile')}"
+        )
     _refuse_lazy_bodies(f)
     remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
     compiled = _make(f, options, backend, pure, strict, kwargs)
@@ -192,7 +197,9 @@ def _make(
 ) -> Compiled:
     arguments = Arguments(f, **options)
     if pure and backend != "lazy":
-        raise ValueError(f'pure=True goes with backend="lazy" only; backend is {backend!r}.')
+        raise ValueError(
+            f'pure=True needs backend="lazy", but backend is {backend!r}. Remove one of them. {see("pure")}'
+        )
     if pure:
         return PureCompiled(f, arguments, strict, **kwargs)
     if backend == "lazy":
@@ -201,4 +208,4 @@ def _make(
         from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
 
         return OpenxlaCompiled(f, arguments, strict, **kwargs)
-    raise ValueError(f'backend is {backend!r}; it must be "lazy" or "openxla".')
+    raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile")}')

@@ -1,4 +1,4 @@
-"""Which arguments of a call are donated: JAX's donate_argnums and donate_argnames, resolved against a signature."""
+"""Resolves JAX's donate_argnums and donate_argnames against a signature."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _trees
+from torch_xla_donate._errors import see
 
 ArgNums = int | Sequence[int] | None
 ArgNames = str | Iterable[str] | None
@@ -20,19 +21,19 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Argument(NamedTuple):
-    """Where one argument stands in a call, and what messages call it."""
+    """The place of one argument in a call, and its name in messages."""
 
     key: int | str  # position in args, or name in kwargs
     name: str  # "state"
     place: str  # "argument 0 of update"
 
     def value(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives for it."""
+        """The argument's value in a call."""
         return kwargs[self.key] if isinstance(self.key, str) else args[self.key]
 
 
 class ArgumentRoles(NamedTuple):
-    """The arguments of calls with so many positions and these names."""
+    """The arguments of a call, by their role."""
 
     donated: tuple[Argument, ...]
     kept: tuple[Argument, ...]
@@ -40,7 +41,7 @@ class ArgumentRoles(NamedTuple):
 
 
 class CallNames:
-    """Names of the donated leaves of a call, argument after argument. Holds no tensor."""
+    """Names of the donated leaves of a call, in the order of the arguments. Holds no tensor."""
 
     def __init__(self, parts: Sequence[tuple[Argument, int, _trees.Names]]) -> None:
         self._parts = parts
@@ -59,7 +60,7 @@ def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:
     try:
         return tuple(operator.index(number) for number in (value if isinstance(value, Iterable) else (value,)))
     except TypeError:
-        raise TypeError(f"{argument} is {value!r}; it must be an int or a sequence of ints.") from None
+        raise TypeError(f"{argument} is {value!r}. Pass an int or a sequence of ints. {see('compile')}") from None
 
 
 def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
@@ -67,25 +68,25 @@ def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
         return ()
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} is {value!r}; it must be a string or a sequence of strings.")
+        raise TypeError(f"{argument} is {value!r}. Pass a string or a sequence of strings. {see('compile')}")
     return names
 
 
 def function_name(f: Callable[..., Any]) -> str:
-    """What messages call a callable."""
+    """The name of a callable in messages."""
     while isinstance(f, functools.partial):
         f = f.func
     return getattr(f, "__name__", None) or type(f).__name__
 
 
 class Arguments:
-    """Which arguments of ``f`` are donated or static.
+    """Resolves which arguments of ``f`` are donated or static.
 
-    A number and the name of the same parameter mean the same argument, however a call gives it: by position or by
-    keyword. (JAX's documentation says that `donate_argnums` leaves keyword arguments alone; its tests donate them.)
+    A number and the name of the same parameter mean the same argument, given by position or by keyword. JAX's
+    documentation excludes keyword arguments from `donate_argnums`, but its tests donate them.
 
     Raises:
-        TypeError: a number is no int, or a name no string.
+        TypeError: a number is not an int, or a name is not a string.
         ValueError: a number is out of range, a name is unknown, an argument is both donated and static, or names are
             given for a callable without a signature.
     """
@@ -130,33 +131,34 @@ class Arguments:
 
     def _static_and_donated(self, argument: str | int) -> ValueError:
         return ValueError(
-            f"argument {argument} of {self.function} is both static and donated: a static argument has no buffer. "
-            "Take it out of static_argnums/static_argnames or out of donate_argnums/donate_argnames."
+            f"argument {argument} of {self.function} is both static and donated, but a static argument has no buffer. "
+            "Remove it from static_argnums/static_argnames or from donate_argnums/donate_argnames. "
+            f"{see('compile')}"
         )
 
     def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
-        """Numbers and names, each completed by the other."""
+        """The numbers and the names of the arguments. Each set completes the other."""
         numbers = set(_numbers(argnums, f"{what}_argnums"))
         names = set(_names(argnames, f"{what}_argnames"))
         if not self._known:
             if names:
                 raise ValueError(
-                    f"{what}_argnames={argnames!r}: {self.function} has no signature to find the names in. "
-                    f"Use {what}_argnums, or wrap it in a function with named parameters."
+                    f"{what}_argnames is {argnames!r}, but {self.function} has no signature to find the names in. "
+                    f"Use {what}_argnums, or wrap it in a function with named parameters. {see('compile')}"
                 )
             return numbers, names
         count = len(self._positional)
         for number in sorted(numbers):
             if self._varargs is None and not -count <= number < count:
                 raise ValueError(
-                    f"{what}_argnums={argnums!r}: {number} is out of range; {self.function} accepts {count} "
-                    f"positional argument{'' if count == 1 else 's'}."
+                    f"{what}_argnums is {argnums!r}, and {number} is out of range, because {self.function} accepts "
+                    f"{count} positional argument{'' if count == 1 else 's'}. Name one of these. {see('compile')}"
                 )
         for name in sorted(names.difference(self._by_name)):
             if not self._has_varkw:
                 raise ValueError(
-                    f"{what}_argnames={argnames!r}: {self.function} has no parameter {name!r} that can be given by "
-                    f"name (those that can: {', '.join(self._by_name) or 'none'})."
+                    f"{what}_argnames is {argnames!r}, but {self.function} has no keyword parameter {name!r}. "
+                    f"Use one of its keyword parameters: {', '.join(self._by_name) or 'none'}. {see('compile')}"
                 )
         if self._varargs is None:
             numbers = {number % count for number in numbers}
@@ -169,7 +171,7 @@ class Arguments:
         return numbers, names
 
     def roles(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ArgumentRoles:
-        """The arguments of a call. ValueError for a number beyond those given, where f takes any number of them."""
+        """The arguments of a call by their role. Raises ValueError for a number beyond the call's arguments."""
         key = (len(args), tuple(kwargs))
         found = self._known_roles.get(key)
         if found is None:
@@ -177,7 +179,7 @@ class Arguments:
         return found
 
     def _make_roles(self, count: int, keywords: tuple[str, ...]) -> ArgumentRoles:
-        # Negative numbers are left only where f takes any number of arguments: they count from the call's end.
+        # A negative number is left only if f takes any number of arguments. It counts from the call's end.
         donated_numbers, static_numbers = (
             {number + count if number < 0 else number for number in numbers}
             for numbers in (self._donated_numbers, self._static_numbers)
@@ -187,8 +189,9 @@ class Arguments:
             for number in sorted(self._donated_numbers):
                 if not -count <= number < count and number not in known:
                     raise ValueError(
-                        f"donate_argnums names argument {number} of {self.function}, which was called with {count} "
-                        f"positional argument{'' if count == 1 else 's'}."
+                        f"donate_argnums names argument {number} of {self.function}, but this call has {count} "
+                        f"positional argument{'' if count == 1 else 's'}. Pass that argument by position. "
+                        f"{see('compile')}"
                     )
             if both := donated_numbers & static_numbers:
                 raise self._static_and_donated(min(both))

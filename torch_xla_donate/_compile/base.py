@@ -1,4 +1,4 @@
-"""What the functions made by `compile` have in common."""
+"""The base class of the functions made by `compile`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import Argument, ArgumentRoles, Arguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
 from torch_xla_donate._compile.signatures import Signatures
-from torch_xla_donate._errors import DonationError, DonationWarning
+from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._host import interrupts
 
 
 class Compiled:
-    """A function that runs as one step. `compile` makes it; the subclasses know how the step is run.
+    """A function that runs as one step. `compile` makes it, and the subclasses run the step.
 
     Attributes:
-        per_signature: what messages say is done for each signature.
-        has_captured: whether torch.compile has captured a graph in the last call.
+        per_signature: the verb in messages for the work at each new signature.
+        has_captured: whether torch.compile captured a graph in the last call.
         traces_floats: whether Python floats among the arguments are inputs of the graph.
     """
 
@@ -49,8 +49,7 @@ class Compiled:
         return f"<{type(self).__name__} of {self._arguments.function}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Inside of another step, or of a loop's body, this is a part of that: it has no step of its own at which it
-        # could donate.
+        # Inside another step, or a loop's body, the call belongs to that and has no separate step to donate at.
         if _marks.call_scope.inside or _marks.current_body() is not None or torch.compiler.is_compiling():
             return self._f(*args, **kwargs)
         with interrupts.Restored():
@@ -64,8 +63,8 @@ class Compiled:
             _check_static(argument, argument.value(args, kwargs))
         _marks.call_scope.inside = True
         try:
-            # What the step has to tell waits until torch_xla has put its own state in order. Threads of autograd would
-            # keep gradients into the step, at random.
+            # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
+            # when the step begins.
             with (
                 _report.later(),
                 log.compilations(self.function) as compiled,
@@ -76,7 +75,7 @@ class Compiled:
             _marks.call_scope.inside = False
         try:
             if roles.donated and self.is_strict():
-                # Else the error would come out of some later step, and without this call's result.
+                # Else a later step would raise the error, without this call's result.
                 _C.wait_for_steps()
             if _C.has_notices() or _C.has_new_graphs():
                 _report.warn_or_raise()
@@ -93,11 +92,11 @@ class Compiled:
 
     @property
     def function(self) -> str:
-        """What messages call the function."""
+        """The function's name in messages."""
         return self._arguments.function
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """The function itself, as a part of a step of somebody else's."""
+        """Calls the function as a part of the caller's step."""
         inside, _marks.call_scope.inside = _marks.call_scope.inside, True
         try:
             with torch.autograd.set_multithreading_enabled(False):
@@ -109,13 +108,13 @@ class Compiled:
         """Traces the function for these arguments, without running it.
 
         Args:
-            *args: as for a call. Arrays may be placeholders, which take no memory
-                (``torch_xla.core.xla_builder.create_placeholder_tensor``); real ones are not consumed.
-            **kwargs: the same.
+            *args: as for a call. Arrays may be placeholders without memory
+                (``torch_xla.core.xla_builder.create_placeholder_tensor``). Real arrays are not consumed.
+            **kwargs: as for a call.
 
         Returns:
-            An object with ``as_text()`` (HLO), ``args_info`` and ``compile()``, which has ``memory_analysis()``. It is
-            traced by torch_xla's lazy tensors whatever the backend.
+            An object with ``as_text()`` (HLO), ``args_info`` and ``compile()``, which has ``memory_analysis()``.
+            torch_xla's lazy tensors trace it, for each backend.
 
         Raises:
             DonationError: the function reads a value on the host.
@@ -124,7 +123,7 @@ class Compiled:
         return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
 
     def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        """Runs the step, and ends the marks that it has made. Returns f's result."""
+        """Runs the step and ends its marks. Returns f's result."""
         raise NotImplementedError
 
     def note_compilation(
@@ -134,7 +133,7 @@ class Compiled:
         self.note_signature(roles, args, kwargs, where)
 
     def note_signature(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
-        """Counts a signature, and warns at the tenth."""
+        """Counts a signature. Warns at the tenth."""
         arguments = (*roles.donated, *roles.kept)
         flat = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
         names = CallNames([(argument, len(leaves), names) for argument, (leaves, names) in zip(arguments, flat)])
@@ -147,7 +146,7 @@ class Compiled:
         return _config.strict_by_default() if self._strict is None else self._strict
 
     def names(self, roles: ArgumentRoles, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
-        """The names of a call's donated leaves; worked out once for each structure, since that takes a while.
+        """The names of a call's donated leaves. Computed once for each structure, because it is slow.
 
         Raises:
             TypeError: a leaf is an object that might hold tensors.
@@ -168,7 +167,7 @@ _HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum
 
 
 def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
-    """TypeError for a donated leaf that may hold tensors which nobody sees, such as an unregistered dataclass."""
+    """Raises TypeError for a donated leaf that may hide tensors, such as an unregistered dataclass."""
     for index, leaf in enumerate(leaves):
         tensor = _trees.without_wrapper(leaf)
         if not isinstance(tensor, _HARMLESS) and not callable(tensor):
@@ -180,6 +179,6 @@ def _check_static(argument: Argument, value: Any) -> None:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"{argument.name} ({argument.place}) is static, and {type(value).__name__} cannot be hashed. Static "
-            "arguments are told apart by their hash; pass something that has one."
+            f"{argument.name} ({argument.place}) is static, but {type(value).__name__} cannot be hashed. Pass a "
+            f"hashable value, such as a tuple. {see('compile')}"
         ) from None

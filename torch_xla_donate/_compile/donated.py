@@ -16,7 +16,7 @@ NOT_READ = "not read by the step"
 class DonatedArguments:
     """The donated leaves of one call, and their names.
 
-    parts: what `_trees.flatten_fast` gives for each argument, first those donated, then those kept.
+    parts: the result of `_trees.flatten_fast` for each argument, first the donated ones, then the kept ones.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class DonatedArguments:
         self.names = compiled.names(roles, values, [structure for _, structure in parts[:count]])
 
     def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, for_compiled_run: bool) -> _C.Call:
-        """Marks them, all or none. Steps leave marks alone that are for a run of a compiled graph.
+        """Marks all of them, or none. Steps ignore marks that are for a run of a compiled graph.
 
         Raises:
-            ValueError: a leaf is no XLA tensor, or is passed as an argument that is not donated, too.
+            ValueError: a leaf is not an XLA tensor, or shares its buffer with an argument that is not donated.
             DonationError: a leaf is pending.
             DonatedBufferError: a leaf has been donated already.
         """

@@ -1,4 +1,4 @@
-"""Python floats among the arguments of a pure function, put into its trace."""
+"""Puts the Python floats among the arguments of a pure function into its trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_xla_donate._compile.arguments import ArgumentRoles, CallNames
 
 
 def upload_floats(leaves: Sequence[Any]) -> torch.Tensor:
-    """The floats among a call's leaves, in one transfer. One vector: torch_xla would cache a tensor of one number."""
+    """Uploads the floats among a call's leaves as one vector. torch_xla would cache a tensor of one number."""
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "xla")
     return torch.tensor(_numbers.values_of(leaves), dtype=torch.float64, device="cpu").to(device)
 
@@ -22,7 +22,7 @@ def upload_floats(leaves: Sequence[Any]) -> torch.Tensor:
 def put_numbers(
     function: str, roles: ArgumentRoles, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor
 ) -> list[_numbers.Number]:
-    """Puts numbers in the place of the floats among the arguments, and returns them; `values` as uploaded."""
+    """Replaces the floats among the arguments by numbers, and returns these. `values` is the uploaded vector."""
     arguments = roles.donated + roles.kept
     parts = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
     names = CallNames([(argument, len(found), names) for argument, (found, names) in zip(arguments, parts)])
@@ -43,6 +43,6 @@ def _reads_float(function: str, numbers: Sequence[_numbers.Number]) -> Exception
     return _trace.impure(
         function,
         _frames.call_site(),
-        f"reads {names} on the host, a Python float, which is traced",
-        "Name that argument in static_argnums, so that each value has a trace, or compute with torch's operations only",
+        f"reads {names} on the host, although pure=True traces Python floats",
+        "Name that argument in static_argnums, or compute only with torch's operations",
     )

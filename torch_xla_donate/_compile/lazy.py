@@ -1,4 +1,4 @@
-"""compile(f): the function is traced at every call, as `torch_xla.compile` does."""
+"""compile(f): traces the function at every call, as `torch_xla.compile` does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 
 
 class LazyCompiled(Compiled):
-    """Runs the function as `torch_xla.compile` does: traced at every call."""
+    """Traces and runs the function at every call, as `torch_xla.compile` does."""
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
         super().__init__(f, arguments, strict)
@@ -26,7 +26,7 @@ class LazyCompiled(Compiled):
         try:
             result = self._step(roles, args, kwargs, where, calls)
         except BaseException:
-            # f has returned, and its step was refused (max_different_graphs) or has failed.
+            # f has returned, but torch_xla refused its step (max_different_graphs) or the step failed.
             for call in calls:
                 _C.cancel_call(call)
             raise
@@ -37,7 +37,7 @@ class LazyCompiled(Compiled):
     def _trace(
         self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, calls: list[_C.Call]
     ) -> Any:
-        # Here torch_xla has run what was pending, so a mark can only be meant for the step of this function.
+        # torch_xla has just run all pending work, so marks made here are for the step of this function.
         if not roles.donated:
             return self._f(*args, **kwargs)
         call = DonatedArguments(self, roles, args, kwargs).mark(args, kwargs, where, for_compiled_run=False)

@@ -1,4 +1,4 @@
-"""What is told of compilations: their time, in the log; and the lowered modules, in a folder."""
+"""Logs the time of compilations, and writes lowered modules to a folder."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger("torch_xla_donate")
 
 
 class Count:
-    """How many graphs have been compiled in a context that is over."""
+    """The number of graphs that were compiled in a context. Set when the context ends."""
 
     value = 0
 
 
 @contextmanager
 def compilations(function: str) -> Iterator[Count]:
-    """Logs, at level INFO, the time that XLA takes for graphs that are compiled inside; nothing if there are none."""
+    """Logs the time that XLA takes for graphs compiled inside, at level INFO."""
     before = _host.compilations()
     found = Count()
     yield found
@@ -34,10 +34,9 @@ def compilations(function: str) -> Iterator[Count]:
 
 
 def dump_lowered(function: str, text: Callable[[], str]) -> None:
-    """Writes a module, as it is before XLA optimises it, to the folder ``TORCH_XLA_DONATE_DUMP_IR``, if that is set.
+    """Writes a module before XLA's optimisation to the folder ``TORCH_XLA_DONATE_DUMP_IR``, if that is set.
 
-    The same module is written once. The file's name is the function's with what file names do not bear replaced, and a
-    hash of the text.
+    Writes the same module once. The file's name consists of the function's name and a hash of the text.
     """
     folder = os.environ.get("TORCH_XLA_DONATE_DUMP_IR")
     if not folder:

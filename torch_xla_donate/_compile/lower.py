@@ -1,4 +1,4 @@
-"""compile(...).lower(*args): what a function would compile to, without running it or touching its arguments."""
+"""compile(...).lower(*args): traces and compiles a function without running it or consuming its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import ArgumentRoles
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ class ArgInfo:
 
     Attributes:
         shape: sizes of the whole array.
-        dtype: torch's.
-        donated: whether a call gives its buffer up; nothing is given up where torch_xla ignores donors.
+        dtype: the torch dtype.
+        donated: whether a call donates its buffer. False if torch_xla ignores donors.
     """
 
     shape: tuple[int, ...]
@@ -42,9 +42,9 @@ class ArgInfo:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryAnalysis:
-    """Bytes of one run on one device, as XLA counts them. Aliased bytes are a part of arguments and of outputs.
+    """Bytes of one run on one device, as XLA counts them. Arguments and outputs both include the aliased bytes.
 
-    `peak_bytes` is what has to be there at once: arguments, outputs and temporaries, aliased bytes once.
+    `peak_bytes` is the sum of arguments, outputs and temporaries. It counts aliased bytes once.
     """
 
     argument_bytes: int
@@ -65,7 +65,7 @@ class Lowered:
         self._compiled = compiled
         self._roles = roles
         _refuse_others(compiled.function, [*args, *kwargs.values()])
-        # Arrays without memory stand for the arguments, so that these are not kept, and not touched by the trace.
+        # Placeholders replace the arguments. The trace then neither holds nor changes these.
         self._args, self._kwargs = pytree.tree_map(Placeholders(), (args, kwargs))
         self._types = Types(roles, args, kwargs, floats_are_inputs=compiled.traces_floats)
         with self._traced() as (outputs, donors):
@@ -74,7 +74,7 @@ class Lowered:
 
     @contextmanager
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """What a step would compute, and the tensors whose buffers it would donate (none if donors are ignored)."""
+        """The outputs of a step, and the tensors that it would donate (none if torch_xla ignores donors)."""
         function = self._compiled.function
         leaves: dict[bool, list[Any]] = {}
         for donated, arguments in ((True, self._roles.donated), (False, self._roles.kept)):
@@ -101,26 +101,26 @@ class Lowered:
                     donors += observer.replaced()
                     yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
             finally:
-                # What the trace has left anywhere else may depend on arrays without memory. It must never run.
+                # Pending work may depend on placeholders. It must never run.
                 _host.forget_pending()
 
     @property
     def args_info(self) -> Any:
-        """``(args, kwargs)`` with an `ArgInfo` in the place of each tensor; anything else as it is.
+        """``(args, kwargs)`` with an `ArgInfo` instead of each tensor. Other leaves are unchanged.
 
-        A registered class whose unflatten function takes tensors alone raises its own error.
+        A registered class may raise an error if its unflatten function takes only tensors.
         """
         return self._types.tree()
 
     def as_text(self) -> str:
-        """HLO before optimisation; ``buffer_donor`` lists the parameters that outputs may take over."""
+        """HLO before optimisation; ``buffer_donor`` lists the donated parameters."""
         return self._text
 
     def compile(self) -> Executable:
         """Compiles for the device, and keeps the executable for later steps.
 
         Raises:
-            DonationError: with auto-sharding, an argument is an array without memory.
+            DonationError: an argument is a placeholder, and auto-sharding is on.
         """
         self._refuse_what_cannot_be_resharded()
         with self._traced() as (outputs, donors), log.compilations(self._compiled.function):
@@ -129,16 +129,15 @@ class Lowered:
         return Executable(self._compiled, self._types, text, memory)
 
     def _refuse_what_cannot_be_resharded(self) -> None:
-        """torch_xla shards the arguments as the compiler has chosen, also where nothing is to run."""
+        """Raises DonationError for placeholders under auto-sharding: torch_xla reshards arguments when it compiles."""
         if not _host.auto_sharding():
             return
         for leaf in pytree.tree_leaves((self._args, self._kwargs)):
             if _is_materialised(leaf) and not _C.has_value(leaf):
                 raise DonationError(
-                    f"{self._compiled.function} cannot be compiled for {_trees.dtype_and_shape(leaf)} without "
-                    f"memory: with {_host.ignores_donors()} torch_xla gives each argument the sharding that the "
-                    "compiler chooses, and placeholders can have none. Lower the function for tensors with values, or "
-                    "call xr.use_spmd() and mark the shardings."
+                    f"{self._compiled.function} cannot be compiled for the placeholder {_trees.dtype_and_shape(leaf)}, "
+                    f"because torch_xla reshards the arguments with {_host.ignores_donors()}. Lower the function for "
+                    f"tensors with values, or call xr.use_spmd() and mark the shardings. {see('ahead')}"
                 )
 
 
@@ -157,11 +156,11 @@ class Executable:
         return self._types.tree()
 
     def as_text(self) -> str:
-        """HLO after optimisation; ``input_output_alias`` lists the parameters that outputs take over."""
+        """HLO after optimisation; ``input_output_alias`` lists the parameters whose memory outputs reuse."""
         return self._text
 
     def memory_analysis(self) -> MemoryAnalysis:
-        """The bytes of a run on one device; RuntimeError where the platform does not tell."""
+        """The bytes of a run on one device. Raises RuntimeError if the platform does not report them."""
         sizes = dict(re.findall(r"(\w+)_size_in_bytes=(\d+)", self._memory))
         try:
             return MemoryAnalysis(
@@ -172,7 +171,10 @@ class Executable:
                 generated_code_bytes=int(sizes["generated_code"]),
             )
         except KeyError:
-            raise RuntimeError(f"this platform gives no memory statistics (found: {self._memory!r}).") from None
+            raise RuntimeError(
+                f"this platform reports no memory statistics (XLA returned {self._memory!r}). Read the shapes in "
+                f"as_text() instead. {see('ahead')}"
+            ) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._types.check(self._compiled.function, args, kwargs)
@@ -180,7 +182,7 @@ class Executable:
 
 
 class Types:
-    """What the arguments of a call are, leaf by leaf."""
+    """The types of a call's arguments, leaf by leaf."""
 
     def __init__(
         self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
@@ -204,10 +206,13 @@ class Types:
         return pytree.tree_unflatten(self._infos, self._spec)
 
     def check(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """TypeError unless the arguments are of these types."""
+        """Raises TypeError unless the arguments have these types."""
         spec = pytree.tree_structure((args, kwargs))
         if self._spec != spec:
-            raise TypeError(f"{function} was compiled for arguments of the structure {self._spec}; called with {spec}.")
+            raise TypeError(
+                f"{function} was compiled for arguments of the structure {self._spec}, but this call has {spec}. Call "
+                f"the function itself, or lower() it for these arguments. {see('ahead')}"
+            )
         found, paths = _trees.with_paths((args, kwargs))
         differing = []
         for index, (info, leaf) in enumerate(zip(self._infos, found)):
@@ -219,13 +224,13 @@ class Types:
         if differing:
             shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
             raise TypeError(
-                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, which "
-                "compiles for each type, or lower() it for these."
+                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, or lower() "
+                f"it for these arguments. {see('ahead')}"
             )
 
 
 class Observer(_trace.Recorder):
-    """Watches a trace that may change tensors from outside, as a step may."""
+    """Watches a trace that may change tensors from outside, which a step may do."""
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__(function, arguments)
@@ -253,19 +258,19 @@ class Observer(_trace.Recorder):
                     tensor.copy_(value)
 
     def changed(self) -> list[torch.Tensor]:
-        """Tensors from outside that the trace has given new values, and gradients that it has added to."""
+        """Tensors from outside to which the trace has given new values, and their gradients."""
         tensors = [snapshot.tensor for snapshot in self._snapshots]
         gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
         return [*tensors, *gradients]
 
     def replaced(self) -> list[torch.Tensor]:
-        """The buffers of tensors that have new values: torch_xla donates them by itself."""
+        """The buffers of tensors with new values. torch_xla donates them automatically."""
         return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
 
 
 @contextmanager
 def _optimizers_restored(arguments: Sequence[Any]) -> Iterator[None]:
-    """Optimizers make their state at their first step; one that is only traced leaves none."""
+    """Restores the state of optimizers, because a traced first step must not leave any."""
     optimizers = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.optim.Optimizer)]
     saved = [{key: dict(state) for key, state in optimizer.state.items()} for optimizer in optimizers]
     try:
@@ -277,7 +282,7 @@ def _optimizers_restored(arguments: Sequence[Any]) -> Iterator[None]:
 
 
 def _pending(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors that have yet to be computed, each once."""
+    """The pending tensors among these, each once."""
     found: dict[int, torch.Tensor] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla" and _C.has_graph(tensor):
@@ -289,9 +294,9 @@ def _refuse_others(function: str, arguments: Sequence[Any]) -> None:
     elsewhere = _trees.first_off_device(pytree.tree_leaves(arguments))
     if elsewhere is not None:
         raise ValueError(
-            f"{function} cannot be lowered for {_trees.dtype_and_shape(elsewhere)} on {elsewhere.device}: arguments "
-            "are on the XLA device. For an array without memory use "
-            "torch_xla.core.xla_builder.create_placeholder_tensor."
+            f"{function} cannot be lowered for {_trees.dtype_and_shape(elsewhere)} on {elsewhere.device}, only for "
+            "XLA tensors. Move it with .to('xla'), or use torch_xla.core.xla_builder.create_placeholder_tensor. "
+            f"{see('ahead')}"
         )
 
 
@@ -300,14 +305,14 @@ def _is_materialised(leaf: Any) -> bool:
 
 
 class Placeholders:
-    """Gives arrays without memory for tensors that have some; those that share a buffer share it here, too."""
+    """Makes placeholders for materialised tensors. Tensors that share a buffer get placeholders that share one."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, torch.Tensor] = {}
         self._by_buffer: dict[int, tuple[int, torch.Tensor]] = {}
 
     def __call__(self, leaf: Any) -> Any:
-        # Without memory nothing can be sharded, by the user or by the compiler.
+        # A placeholder cannot be sharded.
         if not _is_materialised(leaf) or _host.sharding_spec(leaf) or _host.auto_sharding():
             return leaf
         if id(leaf) not in self._by_id:

@@ -1,4 +1,4 @@
-"""compile(module): a module that runs as one step, and is the module in everything else."""
+"""compile(module): a proxy that runs the module as one step and otherwise behaves like the module."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_xla_donate._errors import see
+
 if TYPE_CHECKING:
     from torch_xla_donate._compile.base import Compiled
     from torch_xla_donate._compile.lower import Lowered
 
 
 class ModuleProxy:
-    """Calls run as one step. Attributes, parameters and methods are the module's, also for ``isinstance``.
+    """Runs calls as one step. Attributes, parameters and methods are the module's, also for ``isinstance``.
 
     A method that returns the module (``train()``, ``to()``) returns this object: ``m = m.eval()`` stays compiled.
 
     Args:
-        compiled: runs the module.
-        remake: compiles another module in the same way.
+        compiled: the compiled module.
+        remake: compiles another module with the same options.
     """
 
     def __init__(self, compiled: Compiled, remake: Callable[[torch.nn.Module], Any]) -> None:
@@ -38,7 +40,7 @@ class ModuleProxy:
 
     @property
     def _orig_mod(self) -> torch.nn.Module:
-        """The module, by the name that torch.compile gives it."""
+        """The module. torch.compile uses the same name."""
         return self._donate_compiled.__wrapped__  # type: ignore[no-any-return, attr-defined]
 
     @property
@@ -74,7 +76,7 @@ class ModuleProxy:
     def __repr__(self) -> str:
         return f"compile({self._orig_mod!r})"
 
-    # Python looks these up on the class.
+    # Python looks up these methods on the class.
     def __len__(self) -> int:
         return len(self._orig_mod)  # type: ignore[arg-type]
 
@@ -104,6 +106,6 @@ class ModuleProxy:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"a compiled {type(self._orig_mod).__name__} cannot be pickled: its graphs are of this process. Save its "
-            "state_dict(), or the module, which is its attribute _orig_mod."
+            f"a compiled {type(self._orig_mod).__name__} cannot be pickled, because its graphs belong to this process. "
+            f"Save its state_dict(), or the module in its attribute _orig_mod. {see('compile')}"
         )

@@ -1,4 +1,4 @@
-"""compile(f, backend="openxla"): torch.compile's graphs consume exactly the arguments that a call has offered."""
+"""compile(f, backend="openxla"): torch.compile's graphs consume only the arguments that a call donates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 class _Current(threading.local):
@@ -32,13 +32,13 @@ _current = _Current()
 
 
 class Graph:
-    """A graph that torch.compile has captured. Each set of donated positions is compiled by itself, when it is met.
+    """A graph that torch.compile has captured. Each set of donated positions is compiled separately at its first call.
 
     Args:
-        model: the graph, functional, with inputs and outputs flat.
-        kept: the inputs that the graph hands on as they are: what autograd has saved, and what the function returns.
-        refusal: why nothing can be donated to this graph; empty if it can.
-        frame: what the graph is a part of.
+        model: the graph, functional, with flat inputs and outputs.
+        kept: positions of inputs that outlive the graph, because autograd saves them or the function returns them.
+        refusal: the reason why this graph cannot consume donors; empty if it can.
+        frame: the frame that the graph is a part of.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Graph:
         self._kept = kept
         self._frame = frame
         self._refusal = refusal
-        self._unread = refusal or NOT_READ  # what may read the donors of this graph may read those of no graph, too
+        self._unread = refusal or NOT_READ  # code that may read this graph's donors may also read other donors
         self._variants: dict[Any, Variant] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -59,10 +59,10 @@ class Graph:
             _host.compute_pending(args)
             self._refuse_kept(donation, args)
         while True:
-            if donation is not None and self._refusal:  # known from the start, or found out while extracting
+            if donation is not None and self._refusal:  # set at the start, or by _extract
                 donation.refuse(args, self._refusal)
             positions = donation.positions(args) if donation is not None else ()
-            # torch.compile does not look whether arguments share memory, but XLA makes one parameter of those that do.
+            # XLA makes one parameter of arguments that share memory. torch.compile has no guard for that.
             key = (positions, signature_of(list(args)).key, *_host.graph_key(args))
             variant = self._variants.get(key)
             if variant is None:
@@ -80,27 +80,28 @@ class Graph:
             return variant.run(*args)
 
     def _refuse_kept(self, donation: RunDonation, args: Sequence[Any]) -> None:
-        """What outlives the graph, as far as that can be told before it is extracted."""
+        """Refuses arguments that outlive the graph, as far as they are known before its extraction."""
         donation.refuse([args[i] for i in self._kept], _STILL_NEEDED)
         try:
             around = self._frame.values_around() if self._frame is not None else []
-        except Exception as error:  # of torch.compile's own expressions
-            donation.refuse_all(f"what the function returns without computing it could not be told: {error!r}")
+        except Exception as error:  # from evaluating torch.compile's expressions
+            donation.refuse_all(f"the function may return it unchanged; looking for that raised {error!r}")
             return
         donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
 
     def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Variant:
-        # Extraction rewrites the graph it is given, and there may be another variant later.
+        # Extraction rewrites its graph, and a later variant needs the original.
         model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
         graph = _host.extract_graph(model, args, [args[i] for i in positions])
         if positions and graph.parts != 1:
-            # Operations without an XLA lowering split the graph; a later part may need what an earlier one consumed.
-            self._refusal = "the graph has operations that run on the host, which split it; a later part may read it"
+            # Operations without an XLA lowering split the graph. A later part may need a buffer that an earlier one
+            # consumed.
+            self._refusal = "operations that run on the host split the graph, and a later part may read it"
         return Variant(new_graph_name(), _kept_apart(graph.run, self._model), graph.returned, graph.places)
 
 
 class Variant(NamedTuple):
-    """A graph, compiled for a set of donated positions. One whose results hold a donated buffer never runs.
+    """A graph, compiled for a set of donated positions. It never runs if a result holds a donated buffer.
 
     returned: the positions whose buffers are results.
     places: for each donated position the number of its parameter, and of the output computed from it.
@@ -113,14 +114,14 @@ class Variant(NamedTuple):
 
 
 def _kept_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callable[..., Any]:
-    """A graph's run whose results are separate tensors, except those that are aliases in the graph.
+    """Wraps a graph's run so that each result is a separate tensor, except results that are aliases in the graph.
 
-    torch_xla's bridge returns one tensor for a value and its clone, also where the value is an argument. To donate one
-    of them would consume the other.
+    torch_xla's bridge returns one tensor for a value and its clone, also if the value is an argument. A donation of one
+    would consume the other.
     """
     inputs = model.graph.find_nodes(op="placeholder")
     outputs = [_source_of_view(node) for node in _outputs_of(model)]
-    merged: set[int] | None = None  # places of results; known from the first run: the same for each
+    merged: set[int] | None = None  # places of results; set by the first run and the same in each
 
     def run_apart(*args: Any) -> Any:
         nonlocal merged
@@ -156,7 +157,7 @@ class OpenxlaCompiled(Compiled):
         if not roles.donated:
             return self._compiled(*args, **kwargs)
         donation = RunDonation(DonatedArguments(self, roles, args, kwargs), args, kwargs, where)
-        donation.unread = _NO_GRAPH  # until one runs
+        donation.unread = _NO_GRAPH  # until a graph runs
         outer, _current.donation = _current.donation, donation
         try:
             result = self._compiled(*args, **kwargs)
@@ -170,7 +171,7 @@ class OpenxlaCompiled(Compiled):
         return result
 
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend that torch.compile calls for each graph: openxla's, but for the forward graph's runs."""
+        """The backend that torch.compile calls for each graph: openxla's, except for runs of the forward graph."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
@@ -186,7 +187,7 @@ class OpenxlaCompiled(Compiled):
 
         def forward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
             graph_inputs = graph.graph.find_nodes(op="placeholder")
-            if len(graph_inputs) < given:  # views of one tensor, of which one is updated, have become one input
+            if len(graph_inputs) < given:  # torch.compile has merged views of one tensor, because one is updated
                 return make_boxed_func(self._refuse_merged)  # type: ignore[no-any-return, no-untyped-call]
             kept = _handed_on(graph, graph_inputs)
             why = _UNKNOWN if kept is None else ""
@@ -196,26 +197,26 @@ class OpenxlaCompiled(Compiled):
         return backend(model, inputs)  # type: ignore[no-any-return]
 
     def _refuse_merged(self, *args: Any) -> Any:
-        """torch.compile reads a view through strides and offsets that an XLA tensor does not have: wrong values."""
+        """Raises DonationError: torch.compile reads a view through strides, which an XLA tensor does not have."""
         raise DonationError(
             f"{self.function} updates in place an argument that is a view of another argument, and torch.compile "
-            'computes wrong values for it on XLA. Pass a clone() of the view, or use backend="lazy". '
-            "Nothing was donated."
+            'computes wrong values for it on XLA. Pass a .clone() of the view, or use backend="lazy". '
+            f"Nothing was donated. {see('torch_compile')}"
         )
 
     def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> str:
-        """Why nothing may be donated to this graph; empty if it may."""
+        """The reason why this graph must not consume donors; empty if it may."""
         reason = getattr(model, "compile_subgraph_reason", None)
         if reason is None or reason.graph_break:
-            return "torch.compile has broken the function's graph, and what follows the break may read it"
+            return "torch.compile broke the function's graph, and the code after the break may read it"
         if self._module is not None and _host.has_hooks(self._module):
-            return "the module has hooks, which torch.compile leaves outside and which may read it"
+            return "the module has hooks, which run outside the compiled graph and may read it"
         if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
-            return "torch.compile has not compiled the function as a whole, and what follows may read it"
+            return "torch.compile did not compile the whole function, and the rest may read it"
         return ""
 
 
-_NO_GRAPH = "torch.compile has compiled no graph of the function, and what runs outside of one may read it"
+_NO_GRAPH = "torch.compile compiled no graph of the function, and code outside a graph may read it"
 _UNKNOWN = "torch.compile does not report which inputs of its graph outlive it"
 _STILL_NEEDED = "the result, or the backward pass, still needs it"
 
@@ -235,7 +236,7 @@ def _source_of_view(node: Any) -> Any:
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
-    """The frames that torch.compile may capture for a callable: its own, or one of torch's around it."""
+    """The code of the frames that torch.compile may capture for a callable: the callable's, or torch's wrapper."""
     codes = [_host.wrapping_code()]
     call = f.forward if isinstance(f, torch.nn.Module) else f
     for function in (call, getattr(call, "__func__", None), type(call).__call__):
@@ -245,7 +246,7 @@ def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
 
 
 def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
-    """Whether code is that of the function, or of its rest after a graph break."""
+    """Whether code belongs to the function, or to its rest after a graph break."""
     resumed = code.co_name.startswith(f"torch_dynamo_resume_in_{whole.co_name}_at_")
     return code is whole or (resumed and code.co_filename == whole.co_filename)
 

@@ -1,4 +1,4 @@
-"""A traced function: its compiled graph, and where inputs and results come from."""
+"""A traced function: its compiled graph, and the sources of inputs and results."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
 from torch_xla_donate._compile.run_donation import new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
 if TYPE_CHECKING:
     from torch_xla_donate._compile.pure import PureCompiled
 
 
-# What a result may be without holding tensors that cannot be seen.
+# Results of these types hide no tensors.
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 class ValueSource(NamedTuple):
-    """Where a result, or an input of the graph, comes from."""
+    """The source of a result, or of an input of the graph."""
 
     kind: str  # "graph", "argument", "detached argument", "value", "detached value", "copied value" or "floats"
     source: Any
@@ -36,7 +36,7 @@ class ValueSource(NamedTuple):
 
 
 class TracedProgram:
-    """A traced function: its compiled graph, and where inputs and results come from."""
+    """A traced function: its compiled graph, and the sources of inputs and results."""
 
     def __init__(
         self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any, offered: Sequence[int]
@@ -48,7 +48,7 @@ class TracedProgram:
         proxies.refuse_kept(compiled.function, self._opaque)
 
     def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
-        """True if the buffer of an argument is another input, too, which the graph takes for the same one."""
+        """Returns True if an argument shares its buffer with another input, which the graph cannot distinguish."""
         with _host.tracing():
             args, kwargs, leaves = proxies.make()
             recorder = _trace.Recorder(compiled.function, leaves)
@@ -69,7 +69,7 @@ class TracedProgram:
                 _refuse_gradients(compiled.function, results, recorder)
                 recorder.note_returned(results)
                 recorder.check()
-                # A float that the function returns as it came is that of the call.
+                # A float that the function returns unchanged is the call's float.
                 passed_on = {id(leaf): proxies.floats.get(id(leaf)) for leaf in results}
                 own = [
                     leaf if passed_on[id(leaf)] is not None else self._own(_numbers.as_result(leaf), recorder)
@@ -93,7 +93,7 @@ class TracedProgram:
                     else ValueSource("argument", index)
                     for leaf in own
                 ]
-                # By buffer: several arguments may hold one. Which of them do is a part of the signature.
+                # By buffer, since several arguments may hold one. The signature says which of them do.
                 kept = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(own)} - {0}
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
@@ -124,7 +124,7 @@ class TracedProgram:
         return False
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
-        """A result that no operation of the graph has made (a constant, a whole copy) becomes an output of it."""
+        """Makes a result an output of the graph if no operation made it, such as a constant or a whole copy."""
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
             return leaf
         identity = _C.identity(leaf)[0]
@@ -153,7 +153,7 @@ class TracedProgram:
         return (found.key, _host.graph_key(self.captured)), found.pending
 
     def is_current(self) -> bool:
-        """Whether what the function closes over is still of the kind that the graph was traced for."""
+        """Whether the graph still fits the tensors that the function closes over, and the modes of its modules."""
         if self.captured:
             signature, pending = self._sign()
             if pending:
@@ -168,11 +168,11 @@ class TracedProgram:
         return True
 
     def usable(self, positions: Sequence[int]) -> list[int]:
-        """Those of the arguments that a run reads and does not return: it may consume them."""
+        """The arguments that a run reads and does not return. The run may consume them."""
         return [i for i in positions if i in self._usable]
 
     def places(self, positions: Sequence[int]) -> list[tuple[int | None, int | None]]:
-        """For each of these arguments its number among the graph's parameters, and that of the output made of it."""
+        """For each argument its number among the graph's parameters, and that of the output computed from it."""
         return [self._places[i] for i in positions]
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -207,7 +207,7 @@ def _refuse_gradients(function: str, results: Sequence[Any], recorder: _trace.Re
     for leaf in results:
         if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not recorder.is_outside(leaf):
             raise DonationError(
-                f"{function} is declared pure and returns {_trees.dtype_and_shape(leaf)} with a gradient history, "
-                "which a replay does not have. Call backward() inside, or return .detach(), or use torch.no_grad(). "
-                "Nothing was donated."
+                f"{function} is declared pure, but returns {_trees.dtype_and_shape(leaf)} with a gradient history, "
+                "which a replay does not have. Call backward() inside, return .detach(), or use torch.no_grad(). "
+                f"Nothing was donated. {see('pure')}"
             )

@@ -1,4 +1,4 @@
-"""The tensors that a trace is given for the arguments of a call."""
+"""The tensors that replace the arguments of a call in a trace."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class ArgumentProxies:
-    """The tensors that the trace is given for the arguments: others of the same buffers.
+    """Other tensors of the same buffers, which replace the arguments in the trace.
 
-    So a tensor that is an argument of this call and that the function closes over, too, is told apart from it. Tensors
-    of modules and optimizers stay what they are. With SPMD others would lose the sharding, so aliases stand in.
+    They distinguish an argument from the same tensor in the function's closure. Tensors of modules and optimizers are
+    not replaced. Under SPMD other tensors would lose the sharding, so aliases replace the arguments.
 
     Attributes:
         values: the floats among the arguments; None if there are none.
@@ -42,7 +42,7 @@ class ArgumentProxies:
         self.values = upload_floats(leaves) if self._float_positions else None
         self.floats: dict[int, int] = {}
         self._spmd = bool(_host.runtime().is_spmd())
-        # Constants of the function may share these.
+        # Constants of the function may share these buffers.
         self._to_copy = {_C.identity(leaf)[1] for leaf in self._plain.values() if _C.state(leaf) == "read_only"}
         self._copies: dict[int, torch.Tensor] = {}
         self._to_move: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class ArgumentProxies:
         self.separate()
 
     def separate(self) -> None:
-        """Before the next trace: arguments get copies, and what the function closes over buffers of its own."""
+        """Copies arguments, and gives tensors in the closure separate buffers, before the next trace."""
         for leaf in self._plain.values():
             buffer = _C.identity(leaf)[1]
             if buffer in self._to_copy and buffer not in self._copies:
@@ -89,11 +89,11 @@ class ArgumentProxies:
         return made
 
     def inseparable(self) -> set[int]:
-        """The ids of the tensors for which others of the same identity stand."""
+        """The ids of the tensors whose replacements have the same identity."""
         return {id(leaf) for leaf in self._plain.values()} if self._spmd else set()
 
     def are_shared(self, captured: Iterable[torch.Tensor], leaves: Sequence[Any]) -> bool:
-        """Whether tensors have to get buffers of their own (`separate`) before a trace can tell them apart."""
+        """Whether tensors need separate buffers (`separate`) before a trace can distinguish them."""
         given = {_C.identity(leaf)[1] for leaf in leaves if isinstance(leaf, torch.Tensor)}
         plain = {_C.identity(leaf)[1] for leaf in self._plain.values()} - self._to_copy
         found = False
@@ -108,13 +108,13 @@ class ArgumentProxies:
         return found
 
     def note_made(self, made: list[tuple[weakref.ref[torch.Tensor], str]]) -> None:
-        """What the trace has made, and has been given in the place of arguments."""
+        """Notes the tensors that the trace has made, and those that replaced arguments."""
         given = [(reference, "unknown line") for reference in self._given]
         self._made = [*made, *given]
         self._buffers = {_C.identity(tensor)[1] for reference, _ in given if (tensor := reference()) is not None}
 
     def refuse_kept(self, function: str, opaque: str) -> None:
-        """DonationError if something outside of the function keeps a tensor that depends on the arguments.
+        """Raises DonationError if something outside the function keeps a tensor that depends on the arguments.
 
         opaque: the type of a result that may hold tensors and is not a pytree node; empty if there is none.
         """
@@ -128,13 +128,13 @@ class ArgumentProxies:
             ]
 
         if kept():
-            gc.collect()  # what only a reference cycle keeps is garbage
+            gc.collect()  # a reference cycle may keep it
         for tensor, where in kept():
             raise _trace.impure(
                 function,
                 where,
                 f"makes {_trees.dtype_and_shape(tensor)}, which "
-                + (f"a result of type {opaque} keeps" if opaque else "something outside of the function keeps"),
+                + (f"a result of type {opaque} keeps" if opaque else "something outside the function keeps"),
                 "Return the tensor in a tuple, list or dict, or register the type with torch.utils._pytree"
                 if opaque
                 else "Return it",

@@ -1,4 +1,4 @@
-"""compile(f, pure=True): the function is traced once for each signature of its arguments, and replayed afterwards."""
+"""compile(f, pure=True): traces the function once for each signature of its arguments, then replays the graph."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch_xla_donate._compile.donated import DonatedArguments
 from torch_xla_donate._compile.program import TracedProgram
 from torch_xla_donate._compile.run_donation import RunDonation
 from torch_xla_donate._compile.signatures import signature_of
+from torch_xla_donate._errors import see
 
-_CLOSED_OVER = "the function closes over it, too"
+_CLOSED_OVER = "the function also closes over it"
 
 
 class _Call:
-    """The arguments of a call, taken apart."""
+    """The flattened arguments of a call, and their signature."""
 
     def __init__(
         self, roles: ArgumentRoles, args: Any, kwargs: Any, leaves: list[Any], structures: Sequence[Hashable]
@@ -62,7 +63,7 @@ class PureCompiled(Compiled):
             return self._f(*args, **kwargs)
 
     def leaves(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Donated leaves first, then the others; static arguments have none."""
+        """The leaves of donated arguments, then those of the others. Static arguments have none."""
         return self._chain(self._parts(roles, args, kwargs))
 
     @staticmethod
@@ -93,7 +94,7 @@ class PureCompiled(Compiled):
             except RuntimeError as error:
                 if not _host.is_evicted(error):
                     raise
-                self._programs.clear()  # what else was compiled before is likely to be gone, too
+                self._programs.clear()  # torch_xla has probably dropped the others as well
                 result = self._replay(call, donation)
         except BaseException:
             if donation is not None:
@@ -131,19 +132,19 @@ class PureCompiled(Compiled):
             return program.run(call.leaves)
 
     def _values(self, call: _Call) -> Hashable:
-        """What is no tensor is a part of the program, as are static arguments; 1, 1.0 and True are told apart."""
+        """The leaves that are not tensors and the static arguments, for the program's key. 1, 1.0 and True differ."""
         values = [*call.others, *(argument.value(call.args, call.kwargs) for argument in call.roles.static)]
         for value in call.others:
             try:
                 hash(value)
             except TypeError:
                 raise ValueError(
-                    f"{self.function} is declared pure, and a leaf of its arguments is of type "
-                    f"{type(value).__name__}, which is no tensor and cannot be hashed. Register its class with "
-                    "torch.utils._pytree, or pass something that has a hash."
+                    f"{self.function} is declared pure, but a leaf of its arguments is of type "
+                    f"{type(value).__name__}, which is neither a tensor nor hashable. Register its class with "
+                    f"torch.utils._pytree, or pass a hashable value. {see('pure')}"
                 ) from None
-        # Floats among the arguments are inputs of the graph. Of static ones 0.0 equals -0.0, and not a number does not
-        # equal itself.
+        # Floats among the leaves are inputs of the graph. Static floats are compared by hex(): 0.0 == -0.0, and NaN
+        # differs from itself.
         count = len(call.others)
         return (
             *("float" if _numbers.is_float(value) else (type(value), value) for value in values[:count]),
@@ -153,7 +154,7 @@ class PureCompiled(Compiled):
     def note_compilation(
         self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str
     ) -> None:
-        pass  # its traces are counted
+        pass  # _trace_program counts the traces
 
     def note_signature(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
         # Floats are inputs. Static ones are not.
@@ -169,16 +170,18 @@ class PureCompiled(Compiled):
         elsewhere = _trees.first_off_device(leaves)
         if elsewhere is not None:
             raise ValueError(
-                f"{self.function} is declared pure, and one of its arguments holds {_trees.dtype_and_shape(elsewhere)} "
-                f"on {elsewhere.device}: its value would become a constant of the graph. Move it with .to('xla')."
+                f"{self.function} is declared pure, but one of its arguments holds {_trees.dtype_and_shape(elsewhere)} "
+                f"on {elsewhere.device}, which would become a constant of the graph. Move it with .to('xla'). "
+                f"{see('pure')}"
             )
 
     def _trace_program(self, key: Hashable, call: _Call, donation: RunDonation | None) -> TracedProgram:
         self._refuse_others(call.leaves)
         if self._limit is not None and key not in self._programs and len(self._programs) >= self._limit:
             raise RuntimeError(
-                f"{self.function} would get more than max_different_graphs={self._limit} graphs; its arguments differ "
-                "in structure, shape, dtype or value from those before."
+                f"{self.function} would get more than max_different_graphs={self._limit} graphs, because its arguments "
+                "differ in structure, shape, dtype or value from those before. Pass arguments like those, or raise the "
+                f"limit. {see('pure')}"
             )
         if key not in self._programs:
             self.note_signature(call.roles, call.args, call.kwargs, _frames.call_site())

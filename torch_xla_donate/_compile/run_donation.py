@@ -1,4 +1,4 @@
-"""Runs of compiled graphs outside of a step: the marks of one call, and which of them a run may consume."""
+"""The donation of one call to compiled graphs that run outside a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _numbers = itertools.count(1)
 
 
 def new_graph_name() -> str:
-    """A name for a graph that was compiled outside of a step: the report knows it by that."""
+    """A name in the report for a graph that was compiled outside a step."""
     return f"run-{next(_numbers)}"
 
 
 class RunDonation:
-    """The donated leaves of one call, to be consumed by the runs of compiled graphs in it.
+    """The donated leaves of one call, which runs of compiled graphs in the call may consume.
 
-    A step knows all live tensors and what is pending; a run of a compiled graph knows its arguments alone. So before
-    anything is offered it is made sure that nobody else needs these buffers.
+    A step knows all live tensors and pending work. A run of a compiled graph knows only its arguments. So this class
+    first checks that no live tensor and no pending work needs the buffers.
     """
 
     def __init__(self, donated: DonatedArguments, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
@@ -35,7 +35,7 @@ class RunDonation:
         try:
             self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
         except DonationError:
-            torch_xla.sync()  # an argument that was pending is none any more, as with the lazy backend
+            torch_xla.sync()  # materialises pending arguments, as the lazy backend does
             self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
         try:
             self._refuse_shared()
@@ -44,48 +44,48 @@ class RunDonation:
             raise
         for leaf in self._call.constants:
             self._refused[leaf] = _report.CONSTANT
-        # Why this call donates nothing at all; empty if it does.
+        # The reason why this call donates nothing; empty if it does.
         self._off = _report.no_donation()
-        self.unread = NOT_READ  # why what no graph has read was not donated
+        self.unread = NOT_READ  # the reason for leaves that no graph has read
 
     def _refuse_shared(self) -> None:
         if not _C.perhaps_shared(self._call):
             return
         if _host.list_live_tensors():
-            torch_xla.sync()  # what is pending may read them
+            torch_xla.sync()  # pending work may read them
             _host.list_live_tensors()
         shared = _C.shared_with_listed(self._call)
         if shared:
-            torch_xla.sync()  # which gives a clone that nobody has read yet a buffer of its own
+            torch_xla.sync()  # gives an unread clone a separate buffer
             _host.list_live_tensors()
             shared = _C.shared_with_listed(self._call)
         for leaf in shared:
             self._refused[leaf] = _report.HELD_BY_OTHERS
 
     def choice(self) -> Hashable:
-        """What `positions` depends on beyond the kind of the arguments and which of them share a buffer."""
+        """The key for the result of `positions`, in addition to the signature of the arguments."""
         return None if self._off else frozenset(self._refused)
 
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Which arguments of a graph may be consumed by its run."""
+        """The arguments of a graph that its run may consume."""
         return () if self._off else self._fit(arguments)
 
     def spared(self, arguments: Sequence[Any]) -> tuple[int, ...]:
-        """Which of them would be consumed if the user had not disabled donation."""
+        """The arguments that the run would consume if the user had not disabled donation."""
         return self._fit(arguments) if _C.disabled() else ()
 
     def _fit(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         return tuple(position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused)
 
     def refuse(self, arguments: Sequence[Any], reason: str) -> bool:
-        """These arguments stay, for this reason, whatever else the call runs. Whether one was not refused before."""
+        """Refuses these arguments for the whole call. Returns whether this is new for one of them."""
         before = len(self._refused)
         for _, leaf in _C.marked_by(self._call, arguments):
             self._refused.setdefault(leaf, reason)
         return len(self._refused) > before
 
     def refuse_all(self, reason: str) -> None:
-        """Nothing of the call may be consumed, for this reason."""
+        """Refuses all donated leaves of the call, for this reason."""
         for leaf in range(self._count):
             self._refused.setdefault(leaf, reason)
 
@@ -93,9 +93,9 @@ class RunDonation:
     def consumed(
         self, donors: Sequence[torch.Tensor], graph: str, places: Sequence[tuple[int | None, int | None]]
     ) -> Iterator[None]:
-        """The run of a graph in this context consumes the donors; the hooks remember them where they are spared.
+        """The run of a graph in this context consumes the donors. If donation is disabled, the hooks only note them.
 
-        places: of each donor among the graph's parameters, and of the output computed from it; None where unknown.
+        places: for each donor its parameter number, and the number of the output computed from it; None if unknown.
         """
         if not donors:
             yield
@@ -107,12 +107,12 @@ class RunDonation:
             _C.disarm_run()
 
     def keep_returned(self, leaves: Sequence[Any]) -> None:
-        """What a function returns as it came stays as it is."""
+        """Keeps the buffers that the function returns unchanged."""
         _C.keep_returned(list(leaves))
 
     def cancel(self) -> None:
         _C.cancel_call(self._call)
 
     def end(self) -> None:
-        """The call is over: what no run has consumed was unusable."""
+        """Ends the call. Donors that no run has consumed are unusable."""
         _C.end_call(self._call, {} if self._off else self._refused, self._off or self.unread, notify=not self._off)

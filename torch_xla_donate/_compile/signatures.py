@@ -1,4 +1,4 @@
-"""The kinds of arguments that a function has been traced or compiled for, and a warning where they do not end."""
+"""Counts the signatures that a function was traced or compiled for, and warns of many."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import torch
 from torch_xla_donate import _C, _trees
 from torch_xla_donate._errors import see, warn
 
-LIMIT = 10  # of the signatures of one function, before it warns
+LIMIT = 10  # signatures of one function before the warning
 _SHOWN = 4
 
 
 def signature_of(leaves: list[Any]) -> _C.Signature:
-    """What a graph of these inputs is compiled for. ValueError if only the device knows the size of one."""
+    """The signature that a graph of these inputs is compiled for. Raises ValueError if only the device knows a size."""
     found = _C.signature(leaves)
     if found.dynamic:
         raise ValueError(
-            "an argument's size is known to the device alone, and a graph is compiled for sizes. Use the lazy backend, "
-            "without pure=True."
+            "only the device knows the size of an argument, but a graph is compiled for fixed sizes. Use the lazy "
+            f"backend, without pure=True. {see('pure')}"
         )
     return found
 
 
 class Signatures:
-    """The first signatures of a function; it warns once, at the tenth.
+    """The first signatures of a function. Warns once, at the tenth.
 
     Args:
-        function: what messages call it.
-        per: what each signature costs, such as "traced".
+        function: the function's name in messages.
+        per: the work for each signature, such as "traced".
     """
 
     def __init__(self, function: str, per: str) -> None:
@@ -39,7 +39,7 @@ class Signatures:
         self._seen: dict[Hashable, None] | None = {}
 
     def note(self, leaves: Iterable[tuple[str, Any]], where: str) -> None:
-        """Notes the arguments of a call, by their names; after the warning it does nothing."""
+        """Notes the arguments of a call, by their names. After the warning it does nothing."""
         if self._seen is None:
             return
         self._seen[tuple((name, _kind(leaf)) for name, leaf in leaves)] = None
@@ -65,7 +65,7 @@ class Signatures:
 
 
 def _kind(leaf: Any) -> str:
-    """What of a leaf makes a signature another one, for messages. Holds nothing of the leaf."""
+    """The part of a leaf that belongs to the signature, as text. Holds no reference to the leaf."""
     tensor = _trees.without_wrapper(leaf)
     if isinstance(tensor, torch.Tensor):
         return _trees.dtype_and_shape(tensor) + (" with requires_grad" if tensor.requires_grad else "")

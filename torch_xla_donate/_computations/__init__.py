@@ -1,1 +1,1 @@
-"""Computations called on XLA tensors: HLO modules and JAX functions."""
+"""Calls HLO modules and JAX functions on XLA tensors."""

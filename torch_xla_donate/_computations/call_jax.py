@@ -1,4 +1,4 @@
-"""call_jax: torch_xla's, where the donated arguments of a jitted JAX function reach the step."""
+"""call_jax: torch_xla's function, which also donates the donated arguments of a jitted JAX function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_donate import _config, _frames, _host, _trees
 from torch_xla_donate._computations.user_computation import give, to_donate
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 def call_jax(
@@ -22,32 +22,31 @@ def call_jax(
     *,
     strict: bool | None = None,
 ) -> Any:
-    """`torch_xla.core.xla_builder.call_jax`, which donates what a jitted function's ``donate_argnums`` name.
+    """`torch_xla.core.xla_builder.call_jax`, which also donates the donated arguments of a jitted function.
 
-    Each tensor of an argument that ``jax.jit(f, donate_argnums=..., donate_argnames=...)`` donates is given to the next
-    step, as with `donate_buffer`, and asks for the output that JAX would put there, as ``into=`` does. Only ``f``'s own
-    jit counts: a jitted function that is called inside of ``f`` donates nothing, as under ``jax.jit``. Without donation
-    it is torch_xla's function.
+    The next step may reuse each tensor of an argument that ``jax.jit(f, donate_argnums=..., donate_argnames=...)``
+    donates, as with `donate_buffer`. The buffer goes to the output that JAX would choose, as with ``into=``. A jitted
+    function that ``f`` calls donates nothing, as under ``jax.jit``. Without donation this is torch_xla's function.
 
     Args:
         f: a JAX function, traced once for each set of shapes, dtypes and other values among its arguments.
-        args: its positional arguments, pytrees of XLA tensors and of what JAX takes for static or constant.
+        args: its positional arguments: pytrees of XLA tensors, and of static arguments and constants.
         kwargs: its keyword arguments.
         name: as in torch_xla.
-        override_hash: as in torch_xla: stands for ``f`` in the caches, where ``f`` is made anew at each call. What is
-            donated is what the ``f`` of this call donates.
+        override_hash: as in torch_xla. It replaces ``f`` as the key of caches if each call makes a new ``f``. The
+            donated arguments are those of the ``f`` of this call.
         strict: as for `user_computation`.
 
     Returns:
-        What ``f`` returns, with pending XLA tensors for its arrays.
+        The result of ``f``, with pending XLA tensors for its arrays.
 
     Raises:
         ImportError: jax or torchax is missing.
-        TypeError: ``strict`` is no bool.
-        ValueError: a donated tensor is passed a second time where it is not donated, or a tensor has 64 bits and JAX
+        TypeError: ``strict`` is not a bool.
+        ValueError: an argument that is not donated shares the buffer of a donated one, or a tensor has 64 bits and JAX
             works with 32.
-        DonationError: a donated tensor is pending, or shares a buffer that torch_xla keeps for everybody.
-        DonatedBufferError: an argument has been donated before.
+        DonationError: a donated tensor is pending, or torch_xla shares its buffer between tensors.
+        DonatedBufferError: a step has consumed an argument.
     """
     _config.check_strict(strict)
     where = _frames.call_site()
@@ -68,9 +67,9 @@ def call_jax(
 
 
 class _Offered:
-    """Which leaves of a call's arguments its function donates.
+    """The leaves of a call's arguments that its function donates.
 
-    donors: their numbers, tensors only.
+    donors: the numbers of those that are tensors.
     """
 
     def __init__(self, f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any) -> None:
@@ -84,16 +83,16 @@ class _Offered:
         return self._names[index]
 
     def _check_bits(self, leaves: Sequence[Any]) -> None:
-        # torch_xla finds the difference when it lowers the step, which loses all that is pending then.
+        # torch_xla would find the difference when it lowers the step, and lose all pending values.
         jax, _ = _host.import_jax()
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor) and jax.dtypes.canonicalize_dtype(_dtype(leaf.dtype)) != _dtype(
                 leaf.dtype
             ):
                 raise ValueError(
-                    f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, and JAX works with 32 bits, which "
-                    "torch_xla cannot connect. Call jax.config.update('jax_enable_x64', True) before, or cast the "
-                    "tensor."
+                    f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, but JAX works with 32 bits. Call "
+                    "jax.config.update('jax_enable_x64', True) first, or cast the tensor. "
+                    f"{see('user_computations')}"
                 )
 
 
@@ -130,7 +129,7 @@ def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
         infos, found = jax.tree.flatten(f.trace(*args, **kwargs).args_info)
         if found == spec or not any(info.donated for info in infos):
             return [index for index, info in enumerate(infos) if info.donated]
-        # Static arguments are missing there. A call of f by another function tells which of its arguments it donates.
+        # Static arguments are missing there. The jaxpr of a function that calls f names the donated arguments.
         arrays = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
         def caller(*tensors: Any) -> Any:
@@ -142,8 +141,8 @@ def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
     calls = [equation.params["donated_invars"] for equation in program.eqns if "donated_invars" in equation.params]
     if not calls:
         raise DonationError(
-            f"{_label(f)} is jitted with static arguments and inline=True, so that JAX does not tell which arguments "
-            "it donates. Leave inline=True away. Nothing was donated."
+            f"{_label(f)} is jitted with static arguments and inline=True, so JAX does not report which arguments it "
+            f"donates. Remove inline=True. Nothing was donated. {see('user_computations')}"
         )
     place = {id(variable): index for variable, index in zip(program.invars, arrays)}
     return sorted(
@@ -154,7 +153,7 @@ def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
     )
 
 
-# torch_xla keeps the computations of a function, or of the hash that stands for it, in the same way.
+# torch_xla caches the computations of a function, or of the hash that replaces it, in the same way.
 _by_function: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, _Offered]] = weakref.WeakKeyDictionary()
 _by_hash: dict[Any, dict[Any, _Offered]] = {}
 
@@ -164,7 +163,7 @@ def _offered(f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any,
     if donation is None:
         known = _by_function.setdefault(f, {})
     else:
-        # The hash stands for what is computed alone: another function of the same one may donate other arguments.
+        # The hash identifies only the computation. Another function with this hash may donate other arguments.
         known = _by_hash.setdefault((override_hash, _label(f), donation), {})
     key = (spec, *[(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
     found = known.get(key)

@@ -1,4 +1,4 @@
-"""user_computation: torch_xla's, where the donors and aliases of the HLO module reach the step."""
+"""user_computation: torch_xla's function, which also donates the donors and aliases of the HLO module."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ _NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
 def user_computation(
     name: str, inputs: Sequence[torch.Tensor], computation: Any, *, strict: bool | None = None
 ) -> list[torch.Tensor]:
-    """Calls an HLO module on XLA tensors, and donates the inputs that the module says it donates.
+    """Calls an HLO module on XLA tensors, and donates the inputs that the module declares as donors.
 
-    An input is donated if its parameter is among the module's ``buffer_donor`` or ``input_output_alias``: the next step
-    may write an output into its buffer, as with `donate_buffer`. An alias asks for the output that it names, where
-    shape and dtype are the same, as ``into=`` does. Without such entries it is torch_xla's function. Inside of a
-    function made by `compile` nothing is donated beyond that function's own arguments.
+    An input is donated if the module's ``buffer_donor`` or ``input_output_alias`` names its parameter. The next step
+    may write an output into its buffer, as with `donate_buffer`. With an alias of the same shape and dtype it is the
+    output that the alias names, as with ``into=``. Without such entries this is torch_xla's function. Inside a function
+    made by `compile` only that function's arguments are donated.
 
     Args:
-        name: of the operation, for messages and in torch_xla's dumps.
-        inputs: one tensor for each parameter of the module, in order, of its shape and dtype; for a parameter that is a
-            tuple, one for each of its arrays.
-        computation: what `torch_xla.core.xla_builder` makes: by ``create_computation``, or by
+        name: name of the operation in messages and in torch_xla's dumps.
+        inputs: one tensor for each parameter of the module, in order, of its shape and dtype. A parameter that is a
+            tuple takes one tensor for each of its arrays.
+        computation: a computation of `torch_xla.core.xla_builder`, made by ``create_computation``, or by
             ``computation_from_module_proto`` of a serialized HLO module.
-        strict: whether a donation that the step could not use raises. Default: ``TORCH_XLA_DONATE_STRICT``. With False,
-            an input that cannot be donated at all is told by a `DonationWarning` and kept, instead of an error.
+        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``. With False,
+            an input that cannot be donated is kept, with a `DonationWarning` instead of an error.
 
     Returns:
-        The computation's results, pending: one tensor for each element of its result, or one in a list.
+        A list of pending tensors, one for each element of the computation's result.
 
     Raises:
-        TypeError: an input, the computation or ``strict`` is of another type.
-        ValueError: number, shapes or dtypes of the inputs are not those of the parameters; torch_xla cannot call the
-            module; or a donated input is passed a second time where it is not donated.
-        DonationError: a donated input is pending, or shares a buffer that torch_xla keeps for everybody.
-        DonatedBufferError: an input has been donated before.
+        TypeError: an input, the computation or ``strict`` has another type.
+        ValueError: number, shapes or dtypes of the inputs differ from those of the parameters, torch_xla cannot call
+            the module, or an input that is not donated shares the buffer of a donated one.
+        DonationError: a donated input is pending, or torch_xla shares its buffer between tensors.
+        DonatedBufferError: a step has consumed an input.
     """
     _config.check_strict(strict)
     where = _frames.call_site()
@@ -77,11 +77,11 @@ def _same_array(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 class _Module:
-    """What a computation says of itself, read once.
+    """The header of a computation, read once.
 
     donors: the numbers of the inputs that it donates.
-    aliases: of these, the number of the output that each is to become, where the module says so.
-    callable: a computation that takes one array for each input: the one given, unless parameters are tuples.
+    aliases: the number of the output for each donor that has an alias.
+    callable: a computation that takes one array for each input. It is the given one unless a parameter is a tuple.
     """
 
     def __init__(self, computation: Any) -> None:
@@ -102,50 +102,53 @@ class _Module:
         place = (donor.parameter_number, donor.parameter_index)
         if place not in self._places:
             raise ValueError(
-                f"computation {self._name} donates {donor}, which is a tuple and not an array. Let it name the arrays "
-                f"in it, such as {hlo.BufferDonor(donor.parameter_number, (*donor.parameter_index, 0))}."
+                f"computation {self._name} donates {donor}, which is a tuple and not an array. Donate the arrays in "
+                f"the tuple, such as {hlo.BufferDonor(donor.parameter_number, (*donor.parameter_index, 0))}. "
+                f"{see('user_computations')}"
             )
         return self._places[place]
 
     def _check_names(self, text: str) -> None:
-        # torch_xla's builder ends the process for such a name, at the step.
+        # At the step torch_xla's builder ends the process for such a name.
         for name in _NAMED.findall(text):
             if "." not in name:
                 raise ValueError(
-                    f"computation {self._name} has the name {name!r} in it. torch_xla's builder takes names apart at a "
-                    "'.' and would end the process for one without. Give each computation and instruction a number, "
-                    f"such as {name}.1, or make the module by jax.jit(f).lower(...) or xla_builder.create_computation."
+                    f"computation {self._name} has the name {name!r}, and torch_xla's builder ends the process for a "
+                    "name without a '.'. Number each computation and instruction, "
+                    f"such as {name}.1, or make the module by jax.jit(f).lower(...) or xla_builder.create_computation. "
+                    f"{see('user_computations')}"
                 )
 
     def _callable(self, computation: Any, parameters: Sequence[hlo.HloShape]) -> Any:
         try:
             caller = _host.calling(computation, parameters)
         except RuntimeError as error:
-            # It would have come out of the step, which loses all that is pending then.
+            # Else the step would raise it and lose all pending values.
             reason = str(error).partition("\n")[0].rstrip(": ")
             raise ValueError(
-                f"torch_xla cannot call computation {self._name}: {reason}. Its builder wants the ids of computations "
-                "and instructions to differ, and in a module that was parsed from HLO text they do not. Make the "
-                "module by jax.jit(f).lower(...) or xla_builder.create_computation."
+                f"torch_xla cannot call computation {self._name}: {reason}. A module that was parsed from HLO text "
+                "lacks the unique ids that torch_xla's builder needs. Make the module by jax.jit(f).lower(...) or "
+                f"xla_builder.create_computation. {see('user_computations')}"
             ) from None
         return caller if any(parameter.is_tuple for parameter in parameters) else computation
 
     def check(self, inputs: Sequence[Any], names: _trees.Names) -> None:
-        """Whether these can be the computation's inputs.
+        """Checks the computation's inputs.
 
         Raises:
-            TypeError: one is not a tensor.
-            ValueError: number, device, shape or dtype is another than the computation's.
+            TypeError: an input is not a tensor.
+            ValueError: an input has another device, shape or dtype than the computation takes, or their number differs.
         """
         if len(inputs) != len(self._shapes):
             raise ValueError(
-                f"computation {self._name} takes {len(self._shapes)} arrays, inputs has {len(inputs)}. Give one tensor "
-                f"for each: {', '.join(map(str, self._shapes))}."
+                f"computation {self._name} takes {len(self._shapes)} arrays, but inputs has {len(inputs)}. Pass one "
+                f"tensor for each of these: {', '.join(map(str, self._shapes))}. {see('user_computations')}"
             )
         for index, tensor in enumerate(inputs):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(
-                    f"{names.name(index)} is of type {type(tensor).__name__}; a computation takes XLA tensors alone."
+                    f"{names.name(index)} is of type {type(tensor).__name__}, but a computation takes only XLA "
+                    f"tensors. Pass a tensor. {see('user_computations')}"
                 )
         kind = tuple((tensor.device.type, tensor.dtype, tensor.shape) for tensor in inputs)
         if kind in self._fits:
@@ -153,14 +156,14 @@ class _Module:
         for index, (tensor, shape) in enumerate(zip(inputs, self._shapes)):
             if tensor.device.type != "xla":
                 raise ValueError(
-                    f"{names.name(index)} is {_trees.dtype_and_shape(tensor)} on {tensor.device}; a computation takes "
-                    "XLA tensors alone. Move it with .to('xla')."
+                    f"{names.name(index)} is {_trees.dtype_and_shape(tensor)} on {tensor.device}, but a computation "
+                    f"takes only XLA tensors. Move it with .to('xla'). {see('user_computations')}"
                 )
             found = _host.array_of(tensor)
             if found != shape:
                 raise ValueError(
-                    f"{names.name(index)} is {found}, the computation takes {shape} there. Pass a tensor of that shape "
-                    "and dtype, or build the computation for this one."
+                    f"{names.name(index)} is {found}, but the computation takes {shape}. Pass a tensor of that shape "
+                    f"and dtype, or build the computation for this one. {see('user_computations')}"
                 )
         self._fits.add(kind)
 
@@ -171,8 +174,9 @@ _modules: weakref.WeakKeyDictionary[Any, _Module] = weakref.WeakKeyDictionary()
 def _module(computation: Any) -> _Module:
     if not _host.is_computation(computation):
         raise TypeError(
-            f"computation is of type {type(computation).__name__}. Give what torch_xla.core.xla_builder makes: "
-            "create_computation(...), or computation_from_module_proto(name, proto) of a serialized HLO module."
+            f"computation is of type {type(computation).__name__}, not a computation of torch_xla.core.xla_builder. "
+            "Pass create_computation(...), or computation_from_module_proto(name, proto) of a serialized HLO module. "
+            f"{see('user_computations')}"
         )
     module = _modules.get(computation)
     if module is None:
@@ -181,21 +185,21 @@ def _module(computation: Any) -> _Module:
 
 
 _EAGER = (
-    "eager mode runs each operation at once, outside of a step, and the computation with them; call it in a function "
-    "of torch_xla.compile, or without eager mode"
+    "eager mode runs each operation at once, so the computation runs outside a step; call it in a function of "
+    "torch_xla.compile, or without eager mode"
 )
 
 
 def to_donate(
     tensors: Sequence[Any], donors: Sequence[int], names: _trees.Names, where: str, strict: bool | None
 ) -> list[int]:
-    """Which of a computation's donors can be donated; asked before it is called, so that nothing has happened yet.
+    """The donors of a computation that can be donated. Runs before the computation, so an error changes nothing.
+
+    With ``strict=False`` and in eager mode it warns instead. In eager mode a strict donation raises DonationError.
 
     Raises:
-        ValueError: a donor is passed a second time where it is not donated.
-        DonationError: a donor is pending, or in a buffer that torch_xla keeps for everybody.
-            Neither of them with ``strict=False``, which warns. In eager mode both warn, and a strict donation is an
-            error.
+        ValueError: an input that is not donated shares the buffer of a donor.
+        DonationError: a donor is pending, or torch_xla shares its buffer between tensors.
     """
     if not donors or _marks.is_inside_call():
         return []
@@ -223,7 +227,7 @@ def to_donate(
         elif not may_warn:
             raise error
         else:
-            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # others are marked
+            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # the other donors are marked
     if unfit:
         lines = "\n  ".join(unfit.values())
         arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
@@ -240,7 +244,7 @@ def to_donate(
 
 def _obstacle(tensor: torch.Tensor, index: int, kept: Mapping[int, int], names: _trees.Names) -> Exception | None:
     state = _C.state(tensor)
-    if state not in ("materialized", "marked", "donated"):  # what has been donated raises at its use
+    if state not in ("materialized", "marked", "donated"):  # a consumed tensor raises at its use
         return _marks.refusal(tensor, state, names.name(index))
     buffer = _C.identity(tensor)[1]
     if buffer in kept:
@@ -256,7 +260,7 @@ def give(
     strict: bool | None,
     targets: Mapping[int, torch.Tensor],
 ) -> None:
-    """Marks what `to_donate` has found; targets are the outputs that should take buffers over."""
+    """Marks the donors that `to_donate` returned. targets: the outputs that should reuse their buffers."""
     if donated:
         request = _marks.DonationRequest(where, strict)
         _marks.mark_all(

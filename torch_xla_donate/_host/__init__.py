@@ -1,8 +1,8 @@
-"""What is known of torch_xla's Python side and of torch's internals; csrc/host has the C++ side's.
+"""Knowledge of torch_xla's Python side and of torch's internals. csrc/host has that of the C++ side.
 
-Loading happens in two stages, because a probe tensor would start the XLA runtime, which must not happen at import
-(``torch_xla.launch`` and ``xr.use_spmd`` come after it). At import the versions are compared and the hooks installed:
-names, slots and the functions behind them. The layouts are verified on a probe tensor when a tensor is first marked.
+The import compares versions and installs the hooks, which checks names, slots and functions. The first mark verifies
+the layouts on a probe tensor. A probe at import would start the XLA runtime before ``torch_xla.launch`` and
+``xr.use_spmd``.
 """
 
 from torch_xla_donate._host import load

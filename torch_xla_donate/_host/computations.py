@@ -18,20 +18,20 @@ def is_computation(value: Any) -> bool:
 
 
 def computation_text(computation: Any) -> str:
-    """The HLO of a computation, as its module was given: with donors, aliases and names."""
+    """The HLO of a computation, with the donors, aliases and names of its module."""
     return str(xlac()._xla_computation_text(computation))
 
 
 def call_computation(name: str, inputs: Sequence[torch.Tensor], computation: Any) -> list[torch.Tensor]:
-    """The results of a computation, pending. torch_xla wants a namespace in an operation's name."""
+    """The pending results of a computation. torch_xla needs a namespace in an operation's name."""
     qualified = name if "::" in name else f"xla::{name}"
     return list(xlac()._xla_user_computation(qualified, list(inputs), computation))
 
 
 def calling(computation: Any, parameters: Sequence[hlo.HloShape]) -> Any:
-    """A computation that takes the arrays of these parameters one by one, and calls the one given with them.
+    """A computation that takes the arrays of these parameters one by one and calls the given computation.
 
-    Raises RuntimeError if torch_xla's builder cannot take the computation in. Names without a dot end the process.
+    Raises RuntimeError if torch_xla's builder cannot import the computation. Names without a dot end the process.
     """
     from torch_xla.core import xla_builder
 
@@ -48,5 +48,5 @@ def calling(computation: Any, parameters: Sequence[hlo.HloShape]) -> Any:
 
     operands = [operand(parameter) for parameter in parameters]
     caller = xla_builder.Op.call(computation, operands, builder=builder).build(name)  # type: ignore[no-untyped-call]
-    computation_text(caller)  # reads the module that the builder has made, and so checks it
+    computation_text(caller)  # checks the module that the builder has made
     return caller

@@ -18,13 +18,13 @@ from torch_xla_donate._host.tensors import shardings
 
 
 def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """What torch_xla's dynamo bridge compiles anew for, beyond what torch.compile guards: numbers, and shardings."""
+    """The numbers and shardings for which torch_xla's bridge compiles again. torch.compile does not guard them."""
     numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
     return (numbers, *shardings(arguments))
 
 
 def compute_pending(arguments: Sequence[Any]) -> None:
-    """Runs what arguments of a graph are waiting for, as torch_xla's bridge would do it, only before any donation."""
+    """Runs the pending work of a graph's arguments before any donation. torch_xla's bridge would run it later."""
     tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.device.type == "xla"]
     missing = xlac()._check_tensor_need_materialization(tensors)
     pending = [tensor for tensor, is_missing in zip(tensors, missing, strict=True) if is_missing]
@@ -35,8 +35,8 @@ def compute_pending(arguments: Sequence[Any]) -> None:
 class ExtractedGraph(NamedTuple):
     """A graph that torch_xla's dynamo bridge has compiled.
 
-    run: runs it.
-    parts: in how many parts it runs, on the device or on the host.
+    run: runs the graph.
+    parts: the number of parts in which it runs, on the device or on the host.
     returned: the places of the arguments whose buffers its results hold.
     places: for each donor its number among the graph's parameters, and that of the output computed from it.
     """
@@ -50,7 +50,7 @@ class ExtractedGraph(NamedTuple):
 def extract_graph(
     model: torch.fx.GraphModule, arguments: Sequence[Any], donors: Sequence[torch.Tensor]
 ) -> ExtractedGraph:
-    """Lets torch_xla's dynamo bridge compile a graph, with these arguments as its donors.
+    """Compiles a graph by torch_xla's dynamo bridge, with these arguments as its donors.
 
     The hooks order the parameters so that XLA gives each donor to the output computed from it.
     """
@@ -65,7 +65,7 @@ def extract_graph(
     def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
         nonlocal parts
         parts += 1
-        torch_xla.sync(reset_scope=False)  # nothing may be pending that would run while the flags are set
+        torch_xla.sync(reset_scope=False)  # no pending work may run while the flags are set
         buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
         donated = donors if parts == 1 else []
         _C.order_parameters(donated)
@@ -99,7 +99,7 @@ def extract_graph(
         replaced(dynamo_bridge, "SpecialReturnHandler", Returns),
     ):
         run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
-    if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts, and operations left to the host
+    if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts and operations on the host
         called = [node for node in run.graph.nodes if node.op.startswith("call_")]
         parts = max(parts, sum(node.target is not operator.getitem for node in called))
     return ExtractedGraph(
@@ -111,10 +111,11 @@ def extract_graph(
 
 
 def _match_by_buffer(matcher: Any, buffers: Sequence[int], order: Sequence[int]) -> None:
-    """Makes the bridge's inputs those of the compiled graph, and arguments those that it has taken for constants.
+    """Corrects the bridge's list of inputs by the parameters of the compiled graph.
 
-    It looks for the tensor that first had a buffer, which is another one after a whole copy or a change of sharding;
-    and it lists inputs that are results as they came, which the graph does not read.
+    The bridge looks for the tensor that first had a buffer. After a whole copy or a change of sharding that is not the
+    argument, which the bridge then takes for a constant. It also lists unchanged results, which the graph does not
+    read.
 
     order: the buffers of the graph's parameters.
     """
@@ -136,10 +137,10 @@ def _match_by_buffer(matcher: Any, buffers: Sequence[int], order: Sequence[int])
 
 
 def _take_by_buffer(returns: Any, updated: Sequence[bool]) -> list[int]:
-    """Has the bridge take results from the inputs that are those in other tensor objects.
+    """Has the bridge return an input for each result that holds the input's buffer in another tensor object.
 
-    The executor does not compute such a result, and the bridge knows an input by its object alone: it would miss one.
-    Gives the place of the input of each; after the inputs come their aliases.
+    The executor does not compute such a result. The bridge compares only objects and would miss it. Returns the place
+    of the input of each such result; their aliases follow the inputs.
 
     updated: whether the graph updates an input in place.
     """
@@ -160,9 +161,9 @@ def _take_by_buffer(returns: Any, updated: Sequence[bool]) -> list[int]:
 class _AnySharding:
     """Equal to every sharding.
 
-    The bridge compares its first calls' shardings with those of the extraction, and extracts the graph anew if they
-    differ, without our donors. An unsharded argument differs from itself then, as extraction has made it a replicated
-    one. Whoever runs the graph has looked at the shardings already (`graph_key`).
+    The bridge compares the shardings of its first calls with those of the extraction. If they differ, it extracts the
+    graph again, without our donors. An unsharded argument always differs, because extraction makes it a replicated one.
+    Callers have compared the shardings already (`graph_key`).
     """
 
     def __eq__(self, other: object) -> bool:
@@ -172,7 +173,7 @@ class _AnySharding:
 
 
 def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]) -> tuple[Any, ...]:
-    """What extraction has found, without the tensors that it was made with: the bridge keeps them and needs none."""
+    """The result of the extraction without its tensors, which the bridge would keep and does not need."""
     kept = list(found)
     kept[0] = _AnySharding()
     kept[1], kept[7] = (None,) * len(found[1]), [None] * len(found[7])
@@ -188,12 +189,12 @@ def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class CapturedFrame:
-    """What torch.compile is compiling.
+    """The frame that torch.compile is compiling.
 
     Attributes:
-        code: the frame's.
-        returned: names of the graph's inputs that the frame returns as they are.
-        around: expressions, as guards have them, for what else the frame returns or stores without computing it.
+        code: the code of the frame.
+        returned: names of the graph's inputs that the frame returns unchanged.
+        around: guard expressions for other values that the frame returns or stores without computing them.
     """
 
     code: types.CodeType
@@ -201,7 +202,7 @@ class CapturedFrame:
     around: tuple[str, ...]
 
     def values_around(self) -> list[Any]:
-        """Below a running frame of this code: the values of the expressions. Passes on what one of them raises."""
+        """The values of the expressions in the nearest running frame of this code. May raise any exception."""
         if not self.around:
             return []
         frame: types.FrameType | None = sys._getframe(1)
@@ -218,7 +219,7 @@ class CapturedFrame:
 
 
 def _is_version_of(code: types.CodeType, original: types.CodeType) -> bool:
-    """Whether torch.compile may have made the code out of the original."""
+    """Whether torch.compile may have made the code from the original."""
     return (code.co_filename, code.co_firstlineno, code.co_name) == (
         original.co_filename,
         original.co_firstlineno,
@@ -227,10 +228,10 @@ def _is_version_of(code: types.CodeType, original: types.CodeType) -> bool:
 
 
 def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
-    """Inside of a torch.compile backend: the frame that is being captured; None if it cannot be told.
+    """The frame that the running torch.compile backend captures; None if it is unknown.
 
-    What a frame returns unchanged is no output of its graph: bytecode around the graph returns it. `inputs` are the
-    names of the graph's; an argument that the graph does not read is none of them.
+    The outputs of a graph do not include a value that the frame returns unchanged. Bytecode around the graph returns
+    it. `inputs` has the names of the graph's inputs, which do not include arguments that the graph does not read.
     """
     from torch._dynamo.variables.base import VariableTracker
 
@@ -243,7 +244,7 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
             around: dict[str, None] = {}
 
             def note(variable: Any, returned: set[str] = returned, around: dict[str, None] = around) -> None:
-                # Through vars(): an attribute of what torch.compile has not looked at yet would add it to the graph.
+                # vars(), because getattr() on a lazy variable would add it to the graph.
                 node = getattr(vars(variable).get("proxy"), "node", None)
                 if node is not None and node.op == "placeholder" and node.name in read:
                     returned.add(node.name)
@@ -261,7 +262,7 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
 
 
 def wrapping_code() -> types.CodeType:
-    """The code of the frame that torch.compile puts around a callable that has none of its own, or is torch's."""
+    """The code of torch.compile's wrapper around a callable that has no frame or belongs to torch."""
     from torch._dynamo.external_utils import wrap_inline
 
     return wrap_inline(len).__code__

@@ -1,4 +1,4 @@
-"""Graphs that torch_xla compiles without a step: compiled, run and described."""
+"""Compiles, runs and describes graphs without a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch_xla_donate._host.switches import Compiling, compiling, donor_flags
 class CompiledGraph(NamedTuple):
     """A graph that torch_xla has compiled and not run.
 
-    hash: by which `run_graph` finds it; None if there is nothing to run.
+    hash: the key for `run_graph`; None if there is nothing to run.
     inputs: a tensor for each parameter.
     seeds: the parameters that are the random seed.
-    successors: for each parameter the number of the output computed from it, if it is a donor.
+    successors: for each donor the number of the output computed from it; None for other parameters.
     """
 
     hash: bytes | None
@@ -30,11 +30,11 @@ class CompiledGraph(NamedTuple):
 def compile_graph(
     outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor], seed_buffer: int | None = None
 ) -> CompiledGraph:
-    """Compiles the pending graph of some tensors, without running it, donating the buffers given.
+    """Compiles the pending graph of some tensors with these donors, without running it.
 
     The hooks order the parameters so that XLA gives each donor to the output computed from it.
 
-    seed_buffer: that of the seed, where its id does not tell.
+    seed_buffer: the buffer of the seed, if its id does not identify it.
     """
     if not outputs:
         return CompiledGraph(None, [], [], [])
@@ -54,12 +54,12 @@ def compile_graph(
 
 
 def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:
-    """Runs a graph of `compile_graph`. The random seed, if it has one, goes on as at the end of a step."""
+    """Runs a graph of `compile_graph`. Advances the random seed, if the graph reads it, as the end of a step does."""
     if seed is not None:
         import torch_xla.core.xla_model as xm
 
         device = str(inputs[seed].device)
-        # What is pending has drawn its numbers from the base seed: the next are those from the running one.
+        # Pending work has drawn from the base seed, so this graph draws from the running one.
         xm.set_rng_state(xlac()._xla_get_rng_seed(), device)
         inputs[seed] = xlac()._get_base_seed_as_tensor(device)
         xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
@@ -67,17 +67,17 @@ def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[to
 
 
 def is_evicted(error: RuntimeError) -> bool:
-    """Whether a graph was not found because torch_xla's cache of compiled graphs has dropped it."""
+    """Whether torch_xla's cache has dropped the compiled graph."""
     return "kicked out of the LRU cache" in str(error)
 
 
 def compilations() -> int:
-    """How many graphs torch_xla has compiled in this process."""
+    """The number of graphs that torch_xla has compiled in this process."""
     return int(xlac()._xla_counter_value("UncachedCompile") or 0)
 
 
 def compile_seconds(count: int) -> float:
-    """How long XLA took for the last so many compilations."""
+    """Seconds that XLA took for the last `count` compilations."""
     import torch_xla.debug.metrics as metrics
 
     data = metrics.metric_data("CompileTime")  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ def compile_seconds(count: int) -> float:
 
 
 def describe_graph(graph_hash: bytes) -> tuple[str, str]:
-    """A graph of `compile_graph`: its optimised HLO, and what XLA says of its memory."""
+    """The optimised HLO of a graph of `compile_graph`, and XLA's statistics of its memory."""
     _C.inspect_next_run()
     try:
         xlac()._run_cached_graph(graph_hash, [])
@@ -100,7 +100,7 @@ def describe_graph(graph_hash: bytes) -> tuple[str, str]:
 
 
 def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> str:
-    """HLO of the pending graph of some tensors, before optimisation, with the donors among its parameters."""
+    """The HLO of the pending graph of some tensors before optimisation, with its donors."""
     if not outputs:
         return ""
     buffers = {_C.identity(tensor)[1] for tensor in donors}
@@ -109,6 +109,6 @@ def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) ->
     text = str(xlac()._get_xla_tensors_hlo(list(outputs)))
     if not numbers:
         return text
-    # torch_xla leaves the donors out of this text; the place is the one where XLA prints them.
+    # torch_xla omits the donors from this text. This is the place where XLA prints them.
     entries = ", ".join(f"({number}, {{}})" for number in numbers)
     return text.replace(", entry_computation_layout=", f", buffer_donor={{ {entries} }}, entry_computation_layout=", 1)

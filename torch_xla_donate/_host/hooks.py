@@ -1,4 +1,4 @@
-"""Puts the hooks in and takes them out, and compares the host's layouts with those relied on."""
+"""Installs and removes the hooks, and verifies the layouts of torch_xla."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torch_xla_donate._host.settings import in_eager_mode
 
 
 def install_hooks() -> None:
-    """Puts the hooks in place; does nothing if they are. ImportError says what does not fit."""
+    """Installs the hooks, unless they are installed. Raises ImportError if torch_xla does not fit."""
     try:
         _C.install(xlac().__file__)
     except RuntimeError as error:
         raise ImportError(
             f"torch_xla_donate could not hook torch_xla {importlib.metadata.version('torch_xla')}: {error}. "
-            f"torch_xla is unchanged. Supported are its stock wheels of {supported_versions()}."
+            f"torch_xla is unchanged. Install a stock wheel of torch_xla {supported_versions()}."
         ) from error
 
 
 def uninstall_hooks() -> None:
-    """Puts torch_xla back as it was. RuntimeError if somebody else has patched it since."""
+    """Removes the hooks. Raises RuntimeError if another tool has patched the slots since."""
     left = _C.uninstall()
     if left:
         raise RuntimeError(
-            f"{left} slots of torch_xla hold another tool's pointer that was put there after ours; "
-            "undo that tool's patch first, then call this again."
+            f"another tool has patched {left} slots of torch_xla after torch_xla_donate did. "
+            "Undo that tool's patch, then call this again."
         )
 
 
@@ -42,7 +42,7 @@ _verified = False
 
 
 def verify_layouts() -> None:
-    """Compares a probe tensor with the layouts relied on, once. ImportError (after unhooking) if one differs."""
+    """Compares a probe tensor with the expected layouts, once. Unhooks and raises ImportError if one differs."""
     global _verified
     if _verified:
         return
@@ -56,13 +56,14 @@ def verify_layouts() -> None:
         _C.uninstall()
         raise ImportError(
             f"this torch_xla is laid out differently than torch_xla_donate expects: {error}. "
-            "The hooks have been taken out again; torch_xla is unchanged."
+            f"The hooks are removed, and torch_xla is unchanged. Install a stock wheel of torch_xla "
+            f"{supported_versions()}."
         ) from error
     _verified = True
 
 
 def _on_a_plain_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """What a call returns where no default device, trace or dispatch mode of this thread holds."""
+    """Calls the function without the default device, traces and dispatch modes of this thread."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -73,23 +74,23 @@ def _on_a_plain_thread(function: Callable[..., Any], *args: Any) -> Any:
 
     try:
         threading.Thread(target=run, daemon=True).start()
-    except RuntimeError:  # the interpreter is ending, and starts no thread
+    except RuntimeError:  # an ending interpreter starts no thread
         with _disable_current_modes():
             run()
     return outcome.result()
 
 
 def _probe(device: torch.device) -> tuple[torch.Tensor, int]:
-    """A fresh tensor that the device has, and torch_xla's number of it."""
+    """A fresh tensor with a buffer, and torch_xla's number of it."""
     # Integers: XLA_USE_BF16 and a default dtype change what a float is.
     probe = torch.zeros(3, dtype=torch.int32).to(device)
-    # Uploads the probe and nothing else: other tensors' pending work stays pending.
+    # Uploads only the probe. Other pending work stays pending.
     xlac()._xla_sync_multi([probe], [], True, True)
     return probe, xlac()._xla_get_tensor_id(probe)
 
 
 def _verify_executor() -> None:
-    # Other threads may turn a switch between the question and the look.
+    # Another thread may change a switch between the two reads.
     for attempt in reversed(range(100)):
         try:
             _C.verify_executor(in_eager_mode(), xlac()._get_allow_execution())

@@ -1,5 +1,5 @@
-"""What an interrupt leaves behind: nothing. Python raises KeyboardInterrupt between any two calls, also while a context
-is entered or left."""
+"""Restores state after an interrupt. Python may raise KeyboardInterrupt between any two calls, also while a context is
+entered or left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_xla_donate import _C
 
 
 def restore(holder: Any, *names: str) -> None:
-    """Has `Restored` give attributes back: of a module, or of an object whose attributes belong to the thread."""
+    """Registers attributes for `Restored`. The holder is a module, or an object with attributes of the thread."""
     _restored.extend((holder, name) for name in names)
 
 
@@ -26,9 +26,9 @@ restore(_python_dispatch, *(flag for flag in _FLAGS if hasattr(_python_dispatch,
 
 
 class Restored(_C.Scope):
-    """On the way out by an exception, this thread's torch modes and the package's flags are what they were before.
+    """Restores this thread's torch modes and the package's flags after an exception.
 
-    The contexts inside do the same for themselves, unless the interrupt hits them while they do.
+    The contexts inside also restore them, unless the interrupt hits while they do.
     """
 
     def enter(self) -> None:
@@ -53,10 +53,10 @@ class Restored(_C.Scope):
 
 
 class Replaced(_C.Scope):
-    """Another value for an attribute, for as long as the context holds; `holder` may belong to the thread.
+    """Replaces the value of an attribute inside the context. `holder` may belong to the thread.
 
-    Not a generator: one that an interrupt leaves suspended would restore the attribute when the garbage collector
-    closes it, at any time later.
+    Not a generator: the garbage collector would close one that an interrupt leaves suspended, and restore the attribute
+    at any later time.
     """
 
     def __init__(self, holder: Any, name: str, value: Any, lock: Any = None) -> None:

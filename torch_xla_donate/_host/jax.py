@@ -14,26 +14,27 @@ import torch
 
 @functools.cache
 def import_jax() -> tuple[Any, Any]:
-    """jax and torchax, imported as torch_xla has it done. ImportError says what is missing for call_jax."""
+    """Imports jax and torchax as torch_xla does. Raises ImportError if one is missing."""
     try:
         from torch_xla._internal import jax_workarounds
     except ImportError:
         raise ImportError(
-            f"call_jax needs torch_xla 2.8 or 2.9; found torch_xla {importlib.metadata.version('torch_xla')}."
+            f"call_jax needs torch_xla 2.8 or 2.9, but torch_xla {importlib.metadata.version('torch_xla')} is "
+            "installed. Install one of them."
         ) from None
     jax_workarounds.jax_import_guard()  # type: ignore[no-untyped-call]
     with jax_workarounds.jax_env_context():
         try:
             import jax
-            import torchax  # by itself first: the error names what is missing
+            import torchax  # before its submodules: the error then names torchax
             import torchax.interop
             import torchax.ops.mappings
         except ImportError as error:
             raise ImportError(
-                f"call_jax needs jax and torchax: {error}. Install what it was tested with, on Python 3.11 or newer: "
-                "pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
+                f"call_jax needs jax and torchax: {error}. Install the versions that it was tested with, on Python "
+                "3.11 or newer: pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13"
             ) from error
-    # Sets what would make JAX trace again if it were set later.
+    # Changes settings now, because a later change would make JAX trace again.
     jax_workarounds.maybe_get_jax(log=False)  # type: ignore[no-untyped-call]
     return jax, torchax
 
@@ -46,22 +47,22 @@ def call_jax(f: Callable[..., Any], args: Any, kwargs: Any, name: str | None, ov
 
 
 def jit_donation(f: Any) -> tuple[Any, Any] | None:
-    """The numbers and names of the arguments that a jitted function donates; None if they cannot be told untraced."""
+    """The numbers and names of the arguments that a jitted function donates; None if they need a trace."""
     info = getattr(f, "_jit_info", None)
     return None if info is None else (info.donate_argnums, info.donate_argnames)
 
 
 def jax_environment() -> contextlib.AbstractContextManager[None]:
-    """What torch_xla has set while JAX traces."""
+    """The settings of torch_xla for a trace of JAX."""
     from torch_xla._internal import jax_workarounds
 
     return jax_workarounds.jax_env_context()
 
 
 def paired(donors: Sequence[Any], outputs: Sequence[Any]) -> list[tuple[int, int]]:
-    """Which donor goes to which output, as JAX has it: an output takes the next donor of its shape and dtype.
+    """Pairs donors with outputs as JAX does: an output takes the next donor of its shape and dtype.
 
-    Returns places in `donors` and in `outputs`, in the order of the latter; what is no tensor there takes nothing.
+    Returns places in `donors` and in `outputs`, in the order of the outputs. It skips outputs that are not tensors.
     """
     free: dict[Any, list[int]] = {}
     for place in reversed(range(len(donors))):

@@ -1,4 +1,4 @@
-"""Which torch and torch_xla fit this build, and the two extension modules."""
+"""Checks the versions of torch and torch_xla, and loads the extension modules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def supported_versions() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """What the extension module was built against."""
+    """The versions that the extension module was built against."""
 
     torch: str
     torch_xla: str
@@ -39,7 +39,7 @@ class Build:
 
 
 def build_record(module: Path) -> Build:
-    """Reads the record from the module's file, without loading it: a module of another torch might not load.
+    """Reads the record from the module's file without loading it, since a module of another torch may not load.
 
     Raises ImportError if the file has no record.
     """
@@ -48,13 +48,13 @@ def build_record(module: Path) -> Build:
         module.read_bytes(),
     )
     if found is None:
-        raise ImportError(f"{module} does not say what it was built against. {_REBUILD}")
+        raise ImportError(f"{module} has no record of its build. {_REBUILD}")
     torch_version, torch_xla_version, abi, compiler = (group.decode() for group in found.groups())
     return Build(torch_version, torch_xla_version, abi == "1", compiler)
 
 
 def build() -> Build:
-    """The record of this package's module; ImportError if it has not been built."""
+    """The record of this package's module. Raises ImportError if it has not been built."""
     spec = importlib.util.find_spec("torch_xla_donate._C")
     if spec is None or spec.origin is None:
         raise ImportError(f"torch_xla_donate has not been built. {_REBUILD}")
@@ -62,46 +62,47 @@ def build() -> Build:
 
 
 def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> None:
-    """Raises ImportError unless the running torch and torch_xla are supported and those of the build.
+    """Raises ImportError unless torch and torch_xla are supported and match the build.
 
     Args:
-        torch_version: of the running torch, such as ``2.9.1+cu128``.
-        torch_xla_version: of the installed torch_xla.
-        built: what the module was built against.
+        torch_version: version of the running torch, such as ``2.9.1+cu128``.
+        torch_xla_version: version of the installed torch_xla.
+        built: the versions that the module was built against.
     """
     if _minor(torch_xla_version) not in SUPPORTED:
         raise ImportError(
-            f"torch_xla_donate supports torch_xla {supported_versions()}; found torch_xla {torch_xla_version}. "
-            "It relies on internals that were compared for these versions only. Install one of them."
+            f"torch_xla_donate supports torch_xla {supported_versions()}, but torch_xla {torch_xla_version} is "
+            "installed. Install a supported version."
         )
     if _minor(torch_version) != _minor(torch_xla_version):
         raise ImportError(
-            f"torch {torch_version} and torch_xla {torch_xla_version} do not belong together; "
-            "install the same minor version of both."
+            f"torch {torch_version} and torch_xla {torch_xla_version} do not belong together. "
+            "Install the same minor version of both."
         )
     if (_minor(built.torch), _minor(built.torch_xla)) != (_minor(torch_version), _minor(torch_xla_version)):
         raise ImportError(
-            f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}; "
-            f"found torch {torch_version} and torch_xla {torch_xla_version}. {_REBUILD}"
+            f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}, "
+            f"but torch {torch_version} and torch_xla {torch_xla_version} are installed. {_REBUILD}"
         )
     if built.cxx11_abi != torch.compiled_with_cxx11_abi():
         raise ImportError(
             f"torch_xla_donate was built with the C++11 ABI {'on' if built.cxx11_abi else 'off'}, "
-            f"this torch with the other. {_REBUILD}"
+            f"but this torch with the other. {_REBUILD}"
         )
 
 
 def load() -> None:
-    """Checks versions and loads the extension module; ImportError if anything does not fit."""
+    """Checks versions and loads the extension module. Raises ImportError if a version does not fit."""
     try:
         torch_xla_version = importlib.metadata.version("torch_xla")
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(
-            f"torch_xla_donate needs torch_xla ({supported_versions()}), which is not installed for {sys.executable}."
+            f"torch_xla_donate needs torch_xla {supported_versions()}, which is not installed for {sys.executable}. "
+            "Install one of these versions."
         ) from error
     check_versions(torch.__version__, torch_xla_version, build())
 
-    import torch_xla  # noqa: F401  (the module to be hooked must be loaded)
+    import torch_xla  # noqa: F401  (hooks need the loaded module)
 
     from torch_xla_donate import _C  # noqa: F401
 

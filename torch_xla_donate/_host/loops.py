@@ -14,17 +14,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate import _numbers
+from torch_xla_donate._errors import see
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import runtime
 
-# torch.fx patches torch.nn for the whole process while it traces, and fails where two threads do that at once. Not the
-# lock above: a function is traced under that, and what autograd recomputes for it is traced on another thread.
+# torch.fx patches torch.nn for the whole process while it traces, and fails if two threads trace at once. It is not the
+# lock `compiling`: a function is traced under that one, while autograd traces its recomputation on another thread.
 _tracing_loops = threading.RLock()
 _PATIENCE = 60.0  # seconds; longer than a trace takes
 
 
 def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
-    """torch_xla's loop over flat lists of tensors: the last carry and the stacked outputs of `body`."""
+    """Runs torch_xla's loop over flat lists of tensors. Returns the last carry and the stacked outputs of `body`."""
     from torch_xla.experimental import scan as host
 
     return host._scan_impl_flat(body, init, xs, reverse=reverse)
@@ -32,11 +33,10 @@ def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch
 
 @contextlib.contextmanager
 def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
-    """torch_xla's scan, for as long as the context holds, works inside of a trace, too.
+    """Inside the context torch_xla's scan also works in a trace.
 
-    torch_xla cannot trace its own loop: that makes placeholders and lowers the body, which the tensors of a trace do
-    not have the data for. There `loop(body, init, xs, reverse)` is called in its place, and the body is traced on
-    tensors outside of the trace that is under way.
+    torch_xla cannot trace its loop, which lowers the body and needs data that tensors of a trace do not have. In a
+    trace it calls `loop(body, init, xs, reverse)` instead. The body is traced on tensors outside the running trace.
     """
     from torch_xla.experimental import scan as host
 
@@ -53,7 +53,7 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
             with _disable_current_modes():
                 init, xs = pytree.tree_unflatten([_placeholder_for(leaf) for leaf in leaves], structure)
                 return trace(fn, init, xs, *args, **options)
-        # A thread that traces may wait for a backward pass: autograd's threads wait for their turn, but not for ever.
+        # A tracing thread may wait for a backward pass, so autograd's threads must not wait for their turn for ever.
         in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
         is_our_turn = _tracing_loops.acquire(timeout=_PATIENCE if in_backward else -1)
         try:
@@ -62,7 +62,7 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
             if is_our_turn:
                 _tracing_loops.release()
 
-    # Not `replaced`: the first thread to come enters this and the last to leave leaves it, so no lock may be held.
+    # Not `replaced`, which holds a lock: the first thread enters this context, and the last one leaves it.
     host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned
     try:
         yield
@@ -71,7 +71,7 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
 
 
 def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **options: Any) -> Any:
-    """torch_xla's scan_layers, with another scan in it: in a copy, as other threads may be in the original."""
+    """Calls a copy of torch_xla's scan_layers with another scan. Other threads may run the original."""
     from torch_xla.experimental import scan_layers as host
 
     original = host.scan_layers
@@ -83,7 +83,7 @@ def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **o
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether a value stands for a tensor in a trace that is under way."""
+    """Whether a value represents a tensor in a running trace."""
     return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter, _numbers.Number)
 
 
@@ -92,10 +92,10 @@ def _placeholder_for(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def read_by_backward_scan(node: Any) -> Sequence[Any]:
-    """What the backward pass of a scan reads; node is that of its result.
+    """The tensors that the backward pass of a scan reads. node: the grad_fn of the scan's result.
 
-    torch_xla saves `init` and `xs` whole, next to the activations, and looks at them under SPMD alone, for their
-    sharding. The activations have those arrays of `xs` among them that the backward pass needs.
+    torch_xla saves the whole `init` and `xs` beside the activations, but reads only their sharding, and only under
+    SPMD. The activations include the arrays of `xs` that the backward pass needs.
     """
     saved: Sequence[Any] = getattr(node, "saved_tensors", ())
     if runtime().is_spmd() or not hasattr(node, "_saved_tensors_spec"):
@@ -110,9 +110,9 @@ def accumulate(
     model: torch.nn.Module,
     carried_tensors: tuple[torch.Tensor, ...],
 ) -> Any:
-    """torch_xla's gradient_accumulation, with the carried tensors in their order.
+    """Calls torch_xla's gradient_accumulation, and returns the carried tensors in their order.
 
-    Raises ValueError if torch_xla's loop loses one of them, which it does if the step does not read it.
+    Raises ValueError if torch_xla's loop loses one of them, because the step does not read it.
     """
     from torch_xla.experimental import gradient_accumulation as host
 
@@ -121,23 +121,23 @@ def accumulate(
         return result
     loss, *carried = result
     if "carried_tensors_start_idx - body_idx" in inspect.getsource(host._gradient_accumulation_impl):
-        # The place of the k-th carried tensor is computed with the wrong sign, which counts from the end.
+        # torch_xla computes the place of the k-th carried tensor with the wrong sign, which counts from the end.
         carried = [carried[-index] for index in range(len(carried))]
     for index, tensor in enumerate(carried):
         if tensor is None and _is_known_by_another(carried_tensors[index]):
             raise ValueError(
-                f"carried_tensors[{index}] shares its buffer with another tensor (as after a whole copy, b.copy_(t)), "
-                "as which torch_xla knows it, so that its loop loses the new value. Pass a .clone() of it."
+                f"carried_tensors[{index}] shares its buffer with another tensor (as after b.copy_(t)), so torch_xla's "
+                f"loop loses its new value. Pass a .clone() of it. {see('loops')}"
             )
         if tensor is None:
             raise ValueError(
-                f"carried_tensors[{index}] is not read by the train step, and torch_xla loses its new "
-                "value then. Use it in the step, or make it in the step and do not carry it."
+                f"carried_tensors[{index}] is not read by the train step, so torch_xla's loop loses its new value. "
+                f"Use it in the step, or make it in the step and do not carry it. {see('loops')}"
             )
     return (loss, *carried)
 
 
 def _is_known_by_another(tensor: torch.Tensor) -> bool:
-    """Whether torch_xla takes what a tensor's buffer holds for the value of another one."""
+    """Whether torch_xla takes a tensor's buffer for that of another tensor."""
     ids, _ = xlac()._get_tensors_xla_device_data_node([tensor])
     return list(ids) != [xlac()._xla_get_tensor_id(tensor)]

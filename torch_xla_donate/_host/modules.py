@@ -9,7 +9,7 @@ import torch
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a call of the module does more than its forward."""
+    """Whether a call of the module runs more than its forward."""
     from torch.nn.modules import module as modules
 
     return bool(
@@ -23,7 +23,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def remove_module_hook(hook: Callable[..., Any]) -> None:
-    """Takes a hook of all modules' forward out, without a handle: an interrupt can come before the handle is stored."""
+    """Removes a global forward hook without its handle, since an interrupt may come before the handle is stored."""
     from torch.nn.modules import module as modules
 
     hooks = modules._global_forward_pre_hooks

@@ -1,4 +1,4 @@
-"""What torch_xla and its runtime are set to."""
+"""Settings of torch_xla and its runtime."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def runtime() -> Any:
 
 
 def device_count() -> int:
-    """How many devices there are, over all hosts."""
+    """The number of devices of all hosts."""
     return int(runtime().global_runtime_device_count())
 
 
 def process_count() -> int:
-    """How many processes run the program: as the runtime says, or torchrun, of which it knows nothing on the CPU."""
+    """The number of processes that run the program, from the runtime or from torchrun, which a CPU runtime ignores."""
     return max(int(runtime().process_count()), _config.world_size())
 
 
@@ -31,17 +31,17 @@ AUTO_SHARDING = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
 
 
 def auto_sharding() -> bool:
-    """Whether XLA chooses shardings by itself, in which case torch_xla ignores every donor."""
+    """Whether XLA chooses the shardings. torch_xla then ignores every donor."""
     return bool(xlac()._xla_get_auto_sharding())
 
 
-# By name: what each has to be, and is by default.
+# The value of each that donation needs, which is the default.
 _NEEDED_TO_DONATE = {"XLA_ENABLE_PARAM_ALIASING": True, "XLA_STABLEHLO_COMPILE": False, "XLA_AUTO_SPMD": False}
 
 
 def ignoring_donors() -> list[str]:
     """The settings that make torch_xla ignore every donor, such as ``XLA_ENABLE_PARAM_ALIASING=0``."""
-    # At every donation, for which os.environ is slow.
+    # Runs at every donation, and os.environ is slow.
     return [
         f"{name}={value}"
         for name, needed in _NEEDED_TO_DONATE.items()
@@ -50,7 +50,7 @@ def ignoring_donors() -> list[str]:
 
 
 def ignores_donors() -> str:
-    """The setting that makes torch_xla ignore every donor; empty if none does. The hooks are told, too."""
+    """The setting that makes torch_xla ignore every donor; empty if there is none. Passes it to the hooks."""
     setting = AUTO_SHARDING if auto_sharding() else next(iter(ignoring_donors()), "")
     _C.set_switched_off(setting)
     return setting
@@ -62,7 +62,7 @@ def in_eager_mode() -> bool:
 
 
 def autocast_state() -> tuple[Any, ...]:
-    """What torch.autocast does to operations on XLA tensors here."""
+    """Whether torch.autocast is on for XLA tensors in this thread, and its dtype."""
     enabled = torch.is_autocast_enabled("xla")
     return (enabled, torch.get_autocast_dtype("xla") if enabled else None)
 
@@ -70,7 +70,7 @@ def autocast_state() -> tuple[Any, ...]:
 def functions_of_a_step() -> tuple[Any, Any]:
     """torch_xla's functions that the hooks call at a step that may donate.
 
-    The first sets the token that orders collectives within a step; with None it drops it. The second answers whether
-    auto-sharding is on, which a program may switch on at any time.
+    The first sets the token that orders collectives within a step; None drops the token. The second returns whether
+    auto-sharding is on, which a program may change at any time.
     """
     return xlac()._set_all_reduce_token, xlac()._xla_get_auto_sharding

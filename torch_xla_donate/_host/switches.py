@@ -1,4 +1,4 @@
-"""Switches of torch_xla that are thrown for a while, and given back whatever happens meanwhile."""
+"""Changes switches of torch_xla for a while, and always restores them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch_xla_donate._host.interrupts import Replaced
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import in_eager_mode
 
-# torch_xla's switches for compiling without a step are of the whole process. The threads of `torch_xla.launch`, one for
-# each device, take turns; nobody waits for a device inside.
+# torch_xla's switches for compiling without a step belong to the whole process. The threads of `torch_xla.launch`, one
+# for each device, take turns. A thread with this lock never waits for a device.
 compiling = threading.RLock()
 
 
@@ -38,15 +38,15 @@ class DonorFlags(_C.Scope):
 
 
 def donor_flags(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Sets torch_xla's private donation flag on the tensors' buffers: for compiling a graph, never for running one.
+    """Sets torch_xla's private donation flag on the tensors' buffers, only to compile a graph.
 
-    The flags are set on other tensors of the same buffers, so that they can be taken back whatever becomes of these.
+    It sets the flags on other tensors of the same buffers, and so can always clear them.
     """
     return DonorFlags(xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else [])
 
 
 class Tracing(_C.Scope):
-    """Operations inside are recorded and do not run."""
+    """Records operations without running them."""
 
     def __init__(self, lock: Any, seed: int) -> None:
         super().__init__(lock)
@@ -58,7 +58,7 @@ class Tracing(_C.Scope):
         self._before = eager, xlac()._get_current_graph_name()
         if eager:
             xlac()._set_use_eager_mode(False)
-        # Not torch_xla's own switch: it would stop the steps of other threads.
+        # torch_xla's switch would stop the steps of other threads.
         _C.refuse_runs(True)
 
     def leave(self, raised: bool) -> None:
@@ -73,10 +73,7 @@ class Tracing(_C.Scope):
 
 
 def tracing() -> contextlib.AbstractContextManager[Any]:
-    """Operations inside are recorded and do not run. What is pending runs first.
-
-    The random seed is afterwards what it was before.
-    """
+    """Runs pending work, then records operations inside without running them. Restores the random seed."""
     import torch_xla
 
     seed = xlac()._xla_get_rng_seed()
@@ -86,12 +83,12 @@ def tracing() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_refused_execution(error: RuntimeError) -> bool:
-    """Whether something was refused to run while `tracing`."""
+    """Whether `tracing` has refused to run a graph."""
     return "Unexpected execution" in str(error)
 
 
 class Compiling(_C.Scope):
-    """Graphs are compiled inside, with the donors flagged, and do not run."""
+    """Compiles graphs with the flagged donors, without running them."""
 
     def __init__(self, lock: Any) -> None:
         super().__init__(lock)
@@ -101,7 +98,7 @@ class Compiling(_C.Scope):
         host = xlac()
         self._before = host._xla_get_enable_alias_with_buffer_donor_config(), host._get_allow_execution()
         host._xla_set_enable_alias_with_buffer_donor_config(True)
-        host._set_allow_execution(True)  # to compile is an execution for torch_xla, too
+        host._set_allow_execution(True)  # torch_xla counts a compilation as an execution
 
     def leave(self, raised: bool) -> None:
         _C.take_order()
@@ -113,13 +110,13 @@ class Compiling(_C.Scope):
 
 
 def replaced(module: types.ModuleType, name: str, value: Any) -> Replaced:
-    """Another value for a name of one of torch_xla's Python modules, for as long as the context holds."""
+    """Replaces the value of a name in one of torch_xla's Python modules inside the context."""
     return Replaced(module, name, value, compiling)
 
 
 @contextlib.contextmanager
 def graph_name(name: str) -> Iterator[None]:
-    """The name of the HLO modules of graphs that are compiled inside."""
+    """Sets the name of the HLO modules that are compiled inside."""
     saved = xlac()._get_current_graph_name()
     xlac()._set_current_graph_name(name)
     try:

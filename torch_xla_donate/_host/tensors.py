@@ -1,4 +1,4 @@
-"""Tensors and their buffers, as torch_xla sees them."""
+"""Reads and makes XLA tensors and their buffers through torch_xla."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_xla_donate._host.settings import runtime
 
 
 def buffer_pointer(tensor: torch.Tensor) -> int | None:
-    """The address of a materialised tensor's memory; None where the platform does not tell (CPU does)."""
+    """The address of a materialised tensor's memory; None if the platform does not report it (CPU does)."""
     try:
         return int(xlac()._unsafe_buffer_pointer(tensor))
     except RuntimeError:
@@ -21,12 +21,12 @@ def buffer_pointer(tensor: torch.Tensor) -> int | None:
 
 
 def sharding_spec(tensor: torch.Tensor) -> str:
-    """The tensor's sharding as XLA writes it; empty if it has none."""
+    """The tensor's sharding in XLA's notation; empty if it has none."""
     return str(xlac()._get_xla_sharding_spec(tensor))
 
 
 def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """How the tensors among the arguments are sharded; empty where nothing is."""
+    """The shardings of the tensors among the arguments; empty without SPMD."""
     if not runtime().is_spmd():
         return ()
     tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "xla"]
@@ -41,16 +41,16 @@ def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def computed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that is pending, and will have a buffer of its own: torch_xla would let a clone share the tensor's."""
+    """A pending copy that will get a separate buffer. torch_xla may share the tensor's buffer with a plain clone."""
     copy = tensor.detach().clone()
     xlac()._xla_optimization_barrier_([copy])
     return copy
 
 
 def give_own_buffer(tensor: torch.Tensor) -> None:
-    """Lets a tensor that shares its buffer get one of its own at the next step; its value stays.
+    """Gives a tensor that shares its buffer a separate one at the next step. Its value stays.
 
-    No update in place: torch_xla donates the buffer of a tensor that is updated, whoever else holds it.
+    It does not update the tensor in place: torch_xla would donate the shared buffer.
     """
     import torch_xla
 
@@ -77,32 +77,32 @@ def placeholder(tensor: torch.Tensor) -> torch.Tensor:
 def seed_buffer() -> int:
     """The buffer of the random seed that this step draws from.
 
-    torch_xla finds the seed among a graph's inputs by an id, which it takes away itself where a scan draws.
+    torch_xla finds the seed among a graph's inputs by an id, but removes the id if a scan draws random numbers.
     """
     ids, inputs = xlac()._get_tensors_xla_device_data_node([torch.rand(1, device="xla")])
     return int(_C.identity(inputs[ids.index(xlac()._get_seed_info_id())])[1])
 
 
 def list_live_tensors() -> bool:
-    """Makes torch_xla list the live tensors of the current device, which the hooks note; whether one is pending."""
+    """Has torch_xla list the live tensors of the current device for the hooks. Returns whether one is pending."""
     import torch_xla
 
     return any(xlac()._check_device_tensor_need_materialization(str(torch_xla.device())))
 
 
 def wait_for_devices() -> None:
-    """Waits until the devices have computed what they were given."""
+    """Waits until the devices have finished their work."""
     xlac()._xla_wait_device_ops([])
 
 
 def forget_pending() -> None:
-    """Throws away everything on this device that has not run. Reading such a tensor is an error of torch_xla then."""
+    """Drops all pending work on this device. A later read of such a tensor is an error of torch_xla."""
     import torch_xla
 
     xlac()._clear_pending_irs(str(torch_xla.device()))
 
 
 def transfers() -> tuple[int, int]:
-    """How often this process has read a tensor's value from the device, and this thread waited for one."""
+    """The number of reads of a tensor's value by this process, and of waits for a device by this thread."""
     data = xlac()._xla_metric_data("TransferFromDeviceTime")
     return int(data[0]) if data is not None else 0, _C.barriers_passed()

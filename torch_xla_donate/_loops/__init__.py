@@ -1,1 +1,1 @@
-"""torch_xla's loops, with donate_buffer usable inside of their bodies."""
+"""torch_xla's loops. Their bodies may call donate_buffer."""

@@ -1,4 +1,4 @@
-"""What a loop donates of its arguments: what the caller names, and what the body asks for."""
+"""The arguments that a loop donates, by request of its caller or of its body."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _host, _marks, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) -> tuple[str, ...]:
-    """The arguments of a loop that `donate` names. ValueError if it names another, TypeError if it is no name."""
+    """The arguments of a loop that `donate` names. Raises ValueError for another name, TypeError for another type."""
     names = (donate,) if isinstance(donate, str) or not isinstance(donate, Iterable) else tuple(donate)
     for name in names:
         if name not in arguments:
             kind = ValueError if isinstance(name, str) else TypeError
-            raise kind(f'donate is {donate!r}; it takes "{arguments[0]}", "{arguments[1]}" or both.')
+            raise kind(f'donate is {donate!r}. Pass "{arguments[0]}", "{arguments[1]}" or both. {see("loops")}')
     return names
 
 
@@ -24,11 +24,11 @@ def _combine(
     found: Mapping[int, _marks.DonationRequest | None],
     strict: bool | None,
 ) -> tuple[dict[int, _marks.DonationRequest], list[int]]:
-    """What is donated of a loop's arguments, and what the body has taken back; all by their numbers.
+    """The requests for a loop's arguments, and the arguments whose donation the body cancelled, by their numbers.
 
-    wanted: from outside of the body.
+    wanted: the caller's requests.
     found: the body's requests.
-    strict: the loop's, for requests of the body that do not say.
+    strict: the default for requests of the body.
     """
     requests = dict(wanted)
     for number, request in found.items():
@@ -44,11 +44,11 @@ def loop_donations(
     outside: _marks.DonationRequest,
     found: Mapping[int, _marks.DonationRequest | None],
 ) -> list[_marks.Donation]:
-    """What a loop donates of its arguments. Marks that the body has taken back are taken back.
+    """The donations of a loop's arguments. Cancels the marks that the body cancelled.
 
-    arguments: the name of each, its leaves and their names, in the order that the body counts in.
-    chosen: the arguments that are donated from outside of the body.
-    outside: their request; its ``strict`` holds for requests of the body that do not say.
+    arguments: for each argument its name, its leaves and their names, in the body's order.
+    chosen: the arguments that the caller donates.
+    outside: their request. Its ``strict`` is the default for requests of the body.
     found: the body's requests, by the number of the leaf.
     """
     flat = [(name, names, index, leaf) for name, leaves, names in arguments for index, leaf in enumerate(leaves)]
@@ -63,10 +63,9 @@ def loop_donations(
 
 
 def refuse_eager_mode(loop: str) -> None:
-    """DonationError in eager mode, in which the operations of a body would run instead of becoming a loop's."""
+    """Raises DonationError in eager mode, in which the operations of a body would run at once."""
     if _host.in_eager_mode():
         raise DonationError(
-            f"{loop} is called in eager mode, in which torch_xla runs each operation at once: the body of a loop has "
-            f"to be traced. Call {loop} in a function made by torch_xla_donate.compile or torch_xla.compile, inside "
-            "of which eager mode is off."
+            f"{loop} is called in eager mode, but torch_xla has to trace the body of a loop. Call {loop} in a function "
+            f"made by torch_xla_donate.compile or torch_xla.compile, where eager mode is off. {see('loops')}"
         )

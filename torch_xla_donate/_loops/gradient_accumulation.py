@@ -1,4 +1,4 @@
-"""gradient_accumulation: torch_xla's, with donate_buffer usable inside of the train step."""
+"""gradient_accumulation: torch_xla's loop, whose train step may call donate_buffer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
@@ -23,32 +23,32 @@ def gradient_accumulation(
     donate: str | Sequence[str] = (),
     strict: bool | None = None,
 ) -> Any:
-    """`torch_xla.experimental.gradient_accumulation.gradient_accumulation`, which can give up its arguments' buffers.
+    """`torch_xla.experimental.gradient_accumulation.gradient_accumulation`, which can donate its arguments.
 
-    Inside of ``train_step``, ``donate_buffer(t)`` of an argument as it came in donates the carried tensor, or the whole
-    of the iterable tensor, that it stands for: the memory of a carried tensor can go to its final value. Gradients
-    that are there already are added to in place, so torch_xla donates their buffers by itself. Carried tensors come
-    back in the order in which they went in, however many (torch_xla 2.9.0 reverses all but the first).
+    Inside ``train_step``, ``donate_buffer(t)`` of an unchanged argument donates the corresponding carried tensor, or
+    the whole iterable tensor. The memory of a carried tensor can go to its final value. torch_xla adds to existing
+    gradients in place, and so donates their buffers automatically. The carried tensors return in their order
+    (torch_xla 2.9.0 reverses all except the first).
 
     Args:
-        train_step: ``(*slices, *carried) -> loss`` or ``(loss, *carried)``; its backward pass is run by the loop.
-        iterable_tensors: tensors of the same leading dimension, over which the loop goes.
-        model: the module whose gradients are accumulated, in the ``grad`` of its parameters.
-        *carried_tensors: what goes from one iteration to the next.
-        donate: ``"iterable_tensors"``, ``"carried_tensors"`` or both: all of them, without a word in ``train_step``.
-        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
+        train_step: ``(*slices, *carried) -> loss`` or ``(loss, *carried)``. The loop runs its backward pass.
+        iterable_tensors: tensors of the same leading dimension, over which the loop iterates.
+        model: the module whose gradients the loop accumulates, in the ``grad`` of its parameters.
+        *carried_tensors: tensors that one iteration passes to the next.
+        donate: ``"iterable_tensors"``, ``"carried_tensors"`` or both, to donate all of these tensors.
+        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``.
 
     Returns:
-        The mean loss; followed by the carried tensors, if there are any.
+        The mean loss, a float32 scalar. With carried tensors a tuple of the loss and these tensors.
 
     Raises:
-        TypeError: ``donate`` is no name, ``strict`` is no bool, a carried one is not a tensor, or the loss is not
+        TypeError: ``donate`` or ``strict`` has another type, a carried value is not a tensor, or the loss is not
             float32.
-        ValueError: ``donate`` names something else, the tensors do not fit torch_xla's function, or two carried ones
-            have the same buffer.
-        DonationError: a donated tensor is pending, a tensor donated in the step is none of its arguments, the step
+        ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, or two carried
+            tensors share a buffer.
+        DonationError: a donated tensor is pending, a tensor donated in the step is not one of its arguments, the step
             makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
-            this is inside of a function that is declared pure.
+            the call is inside a pure function.
     """
     _config.check_strict(strict)
     by = _trace.current_watcher()
@@ -80,30 +80,30 @@ def gradient_accumulation(
 
 
 def _refuse_runs(count: int) -> None:
-    """DonationError for a step that has made torch_xla run something: the loop would take what came out for a constant.
+    """Raises DonationError if the step has made torch_xla run something. The loop would take the result for a constant.
 
-    After it has run: whatever is pending elsewhere would be lost with a run that is stopped.
+    This check comes after the run, because a stopped run would lose other pending values.
     """
     if count:
         raise DonationError(
-            "the train step has made torch_xla run something, as torch_xla.sync(), print of a tensor, .item() and "
-            "functions of torch.compile do. Its results would be the same in every iteration of the loop, and have no "
-            "gradients. Take that out of the step; what is to be printed can be carried."
+            "the train step has made torch_xla run something (torch_xla.sync(), print of a tensor, .item() or "
+            "torch.compile), and its results would be constants of the loop without gradients. Remove that from the "
+            f"step, and carry the tensors to be printed. {see('loops')}"
         )
 
 
 def _refuse_other_precision(loss: Any) -> None:
-    """TypeError for a loss that is not float32: XLA would refuse the whole step, and the work of others with it."""
+    """Raises TypeError for a loss that is not float32. XLA would refuse the whole step with all pending work."""
     if isinstance(loss, torch.Tensor) and loss.dtype != torch.float32:
         raise TypeError(
-            f"the train step's loss is {_trees.dtype_and_shape(loss)}; torch_xla's loop adds up losses of float32. "
-            "Return loss.float()."
+            f"the train step's loss is {_trees.dtype_and_shape(loss)}, but torch_xla's loop adds up float32 losses. "
+            f"Return loss.float(). {see('loops')}"
         )
 
 
 @contextlib.contextmanager
 def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
-    """The loop finds no gradients. Those of before are added to in place once it is there, and stay if it fails."""
+    """Hides existing gradients from the loop. Afterwards adds the new ones in place. If the loop fails, they stay."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.grad = None
@@ -121,15 +121,18 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
-    """ValueError for carried tensors of one buffer: torch_xla's loop has one place for both, and loses the first."""
+    """Raises ValueError for carried tensors of one buffer. torch_xla's loop has one place for both."""
     places: dict[int, int] = {}
     for index, tensor in enumerate(carried):
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"carried_tensors[{index}] is of type {type(tensor).__name__}; only tensors are carried.")
+            raise TypeError(
+                f"carried_tensors[{index}] is of type {type(tensor).__name__}, not a tensor. Pass a tensor, or close "
+                f"over the value in the step. {see('loops')}"
+            )
         for key in _C.identity(_trees.without_wrapper(tensor)):
             first = places.setdefault(key, index) if key else index
             if first != index:
                 raise ValueError(
-                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}]: it was passed twice, "
-                    "and each is to become a value of its own. Pass a .clone() as one of them."
+                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}], but each of them gets "
+                    f"a new value. Pass a .clone() as one of them. {see('loops')}"
                 )

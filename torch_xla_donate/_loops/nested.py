@@ -1,4 +1,4 @@
-"""A scan inside of the body of a scan: in the body's trace the inner loop is one operation."""
+"""A scan in the body of another scan. In the body's trace the inner loop is one operation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xla_donate import _host
+from torch_xla_donate._errors import see
 
 # (carry, slices) -> (carry, outputs), all lists of tensors
 Flat = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
 
 
 class Loop:
-    """An inner loop. The operation knows it by its number alone, so whoever keeps a trace has to keep its loops."""
+    """An inner loop. The operation has only its number, so the owner of a trace has to keep its loops."""
 
     def __init__(self, body: Flat) -> None:
         self.body = body
@@ -45,19 +46,19 @@ def _shapes(number: int, init: list[torch.Tensor], xs: list[torch.Tensor], rever
 
 
 class _NoRandomNumbers(TorchDispatchMode):
-    """torch_xla finds the seed in the first loop of a step alone: later ones draw the same numbers each time."""
+    """Refuses random numbers: torch_xla finds the seed only in the first loop of a step."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotImplementedError(
-                f"A scan inside of the body of a scan draws random numbers ({func}); torch_xla would give it the same "
-                "ones in each iteration. Draw them outside of the outer scan, and pass them in with xs."
+                f"a scan in the body of another scan draws random numbers ({func}), but torch_xla would draw the same "
+                f"ones in each iteration. Draw them outside the outer scan, and pass them with xs. {see('loops')}"
             )
         return func(*args, **(kwargs or {}))
 
 
 def _operation() -> Callable[..., list[torch.Tensor]]:
-    with _defining:  # a library can be defined once
+    with _defining:  # a library can be defined only once
         return _defined()
 
 
@@ -72,7 +73,7 @@ def _defined() -> Callable[..., list[torch.Tensor]]:
     return operation
 
 
-_keep: list[torch.library.Library] = []  # a library that is dropped takes its operations along
+_keep: list[torch.library.Library] = []  # the destructor of a library removes its operations
 _defining = threading.Lock()
 _lock = threading.Lock()
 _holders: list[list[object]] = []
@@ -81,7 +82,7 @@ _patch = contextlib.ExitStack()
 
 @contextlib.contextmanager
 def allowed(loops: list[object]) -> Iterator[None]:
-    """Bodies that are traced inside may have loops of their own; these are put into `loops`."""
+    """Bodies that are traced inside may contain loops, which are added to `loops`."""
     with _lock:
         if not _holders:
             _patch.enter_context(_host.nested_scans(_loop_in_a_trace))
@@ -93,13 +94,13 @@ def allowed(loops: list[object]) -> Iterator[None]:
             # By identity: lists of the same loops are equal.
             del _holders[next(index for index, held in enumerate(_holders) if held is loops)]
             for outer in _holders if loops else ():
-                outer.append(loops)  # a pure body that has been traced before makes no new ones
+                outer.append(loops)  # a pure body that was traced before makes no new loops
             if not _holders:
                 _patch.close()
 
 
 def is_in_a_trace(layer: object) -> bool:
-    """Whether a module is a part of a layer that is being traced, with other tensors in the place of its own."""
+    """Whether a module belongs to a layer in a running trace, which has replaced its tensors."""
     return isinstance(layer, torch.nn.Module) and any(map(_host.is_traced, _tensors(layer)))
 
 
@@ -108,7 +109,7 @@ def _tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
 
 
 class InATrace:
-    """Such a module, for torch_xla to copy. The copy is given tensors at each call, so what is traced need not be."""
+    """Such a module for torch_xla to copy. Each call replaces the copy's tensors, so these are not copied."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         self._layer = layer
@@ -123,14 +124,14 @@ def _loop_in_a_trace(
     body: Flat, init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if not xs:
-        # torch_xla asks the first array for the number of iterations, and a backward pass has no other.
+        # torch_xla takes the number of iterations from the first array.
         raise NotImplementedError(
-            "A scan inside of the body of a scan has a backward pass with nothing to go over: its body returns no "
-            "output and saves nothing for it. Let the body return an output as well, such as the new carry."
+            "a scan in the body of another scan has a backward pass with nothing to go over, because its body returns "
+            f"no output and saves nothing. Return an output from the body, such as the new carry. {see('loops')}"
         )
     loop = Loop(body)
     with _lock:
-        # To all: autograd traces the backward pass of a loop on other threads than that of its scan.
+        # To all of them: autograd traces the backward pass of a loop on another thread than its scan.
         for holder in _holders:
             holder.append(loop)
     found = _operation()(loop.number, init, xs, reverse)

@@ -1,4 +1,4 @@
-"""scan and scan_layers: torch_xla's, with donate_buffer usable inside of the body."""
+"""scan and scan_layers: torch_xla's loops, whose bodies may call donate_buffer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch._functorch.partitioners import default_partition
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
+from torch_xla_donate._errors import see
 from torch_xla_donate._loops import nested
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
@@ -19,20 +20,20 @@ _ARGUMENTS = ("init", "xs")
 
 
 class _Wrapped:
-    """A body that notes what it donates.
+    """A body that notes its donations.
 
     Args:
-        function: gives the body. A pure one is referred to weakly, since what is remembered for it must not keep it.
+        function: returns the body. It refers weakly to a pure body, because the cache must not keep the body alive.
     """
 
     def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
         self._find = function
         self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_kind` of the arguments
-        self.loops: list[object] = []  # those inside of the function, as long as its traces may be run
+        self.loops: list[object] = []  # the loops inside the function, which its traces need
 
     def _function(self) -> Callable[..., Any]:
         fn = self._find()
-        assert fn is not None, "whoever calls scan holds it"
+        assert fn is not None, "the caller of scan holds it"
         return fn
 
     def __call__(self, carry: Any, x: Any) -> Any:
@@ -44,27 +45,27 @@ class _Wrapped:
 
 
 def _kind(carry: Any, x: Any, rows: int = 0) -> Any:
-    """What tells the traces of a body apart; rows: how many leading dimensions ``x`` has too many."""
+    """The key of a body's trace. rows: the number of leading dimensions of ``x`` to ignore."""
     arrays = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(carry)]
     arrays += [(tuple(leaf.shape[rows:]), leaf.dtype) for leaf in pytree.tree_leaves(x)]
     return pytree.tree_structure(carry), pytree.tree_structure(x), tuple(arrays)
 
 
-# torch_xla keeps the trace of a pure body by the function's identity, and does not trace it again; what the first trace
-# has asked for holds then.
+# torch_xla keeps the trace of a pure body by the function's identity and does not trace it again. The requests of the
+# first trace hold for all calls.
 _pure: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapped] = weakref.WeakKeyDictionary()
 
 
 def _remembered(fn: Callable[..., Any]) -> _Wrapped:
-    """The one wrapper of a pure body. TypeError for a body that cannot be remembered."""
+    """The wrapper of a pure body, one for each. Raises TypeError for a body that cannot be a weak key."""
     try:
         found = _pure.get(fn)
         if found is None:
             found = _pure[fn] = _Wrapped(weakref.ref(fn))
     except TypeError as error:
         raise TypeError(
-            f"fn is of type {type(fn).__name__}, by which the trace of a pure body cannot be remembered: {error}. Pass "
-            "a function that calls it, the same one at every call, or leave is_fn_pure out."
+            f"fn is of type {type(fn).__name__}, so the trace of a pure body cannot be kept for it: {error}. Pass the "
+            f"same function at every call, one that calls it, or omit is_fn_pure. {see('loops')}"
         ) from None
     return found
 
@@ -79,36 +80,38 @@ def scan(
     donate: str | Sequence[str] = (),
     strict: bool | None = None,
 ) -> tuple[Any, Any]:
-    """`torch_xla.experimental.scan.scan`, which can give up the buffers of ``init`` and ``xs`` at the step.
+    """`torch_xla.experimental.scan.scan`, which can donate the buffers of ``init`` and ``xs`` to the step.
 
-    Inside of ``fn``, ``donate_buffer(leaf)`` of a leaf of ``carry`` or ``x`` as it came in donates the corresponding
-    leaf of ``init`` or ``xs``: its memory can go to the final carry, or to a stacked output of the same bytes. It must
-    be materialised. What the backward scan will read is not donated; a `DonationWarning` says so.
+    Inside ``fn``, ``donate_buffer(leaf)`` of an unchanged leaf of ``carry`` or ``x`` donates the corresponding leaf of
+    ``init`` or ``xs``. Its memory can go to the final carry, or to a stacked output of the same bytes. The leaf must be
+    materialised. Tensors that the backward scan reads are not donated; a `DonationWarning` reports them.
 
     Args:
         fn: ``(carry, x) -> (carry, y)``, all pytrees of tensors.
         init: the first carry.
-        xs: a pytree of tensors, all of the same leading dimension, over which the loop goes.
+        xs: a pytree of tensors of the same leading dimension, over which the loop iterates.
         partition_fn: divides the forward from the backward graph.
-        is_fn_pure: whether ``fn`` is traced once only; what it has donated then is donated at every call.
-        donate: ``"init"``, ``"xs"`` or both: all leaves of the argument, without a word in ``fn``.
-        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
+        is_fn_pure: whether ``fn`` is traced only once. The donations of that trace hold for every call.
+        donate: ``"init"``, ``"xs"`` or both, to donate all leaves of the argument.
+        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``.
 
     Returns:
         The final carry, and the outputs ``y`` stacked along a new leading dimension.
 
     Raises:
-        ValueError: ``donate`` names something else, or ``fn`` cannot be called.
-        TypeError: ``donate`` is no name, ``strict`` no bool, or ``fn`` is pure and an object that cannot be hashed or
-            weakly referenced.
-        DonationError: a donated leaf is pending, a tensor donated in the body is none of its arguments, torch_xla is in
-            eager mode, or, with ``strict``, autograd has saved a donated leaf.
+        ValueError: ``donate`` names another argument, or ``fn`` cannot be called.
+        TypeError: ``donate`` or ``strict`` has another type, or ``fn`` is pure but cannot be hashed or weakly
+            referenced.
+        DonationError: a donated leaf is pending, a tensor donated in the body is not one of its arguments, torch_xla is
+            in eager mode, or, with ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental.scan import scan as host_scan
 
     _config.check_strict(strict)
     if not callable(fn):
-        raise ValueError(f"fn is {fn!r}, which cannot be called. Give the body of the loop, a function of (carry, x).")
+        raise ValueError(
+            f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('loops')}"
+        )
     refuse_eager_mode("scan")
     where = _frames.call_site()
     chosen = chosen_arguments(donate, _ARGUMENTS)
@@ -129,7 +132,7 @@ def scan(
 
 
 def _keep_loops(result: Any, loops: list[object]) -> None:
-    """Lets the loops inside of a body live as long as autograd may run the body's backward graph."""
+    """Keeps the loops inside a body alive as long as autograd may run the body's backward graph."""
     for leaf in pytree.tree_leaves(result) if loops else ():
         node = getattr(leaf, "grad_fn", None)
         if node is not None:
@@ -139,7 +142,7 @@ def _keep_loops(result: Any, loops: list[object]) -> None:
 def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
     by = _trace.current_watcher()
     if by is not None and _marks.current_body() is None:
-        # What the function's own call gives away needs no mark; any other would wait for a step.
+        # Donated arguments of the function are marked already. Another mark would wait for a step.
         donations = [given for given in donations if _C.state(given.tensor) != "marked"]
         for given in donations:
             if _C.state(given.tensor) == "materialized":
@@ -147,7 +150,7 @@ def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
     read = _read_by_backward(result) if donations and _marks.current_body() is None else set()
     saved = [given for given in donations if not read.isdisjoint(_C.identity(given.tensor))]
     if saved:
-        _marks.cancel_donation([given.tensor for given in saved])  # an earlier mark would destroy it as well
+        _marks.cancel_donation([given.tensor for given in saved])  # an earlier mark would also donate it
         _marks.refuse_all(saved, _SAVED)
     _marks.mark_all([given for given in donations if read.isdisjoint(_C.identity(given.tensor))])
 
@@ -156,7 +159,7 @@ _SAVED = "autograd has saved it for the backward scan"
 
 
 def _read_by_backward(result: Any) -> set[int]:
-    """Identities of the tensors, and of the buffers, that the backward scan will read."""
+    """Identities of the tensors and buffers that the backward scan will read."""
     read: set[int] = set()
     for node in {leaf.grad_fn for leaf in pytree.tree_leaves(result) if getattr(leaf, "grad_fn", None) is not None}:
         for tensor in _host.read_by_backward_scan(node):
@@ -174,34 +177,34 @@ def scan_layers(
     donate: bool = False,
     strict: bool | None = None,
 ) -> Any:
-    """`torch_xla.experimental.scan_layers.scan_layers`, which can give up the buffers of ``input_data`` at the step.
+    """`torch_xla.experimental.scan_layers.scan_layers`, which can donate the buffers of ``input_data`` to the step.
 
-    The layers' ``forward`` may call ``donate_buffer`` on the input it was given; or ``donate`` does it from outside.
+    The layers' ``forward`` may call ``donate_buffer`` on its input. ``donate`` has the same effect.
 
     Args:
         layers: modules of the same structure, applied one after another.
-        input_data: what the first layer gets, a pytree of tensors.
+        input_data: the input of the first layer, a pytree of tensors.
         partition_fn: divides the forward from the backward graph.
-        is_layer_pure: whether the layer is traced once only.
+        is_layer_pure: whether the layer is traced only once.
         donate: whether ``input_data`` is donated.
-        strict: whether a donation that could not be used raises. Default: ``TORCH_XLA_DONATE_STRICT``.
+        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``.
 
     Returns:
-        What the last layer returns.
+        The result of the last layer.
 
     Raises:
-        TypeError: ``strict`` is no bool.
+        TypeError: ``strict`` is not a bool.
         DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
             ``strict``, autograd has saved a donated leaf.
     """
     _config.check_strict(strict)
-    layers = list(layers)  # torch_xla goes through them twice
+    layers = list(layers)  # torch_xla iterates over them twice
     by = _trace.current_watcher()
     if by is not None:
         by.uses(module for layer in layers for module in layer.modules())
     given: list[Any] = layers
     if layers and nested.is_in_a_trace(layers[0]):
         given = [nested.InATrace(layers[0]), *layers[1:]]
-        is_layer_pure = False  # torch_xla remembers a pure layer by its id, and this one is gone with the trace
+        is_layer_pure = False  # torch_xla caches a pure layer by its id, and this one ends with the trace
     ours = functools.partial(scan, donate="init" if donate else (), strict=strict)
     return _host.scan_layers(ours, given, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)

@@ -1,4 +1,4 @@
-"""Marking tensors, and taking marks back."""
+"""Marks tensors, and cancels marks."""
 
 from torch_xla_donate._marks.batch import Donation, mark_all, refuse_all
 from torch_xla_donate._marks.donate import cancel_donation, donate_buffer, is_donated

@@ -1,4 +1,4 @@
-"""Marking tensors that messages know by a name of their own: all of them, or none."""
+"""Marks a batch of named tensors: all of them, or none."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch_xla_donate._marks.traced_body import current_body
 class Donation(NamedTuple):
     """A tensor to be donated.
 
-    name: what messages call it, which may be the name of another one, too.
-    target: the output that should take the buffer over, as with ``into=``.
+    name: its name in messages, which need not be unique.
+    target: the output that should reuse the buffer, as with ``into=``.
     """
 
     name: str
@@ -29,9 +29,9 @@ class Donation(NamedTuple):
 
 
 def mark_all(donations: Sequence[Donation]) -> None:
-    """`donate_buffer` for tensors that messages know by a name of their own; all are marked, or none.
+    """`donate_buffer` for named tensors. Marks all of them, or none.
 
-    Inside of a loop's body those that stand for its arguments are left to the loop.
+    Inside a loop's body the loop gets the requests for its arguments.
     """
     body = current_body()
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
@@ -57,9 +57,9 @@ def mark_all(donations: Sequence[Donation]) -> None:
 
 
 def refuse_all(donations: Sequence[Donation], reason: str) -> None:
-    """Ends donations before they begin: the report has them as unusable, for this reason, and they are told.
+    """Ends donations before they begin. The report and a warning show them as unusable, for this reason.
 
-    Raises DonationError if one is strict; inside of a compiled function, at the end of its call.
+    Raises DonationError if one is strict. Inside a compiled function the end of its call raises the error.
     """
     off = _report.sentence(_C.disabled_reason())
     for request, group in _by_request(donations):
@@ -68,16 +68,16 @@ def refuse_all(donations: Sequence[Donation], reason: str) -> None:
         call = _C.mark_arguments(leaves, [], request.where, request.is_strict(), True, names)
         assert call.refusal is None, "the leaves have been checked"
         _C.end_call(call, {}, off or reason, notify=not off)
-        _C.expect_run()  # these donors are the next run's, for the report
+        _C.expect_run()  # the report counts these donors with the next run
     _report.warn_or_raise()
 
 
 def _by_request(donations: Sequence[Donation]) -> Iterator[tuple[DonationRequest, list[Donation]]]:
-    """The donations of each request, without wrappers, once it is known that all can be marked."""
+    """The donations of each request, without wrappers. Raises an error first if one of them cannot be marked."""
     plain = [given._replace(tensor=_trees.without_wrapper(given.tensor)) for given in donations]
     for given in plain:
         obstacle = _C.state(given.tensor) if isinstance(given.tensor, torch.Tensor) else "not_tensor"
-        if obstacle not in ("materialized", "marked", "donated"):  # what has been donated raises when it is marked
+        if obstacle not in ("materialized", "marked", "donated"):  # marking a consumed tensor raises
             raise refusal(given.tensor, obstacle, given.name)
     for request in dict.fromkeys(given.request for given in plain):
         prepare(request.where)

@@ -1,4 +1,4 @@
-"""Marking: donate_buffer, cancel_donation, is_donated."""
+"""donate_buffer, cancel_donation and is_donated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _report, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._marks.batch import Donation, mark_all
 from torch_xla_donate._marks.into import pair_leaves, targets_in_order
 from torch_xla_donate._marks.prepare import prepare
@@ -18,7 +18,7 @@ from torch_xla_donate._marks.traced_body import current_body
 
 
 class Marks:
-    """What `donate_buffer` returns: a context that takes the marks back if its block raises. Holds no tensor."""
+    """The result of `donate_buffer`: a context that cancels the marks if its block raises. Holds no tensor."""
 
     def __init__(self, call: _C.Call | None) -> None:
         self._call = call
@@ -32,38 +32,34 @@ class Marks:
 
 
 def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> Marks:
-    """Gives the buffers of ``tensors`` to the next step that reads them.
+    """Marks the buffers of ``tensors`` as donors of the next step that reads them.
 
-    At that step (``torch_xla.sync()`` or ``xm.mark_step()``) XLA may write an output into each buffer. Afterwards
-    the tensors can no longer be used: any use raises `DonatedBufferError`. A donor for which XLA finds no output
-    of the same number of bytes per device stays alive and is told by a `DonationWarning`. Either way the mark is
-    over: it holds for one step and does not pass on to the outputs. Steps that do not read the buffer, and partial
-    syncs (``print``, ``.item()``, ``.cpu()``), leave it pending.
+    At that step (``torch_xla.sync()`` or ``xm.mark_step()``) XLA may write an output into each buffer. A later use of
+    the tensor raises `DonatedBufferError`. If XLA finds no output of the same number of bytes per device, the tensor
+    stays alive and a `DonationWarning` reports it. In both cases the mark ends, and the outputs are not marked. Steps
+    that do not read the buffer, and partial syncs (``print``, ``.item()``, ``.cpu()``), leave the mark pending.
 
     Args:
         tensors: a materialised XLA tensor of any shape and dtype, a pytree of them (``None`` leaves are skipped),
             an ``nn.Module`` (its parameters and buffers) or an optimizer (parameters and state), also inside a pytree.
-            All are marked, or none.
-            Marking a tensor twice is the same as once.
-        into: the tensor that should take the buffer over, or a pytree of them with as many leaves as ``tensors``
-            (``None`` for a leaf without a wish). Each must be pending work of the same shape, dtype and sharding.
-            Without it XLA pairs donors and outputs of the same size in their order, and where that crosses (a new
-            moment goes to a parameter's buffer) it has to copy. With it the graph's parameters are put into the
-            order that gives the pairs asked for. That succeeds where every output of that size is somebody's
-            target; `donation_report` tells whether the pair was kept.
-        strict: whether a donation that could not be used raises `DonationError` at the end of the step, instead of
-            warning. Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
+            All tensors are marked, or none. A second mark changes nothing.
+        into: the tensor that should reuse the buffer, or a pytree of them with as many leaves as ``tensors``, with
+            ``None`` for a leaf without a target. Each must be pending and have the same shape, dtype and sharding.
+            Without it the buffer goes to the output computed from the tensor, if there is one of its size. The pair
+            is certain only if every output of that size is a target; `donation_report` shows whether XLA kept it.
+        strict: whether an unusable donation raises `DonationError` at the end of the step, instead of a warning.
+            Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
 
     Returns:
-        A context manager, for marks that an error must not leave behind. ``with donate_buffer(state):`` takes the marks
-        of these tensors back if the block raises; otherwise it changes nothing. It may be ignored.
+        A context manager that cancels these marks if its block raises, as in ``with donate_buffer(state):``. You may
+        ignore it.
 
     Raises:
-        TypeError: a leaf is not a tensor, or ``strict`` is no bool.
-        ValueError: a leaf is not an XLA tensor, or ``into`` does not fit, or is given inside of a loop's body.
-        DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or shares a buffer that torch_xla keeps
-            for everybody (cached constants, the RNG seed).
-        DonatedBufferError: a leaf has been donated already.
+        TypeError: a leaf is not a tensor, or ``strict`` is not a bool.
+        ValueError: a leaf is not an XLA tensor, ``into`` does not fit, or ``into`` is given inside a loop's body.
+        DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or torch_xla shares its buffer between
+            tensors (cached constants, the RNG seed).
+        DonatedBufferError: a step has consumed a leaf.
     """
     _config.check_strict(strict)
     where = _frames.call_site()
@@ -73,13 +69,13 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
             raise ValueError(
-                f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body: the buffer "
-                "goes to an output of the step, and those are not known inside. Call donate_buffer with into= after "
-                f"{body.loop}, on its argument and its result. Nothing was marked."
+                f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body, where the "
+                f"outputs of the step are unknown. Call donate_buffer with into= after {body.loop}, on its argument "
+                f"and its result. Nothing was marked. {see('loops')}"
             )
         if stands_for is not None:
             mark_all(donations)
-            return Marks(None)  # an error ends the trace of the body, and the marks with it
+            return Marks(None)  # an error ends the trace of the body and its requests
     prepare(where)
     if strict is None:
         strict = _config.strict_by_default()
@@ -88,7 +84,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
     if isinstance(tensors, torch.Tensor):
         leaves, names = [tensors], _trees.Unnamed()
     elif type(tensors) in (list, tuple):
-        # The common case needs no pytree, unless a leaf turns out to be a container.
+        # The common case needs no pytree, unless a leaf is a container.
         leaves, names = tensors, _trees.IndexNames()
     else:
         leaves, names = _trees.flatten(tensors)
@@ -125,16 +121,16 @@ def _donations(tensors: Any, request: DonationRequest) -> list[Donation]:
 
 
 def cancel_donation(tensors: Any) -> None:
-    """Takes back the marks of ``tensors`` that no step has read yet.
+    """Cancels the marks of ``tensors`` that no step has read yet.
 
-    Inside of a loop's body, an argument of the body stands for that of the loop, as it does for `donate_buffer`.
+    Inside a loop's body, an argument of the body stands for that of the loop, as it does for `donate_buffer`.
 
     Args:
-        tensors: as for `donate_buffer`. Tensors without a mark are passed over.
+        tensors: as for `donate_buffer`. Tensors without a mark are skipped.
 
     Raises:
         TypeError: a leaf is not a tensor.
-        DonationError: a leaf has been donated already; no mark is taken back then.
+        DonationError: a step has consumed a leaf. No mark is cancelled then.
     """
     body = current_body()
     arguments: list[int] = []
@@ -154,8 +150,8 @@ def cancel_donation(tensors: Any) -> None:
         if state == "donated":
             name = _trees.qualified_name("tensors", names.name(index))
             raise DonationError(
-                f"{name} is {describe(tensor)} and has been consumed by a step: its donation can no longer be "
-                "cancelled. No mark was taken back."
+                f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
+                f"No mark was cancelled. {see('refused')}"
             )
         if state == "marked":
             found.append(tensor)
@@ -165,19 +161,18 @@ def cancel_donation(tensors: Any) -> None:
 
 
 def is_donated(t: torch.Tensor) -> bool:
-    """True once a step has consumed ``t``'s buffer. Never waits for the device.
+    """Returns True once a step has consumed ``t``'s buffer. Never waits for the device.
 
-    While the very first run of a graph is in flight it is not known yet whether XLA could use the buffer; the answer
-    is True then, and turns False if the donation proves unusable. A view is donated if it can no longer be computed,
-    as a step has consumed its base; one that has a value is not.
+    During the first run of a graph it is not yet known whether XLA uses the buffer. The result is True then, and
+    becomes False if the donation is unusable. A view without a value is donated if a step has consumed its base.
 
     Args:
-        t: any tensor; one that is not on an XLA device is never donated.
+        t: any tensor. A tensor on another device than XLA's is never donated.
 
     Raises:
         TypeError: ``t`` is not a tensor.
     """
     tensor = _trees.without_wrapper(t)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"t is of type {type(t).__name__}, not a tensor; ask for one tensor at a time.")
+        raise TypeError(f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('refused')}")
     return _C.is_donated(tensor)

@@ -1,4 +1,4 @@
-"""donate_buffer(..., into=...): the targets of the leaves, checked and brought into their order.
+"""donate_buffer(..., into=...): checks the targets, and brings them into the order of the leaves.
 
 The hooks order the graph's parameters so that XLA pairs each donor with its target (csrc/step/parameter_order.h).
 """
@@ -11,36 +11,36 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _host, _report, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 
 def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[Any]:
-    """The leaves of ``into``, each in the place of the donated leaf that it is meant for.
+    """The leaves of ``into``, in the order of the donated leaves.
 
-    count: how many leaves are donated.
+    count: the number of donated leaves.
 
     Raises ValueError if the numbers differ, or if both sides have keys and these differ.
     """
     targets, target_places = _trees.flatten(into)
     if len(targets) != count:
         raise ValueError(
-            f"into has {len(targets)} leaves, tensors has {count}; give one target for each donated tensor, "
-            "or None for a tensor without one."
+            f"into has {len(targets)} leaves, but tensors has {count}. Pass one target for each donated tensor, "
+            f"or None for a tensor without one. {see('into')}"
         )
     if isinstance(places, _trees.TreePaths) and places.is_like(target_places):
         return targets
-    # Dictionaries that were filled in different orders: what belongs together has the same keys.
+    # Dictionaries may have different orders, so leaves are paired by their keys.
     by_place = {target_places.place(i): target for i, target in enumerate(targets)}
     wished = [places.place(i) for i in range(count)]
     if len(by_place) == count and by_place.keys() == set(wished):
         return [by_place[place] for place in wished]
-    if all(map(_trees.has_keys, (*by_place, *wished))):  # positions would be paired as such
+    if all(map(_trees.has_keys, (*by_place, *wished))):  # without keys, leaves are paired by position
         strange = next((i for i in range(count) if target_places.place(i) not in wished), None)
         name = "" if strange is None else target_places.name(strange)
         raise ValueError(
             f"into{name} has no counterpart in tensors, whose leaves are "
-            f"{', '.join(places.name(i) for i in range(min(count, 5)))}{', ...' if count > 5 else ''}. Leaves with the "
-            "same names belong together. Nothing was marked."
+            f"{', '.join(places.name(i) for i in range(min(count, 5)))}{', ...' if count > 5 else ''}. Give both "
+            f"trees the same keys. Nothing was marked. {see('into')}"
         )
     return targets
 
@@ -48,12 +48,12 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
 def pair_leaves(
     leaves: Sequence[Any], names: _trees.Names, targets: Sequence[Any], where: str
 ) -> tuple[_report.Paired, dict[int, torch.Tensor]]:
-    """Validates the targets of the leaves to be donated at ``where``; the pairs, and each leaf's target.
+    """Validates the targets of the leaves that are donated at ``where``. Returns the pairs, and each leaf's target.
 
     Raises:
         TypeError: a target is not a tensor.
         ValueError: the shapes, dtypes, devices or shardings of a pair differ.
-        DonationError: a source is pending, or a target is materialised already.
+        DonationError: a target is materialised already.
     """
     wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
     for index, (leaf, target) in enumerate(zip(leaves, targets)):
@@ -62,9 +62,12 @@ def pair_leaves(
         source, destination = _trees.without_wrapper(leaf), _trees.without_wrapper(target)
         label = _trees.qualified_name("into", names.name(index))
         if not isinstance(destination, torch.Tensor):
-            raise TypeError(f"{label} is of type {type(target).__name__}, not a tensor.")
+            raise TypeError(
+                f"{label} is of type {type(target).__name__}, not a tensor. Pass a tensor that the step computes, or "
+                f"None. {see('into')}"
+            )
         if not isinstance(source, torch.Tensor) or _C.state(source) in ("not_xla", "pending"):
-            continue  # marking refuses this leaf, with a message of its own
+            continue  # marking refuses this leaf later
         _check(label, source, destination)
         wanted.append((index, source, destination))
     first = not _report.is_known_site(where)
@@ -76,19 +79,22 @@ def pair_leaves(
 def _check(label: str, source: torch.Tensor, target: torch.Tensor) -> None:
     if (source.shape, source.dtype) != (target.shape, target.dtype):
         raise ValueError(
-            f"{label} is {_trees.dtype_and_shape(target)}, the donated tensor is {_trees.dtype_and_shape(source)}: "
-            "a buffer can only be handed to an output of the same shape and dtype."
+            f"{label} is {_trees.dtype_and_shape(target)}, but the donated tensor is {_trees.dtype_and_shape(source)}. "
+            f"Name an output of the same shape and dtype. {see('into')}"
         )
     if source.device != target.device:
-        raise ValueError(f"{label} is on {target.device}, the donated tensor on {source.device}.")
+        raise ValueError(
+            f"{label} is on {target.device}, but the donated tensor is on {source.device}. Name an output on the same "
+            f"device. {see('into')}"
+        )
     if _C.state(target) != "pending":
         raise DonationError(
             f"{label} is materialised already, so the next step has no output for it. Name a tensor that the step "
-            "will compute, before torch_xla.sync()."
+            f"will compute, before torch_xla.sync(). {see('into')}"
         )
     source_sharding, target_sharding = _host.sharding_spec(source), _host.sharding_spec(target)
     if target_sharding and source_sharding != target_sharding:
         raise ValueError(
-            f"{label} is sharded {target_sharding}, the donated tensor {source_sharding or 'not at all'}: their bytes "
-            "per device differ, or lie elsewhere."
+            f"{label} is sharded {target_sharding}, but the donated tensor {source_sharding or 'not at all'}. Shard "
+            f"both alike. {see('into')}"
         )

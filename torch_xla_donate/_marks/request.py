@@ -1,4 +1,4 @@
-"""A donation that the body of a loop asks for."""
+"""A donation that the body of a loop requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch_xla_donate import _config
 
 
 class DonationRequest(NamedTuple):
-    """A donation that waits for its loop to be called.
+    """A requested donation, before its tensor is marked.
 
     where: its ``file:line``.
     strict: as for `donate_buffer`.
@@ -18,5 +18,5 @@ class DonationRequest(NamedTuple):
     strict: bool | None
 
     def is_strict(self) -> bool:
-        """Whether it raises if it cannot be used."""
+        """Whether an unusable donation raises."""
         return _config.strict_by_default() if self.strict is None else self.strict

@@ -1,4 +1,4 @@
-"""Whether this thread is inside a call of a compiled function, whose arguments alone are donated."""
+"""Whether this thread is inside a call of a compiled function, which donates only its arguments."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ interrupts.restore(call_scope, "inside")
 
 
 def is_inside_call() -> bool:
-    """Whether this thread is tracing a compiled function, whose arguments alone are donated."""
+    """Whether this thread is tracing a compiled function, which donates only its arguments."""
     return call_scope.inside

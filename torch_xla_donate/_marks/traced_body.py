@@ -1,4 +1,4 @@
-"""donate_buffer inside of a loop's body: which argument of the loop a traced tensor stands for."""
+"""donate_buffer inside a loop's body: finds the argument of the loop that a traced tensor stands for."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch_xla_donate import _host, _trees
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._marks.request import DonationRequest
 
 
 class LoopBody:
-    """The trace of one body, and what it has asked for.
+    """The trace of one body, and its requests.
 
     Args:
-        loop: what messages call the loop, such as ``scan``.
-        leaves: the traced tensors, each in the place of the loop's argument that it stands for.
+        loop: the loop's name in messages, such as ``scan``.
+        leaves: the traced tensors, in the order of the loop's arguments that they stand for.
 
     Attributes:
-        requests: by the number of the argument; None for one whose donation the body has taken back, whoever had asked
-            for it.
+        requests: by the number of the argument; None if the body has cancelled its donation.
     """
 
     def __init__(self, loop: str, leaves: Iterable[Any]) -> None:
@@ -30,11 +29,11 @@ class LoopBody:
         self.requests: dict[int, DonationRequest | None] = {}
 
     def find(self, tensor: Any) -> int | None:
-        """The number of the loop's argument that a tensor stands for, if it does."""
+        """The number of the loop's argument that a tensor stands for; None if there is none."""
         return self._numbers.get(id(tensor))
 
     def argument(self, tensor: Any) -> int | None:
-        """The same for a tensor to be donated; None for one that exists outside of the trace.
+        """The same for a tensor to donate; None for a tensor from outside the trace.
 
         Raises DonationError for a tensor that the body has made.
         """
@@ -42,18 +41,18 @@ class LoopBody:
         if number is not None or not _host.is_traced(tensor):
             return number
         raise DonationError(
-            f"tensors is {_trees.dtype_and_shape(tensor)}, which the body of {self.loop} has made or sliced: "
-            "inside of the loop it has no buffer of its own, and XLA reuses its memory anyway. Donate an argument of "
-            "the body as it came. Nothing was marked."
+            f"tensors is {_trees.dtype_and_shape(tensor)}, which the body of {self.loop} has made or sliced, and XLA "
+            "reuses its memory anyway. Donate an unchanged argument of the body. Nothing was marked. "
+            f"{see('loops')}"
         )
 
     def donate(self, number: int, request: DonationRequest) -> None:
-        """Notes the request for an argument of the loop. The first one holds, as a mark does."""
+        """Notes the request for an argument of the loop. The first request holds, as with marks."""
         if self.requests.get(number) is None:
             self.requests[number] = request
 
     def cancel(self, numbers: Iterable[int]) -> None:
-        """The arguments of the loop are not donated."""
+        """Cancels the donation of these arguments of the loop."""
         self.requests.update(dict.fromkeys(numbers))
 
 
@@ -66,10 +65,10 @@ interrupts.restore(_current, "body")
 
 
 def current_body() -> LoopBody | None:
-    """The body that this thread is tracing; None outside of one."""
+    """The body that this thread is tracing; None outside a body."""
     return _current.body
 
 
 def trace_body(body: LoopBody) -> interrupts.Replaced:
-    """This thread traces the body inside."""
+    """A context in which this thread traces the body."""
     return interrupts.Replaced(_current, "body", body)

@@ -1,4 +1,4 @@
-"""Modes of a thread or the process: automatic donation, checks for NaN, donation disabled."""
+"""Modes of a thread or the process: automatic donation, checks for NaN, disabled donation."""
 
 from torch_xla_donate._modes.auto import auto_donate
 from torch_xla_donate._modes.debug import check_outputs, debug_nans

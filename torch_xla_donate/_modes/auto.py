@@ -1,4 +1,4 @@
-"""auto_donate: inputs that nothing can read after the step are donated without being marked."""
+"""auto_donate: donates inputs that nothing can read after the step, without marks."""
 
 from __future__ import annotations
 
@@ -6,30 +6,27 @@ import threading
 import weakref
 
 from torch_xla_donate import _C, _config, _host
+from torch_xla_donate._errors import see
 
 
 class auto_donate(_C.Scope):
-    """Donates every input of a step that no live tensor can reach once the step has run.
+    """Donates every input of a step that no live tensor can reach after the step.
 
-    Called as a function it holds for all threads from now on. As a context manager it holds for the steps that this
-    thread runs inside, whatever the process does otherwise; ``with auto_donate(False)`` leaves a part out. The
-    environment variable ``TORCH_XLA_DONATE_AUTO=1``, read when the package is imported, is as a call before
-    everything else.
+    A call as a function switches it on for all threads. As a context manager it applies to the steps of this thread
+    inside, and ``with auto_donate(False)`` excludes a part. The environment variable ``TORCH_XLA_DONATE_AUTO=1`` has
+    the effect of a call when the package is imported.
 
     At a step (``torch_xla.sync()``, ``xm.mark_step()``, the end of a ``torch_xla.compile``d function) torch_xla lists
-    all live tensors of the device. An input of the step's graph that none of them holds, by its buffer, as a view or
-    through work that is still pending, can never be read again: it joins the donor set, if an output of its size is
-    there to take it. Nothing is donated that torch_xla shares between tensors, and nothing in `donation_disabled` or
-    `debug_nans`. Marks of `donate_buffer` come first. `donation_report` shows automatic donors as such, and says where
-    a step was left alone.
+    all live tensors of the device. A program can never again read an input that no live tensor holds, by its buffer, as
+    a view or through pending work. Such an input becomes a donor if an output has its size. `auto_donate` skips buffers
+    that torch_xla shares between tensors, and steps in `donation_disabled` and `debug_nans`. Marks of `donate_buffer`
+    come first. `donation_report` shows automatic donors, and the reasons for skipped steps.
 
-    Nothing changes in what a program computes, and there are no warnings of automatic donors. Which inputs are out of
-    reach follows from the live tensors, so that a steady loop compiles once; where these differ from step to step (the
-    garbage collector frees a cycle now and then) a graph is compiled for at most six sets of donors, and the one that
-    fits is taken from then on.
+    The values of a program do not change, and automatic donors cause no warnings. The donors follow from the live
+    tensors, so a steady loop compiles once. If the live tensors differ between steps (the garbage collector may free a
+    cycle), a graph is compiled for at most six sets of donors. Later steps use the set that fits.
 
-    Runs of compiled graphs (``torch.compile``, ``compile(pure=True)``) are no steps: their inputs are arguments, which
-    the caller holds.
+    Runs of compiled graphs (``torch.compile``, ``compile(pure=True)``) are not steps. The caller holds their inputs.
 
     Args:
         enabled: whether to donate.
@@ -41,12 +38,12 @@ class auto_donate(_C.Scope):
     def __init__(self, enabled: bool = True) -> None:
         if not isinstance(enabled, bool):
             raise TypeError(
-                f"enabled is of type {type(enabled).__name__}, not a bool. auto_donate takes no tensors: it finds out "
-                "by itself which inputs nobody can read any more; donate_buffer(tensors) marks some."
+                f"enabled is of type {type(enabled).__name__}, not a bool. Pass True or False, or mark tensors with "
+                f"donate_buffer(tensors). {see('auto')}"
             )
         super().__init__()
         self._enabled = enabled
-        self._depths: list[int] = []  # for each time that it has been entered
+        self._depths: list[int] = []  # one for each time that the context was entered
         with _lock:
             _open[:] = [call for call in _open if call() is not None]
             self._before = _C.auto_donate_is_default()
@@ -59,15 +56,15 @@ class auto_donate(_C.Scope):
         _C.push_auto_donate(self._enabled)
 
     def leave(self, raised: bool) -> None:
-        self._take_back()  # where an interrupt has kept enter() from it
+        self._take_back()  # an interrupt may have kept enter() from it
         if self._depths:
             _C.pop_auto_donate(self._depths[-1])
             self._depths.pop()
 
     def _take_back(self) -> None:
-        """It has been a call for all threads until now. What stood before it stands again.
+        """Restores the default before this object, which was a call for all threads until now.
 
-        Unless another call has come since; if that is a context to be, too, it must not bring this one back.
+        A later call keeps its value, but must not restore this one when it becomes a context.
         """
         with _lock:
             calls = [call() for call in _open]
@@ -82,28 +79,28 @@ class auto_donate(_C.Scope):
 
 
 _lock = threading.Lock()
-_open: list[weakref.ref[auto_donate]] = []  # calls that have not been entered as contexts, oldest first
+_open: list[weakref.ref[auto_donate]] = []  # calls that were not entered as contexts, oldest first
 
 
 def prepare() -> str:
-    """Why nothing can be donated automatically in this process; empty if it can.
+    """The reason why this process cannot donate automatically; empty if it can.
 
-    The hooks ask this once, before the first step: by then the runtime has been set up. What is raised here, as by a
-    signal's handler, reaches the program at that step, and the next one asks again.
+    The hooks call it once, before the first step, when the runtime is set up. An exception here, such as one of a
+    signal's handler, reaches the program at that step. The next step then calls it again.
     """
     try:
         _host.verify_layouts()
     except ImportError as error:
-        _C.note_auto_refusal(str(error))  # the hooks, which would do it at each step, have been taken out
+        _C.note_auto_refusal(str(error))  # the hooks would note it at each step, but are removed
         return str(error)
     _C.set_one_of_many(_host.process_count() > 1)
     if _config.functionalization_off():
         return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
-    _host.ignores_donors()  # tells the hooks, as a donation does later, so that it is no reason for good
+    _host.ignores_donors()  # passes the setting to the hooks; it may change, so it is not a permanent reason
     return ""
 
 
 def start() -> None:
-    """Switches it on for the process if the environment says so. ValueError if it says neither yes nor no."""
+    """Switches it on for the process if the environment does. Raises ValueError for neither yes nor no."""
     if _config.auto_donate():
         auto_donate(True)

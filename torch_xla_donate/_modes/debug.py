@@ -1,4 +1,4 @@
-"""debug_nans: donation off, outputs checked, uses of what would have been donated told."""
+"""debug_nans: disables donation, checks outputs, and reports uses that donation would forbid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_xla_donate._modes.disabled import donation_disabled
 
 class _Infinities(threading.local):
     def __init__(self) -> None:
-        self.contexts: list[debug_nans] = []  # contexts of this thread that ask for infinities
+        self.contexts: list[debug_nans] = []  # contexts of this thread that check for infinities
 
 
 _infinities = _Infinities()
@@ -23,28 +23,26 @@ _SHOWN = 5
 
 
 class debug_nans(donation_disabled):
-    """Steps of this thread inside the context donate nothing, and raise where an output is NaN.
+    """Steps of this thread inside the context donate nothing, and raise if an output is NaN.
 
-    At the end of each step (``torch_xla.sync()``, ``xm.mark_step()``) its outputs of a floating or complex dtype are
-    fetched and looked at, and so are those of graphs that ``torch.compile(backend="openxla")`` has made and that ran
-    since the last step; what no step has checked is checked when the context is left. Reads (``print``, ``.item()``)
-    are not steps. Each step waits for the device.
+    The end of each step (``torch_xla.sync()``, ``xm.mark_step()``) fetches the outputs of a floating or complex dtype
+    and checks them. It also checks the outputs of graphs of ``torch.compile(backend="openxla")`` that ran since the
+    last step. The end of the context checks the rest. Reads (``print``, ``.item()``) are not steps. Each step waits for
+    the device.
 
-    As nothing is donated, the inputs of a step that raised are still there, and the step can be run again line by
-    line. In all other steps the use of a tensor that would have been donated is told, as with
-    ``donation_disabled(report_reuse=True)``. What torch_xla aliases by itself stays as it is: the old value of a tensor
-    that is updated in place cannot be reached with or without it. Leaving the context donates again; no graph is
-    compiled anew.
+    The inputs of a step that raised still exist, so you can run the step again line by line. A `DonationWarning`
+    reports each use of a tensor that a step would have consumed, as with ``donation_disabled(report_reuse=True)``.
+    torch_xla still reuses the memory of tensors that are updated in place. Their old values are out of reach in any
+    case. After the context steps donate again, and no graph is compiled again.
 
-    ``TORCH_XLA_DONATE_DEBUG_NANS=1``, read when the package is imported, does the same for a whole process and all its
-    threads.
+    The environment variable ``TORCH_XLA_DONATE_DEBUG_NANS=1``, read at import, does this for all threads of a process.
 
     Args:
-        infs: whether infinities count, too. Inside another context: in addition to what that one asks for.
+        infs: whether to check for infinities, too. An inner context adds to the checks of the outer one.
 
     Raises:
-        FloatingPointError: at the end of a step, or when the context is left, if an output has a NaN. The text has the
-            first of them; the attribute ``outputs`` has a text for each.
+        FloatingPointError: an output has a NaN. Raised at the end of a step, or of the context. The text shows the
+            first five outputs; the attribute ``outputs`` has a text for each.
     """
 
     def __init__(self, *, infs: bool = False) -> None:
@@ -68,7 +66,7 @@ class debug_nans(donation_disabled):
 
 
 def check_outputs() -> None:
-    """Raises FloatingPointError if an output that was noted since the last check is not finite."""
+    """Raises FloatingPointError if an output since the last check is not finite."""
     bad = _C.take_bad_outputs(bool(_infinities.contexts))
     if bad:
         error = FloatingPointError(_text(bad))
@@ -77,7 +75,7 @@ def check_outputs() -> None:
 
 
 def step_ended() -> None:
-    """The hooks call this at the end of a step, if there is something to tell or to check."""
+    """Reports and checks at the end of a step. The hooks call it if there is something to report or to check."""
     if _report.is_postponed():
         return
     try:
@@ -103,21 +101,21 @@ def _text(bad: Sequence[Mapping[str, Any]]) -> str:
     if len(bad) > _SHOWN:
         lines.append(f"  ... and {len(bad) - _SHOWN} more.")
     lines.append(
-        "  Nothing was donated, so the inputs are still there: run the step again with torch_xla.sync() after each "
+        "  Nothing was donated, so the inputs are still there. Run the step again with torch_xla.sync() after each "
         f"line. {see('debug_nans')}"
     )
     return "\n".join(lines)
 
 
 def start() -> None:
-    """Switches the checks on for the process if the environment says so. ValueError if it says neither yes nor no."""
+    """Switches the checks on for the process if the environment does. Raises ValueError for neither yes nor no."""
     if _config.debug_nans():
         _C.set_debug_process(True)
         atexit.register(_check_at_exit)
 
 
 def _check_at_exit() -> None:
-    # A graph that ran after the last step has no next one at whose end it could be told.
+    # A graph may run after the last step.
     try:
         check_outputs()
     except FloatingPointError as error:

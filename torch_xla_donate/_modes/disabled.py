@@ -8,16 +8,16 @@ from torch_xla_donate import _C
 
 
 class donation_disabled(_C.Scope, contextlib.ContextDecorator):
-    """Steps of this thread inside the context donate nothing of this package's.
+    """Steps of this thread inside the context donate nothing through this package.
 
-    A mark that such a step reads is over, as always; the report gives the reason. No warning is made of it. What
-    torch_xla aliases by itself (in-place updates) stays as it is.
+    A mark ends at a step that reads it, as always. The report gives the reason, without a warning. torch_xla still
+    reuses the memory of tensors that are updated in place.
 
     Args:
-        report_reuse: whether the use of a tensor that such a step would have consumed is told by a `DonationWarning` at
-            the line of the use, also after the context has been left. The value is right, and stays. Whether XLA would
-            have consumed a donor is predicted: by the bytes per device of donors and outputs, in the order of the
-            graph's parameters. Inside another context: in addition to what that one asks for.
+        report_reuse: whether a `DonationWarning` reports each use of a tensor that such a step would have consumed, at
+            the line of the use, also after the context. The value is right, and stays. A prediction decides which
+            donors XLA would have consumed: it compares bytes per device of donors and outputs, in the order of the
+            graph's parameters. An inner context adds to the outer one.
     """
 
     def __init__(self, *, report_reuse: bool = False) -> None:
@@ -25,7 +25,7 @@ class donation_disabled(_C.Scope, contextlib.ContextDecorator):
         self._report_reuse = report_reuse
         self._checks = False
         self._options = {"report_reuse": report_reuse}
-        self._open: list[_C.Disabling] = []  # for each time that it has been entered
+        self._open: list[_C.Disabling] = []  # one for each time that the context was entered
 
     def _recreate_cm(self) -> donation_disabled:
         return type(self)(**self._options)

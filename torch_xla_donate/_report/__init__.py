@@ -1,4 +1,4 @@
-"""What became of the donations: the report, its reasons, and the warnings."""
+"""The outcome of donations: the report, its reasons, and the warnings."""
 
 from torch_xla_donate._report.donors import Donor
 from torch_xla_donate._report.notices import is_postponed, later, warn_once, warn_or_raise

@@ -1,4 +1,4 @@
-"""A warning for donated buffers that XLA copies before it writes over them: ``TORCH_XLA_DONATE_WARN_COPIES=1``."""
+"""Warns of donated buffers that XLA copies before it overwrites them: ``TORCH_XLA_DONATE_WARN_COPIES=1``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _examined: set[str] = set()
 
 
 def start() -> None:
-    """Looks at each graph with donors from now on, if the environment says so. ValueError if it says neither."""
+    """Switches the warning on if the environment does. Raises ValueError for neither yes nor no."""
     if _config.warn_of_copies():
         _C.look_for_copies()
 
 
 def warn_of_copies() -> None:
-    """Warns once for each graph that copies donated buffers, at the place of the first of these donations."""
+    """Warns once for each graph that copies donated buffers, at the line of the first donation."""
     if not _C.has_new_graphs():
         return
-    _C.wait_for_steps()  # a graph is known when its step has started
+    _C.wait_for_steps()  # a started step knows its graph
     _C.forget_new_graphs()
     raised: DonationWarning | None = None
     for step in _C.steps():
@@ -36,7 +36,7 @@ def warn_of_copies() -> None:
         if copied:
             try:
                 warn(_text(copied, step), next((raw["where"] for raw in copied if raw["where"]), "auto_donate:0"))
-            except DonationWarning as error:  # a filter that makes errors of warnings; the other graphs come first
+            except DonationWarning as error:  # a filter turns warnings into errors; first examine the other graphs
                 raised = raised or error
     if raised is not None:
         raise raised
@@ -52,5 +52,5 @@ def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
         lines.append(f"  {donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}.")
     if len(donors) > _SHOWN:
         lines.append(f"  ... and {len(donors) - _SHOWN} more.")
-    lines.append(f"  Something still reads the old value after XLA begins to write the new one. {see('report')}")
+    lines.append(f"  An operation reads the old value after XLA begins to write the new one. {see('report')}")
     return "\n".join(lines)

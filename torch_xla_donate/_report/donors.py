@@ -1,4 +1,4 @@
-"""A donor of the report: what was marked, what became of it, and why."""
+"""A donor of the report: its array, its outcome and the reason."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Donor:
     """One marked buffer, or one that `auto_donate` has found.
 
     Attributes:
-        name: of the leaf, such as ``['layer1'].weight``; several, joined by commas, for tied tensors; empty for a
-            tensor that was donated by itself.
-        where: ``file:line`` of the donation; empty for an automatic one.
+        name: name of the leaf, such as ``['layer1'].weight``. Tied tensors have several, joined by commas. Empty for a
+            single tensor.
+        where: ``file:line`` of the donation; empty for an automatic donor.
         shape: sizes of the whole array, before any sharding.
         dtype: XLA's name of the element type, such as ``f32``.
-        bytes: of the whole array.
-        bytes_per_device: of what each device holds, which is what XLA compares; the same without SPMD.
-        sharding: as XLA writes it, such as ``{devices=[4,1]0,1,2,3}``; empty without SPMD.
+        bytes: bytes of the whole array.
+        bytes_per_device: bytes on each device, which XLA compares. Equal to ``bytes`` without SPMD.
+        sharding: in XLA's notation, such as ``{devices=[4,1]0,1,2,3}``; empty without SPMD.
         device: such as ``CPU:0``.
         outcome: ``donated``, ``unusable`` or ``pending``.
         reason: why it is not donated; empty if it is.
-        step: number of the step that read it, counted from 1 over steps that have donors; None while pending.
-        output: number of the output that took the buffer over, in the step's HLO; None if none did or if unknown.
-        crossed: whether that is another output than the one computed from the donor, so that its value moves; None if
-            no output is computed from it, or if unknown.
-        into_kept: whether the output named by ``into=`` took the buffer over; None without ``into=`` or if unknown.
-        automatic: whether nobody has marked it, and `auto_donate` has found that nothing can read it any more.
-        prediction: of a pending mark, if it was asked for: what the next step will do with it; ``unknown`` where that
-            depends on a sharding which the compiler will choose; None if no pending work reads it.
+        step: number of the step that read it, counted from 1 over steps with donors; None while pending.
+        output: number of the output that reused the buffer, in the step's HLO; None if there is none or it is unknown.
+        crossed: whether another output than the one computed from the donor reused the buffer, so that its value moves;
+            None if no output is computed from it, or if unknown.
+        into_kept: whether the output named by ``into=`` reused the buffer; None without ``into=`` or if unknown.
+        automatic: whether `auto_donate` found it, and no mark.
+        prediction: outcome of a pending mark at the next step, from ``donation_report(predict=True)``. ``unknown`` if
+            it depends on a sharding that the compiler will choose; None if no pending work reads the buffer.
     """
 
     name: str
@@ -61,14 +61,15 @@ class Donor:
 
     @property
     def array(self) -> str:
-        """Element type and shape, as XLA writes them: ``f32[8,4]``."""
+        """Element type and shape in XLA's notation: ``f32[8,4]``."""
         return f"{self.dtype}[{','.join(str(size) for size in self.shape)}]"
 
 
 class _Facts(NamedTuple):
-    """What the executable of a step says: the output in each donor's buffer, and the bytes of donors copied before.
+    """Facts of a step's executable, by parameter number.
 
-    By number of the parameter.
+    output_of: the number of the output in the parameter's buffer.
+    copied: the bytes of the parameter that XLA copies first.
     """
 
     output_of: Mapping[int, int]
@@ -79,7 +80,7 @@ _known_facts: dict[str, _Facts] = {}
 
 
 def facts_of(step: Mapping[str, Any]) -> _Facts | None:
-    """The facts of a step's graph; None if they are not known. Reading them takes time in proportion to the HLO."""
+    """The facts of a step's graph; None if unknown. The time to read them is proportional to the HLO's size."""
     graph = step["graph"]
     if graph not in _known_facts:
         text = _C.graph_text(graph) if graph else None

@@ -1,4 +1,4 @@
-"""Why XLA did not use a donor, from the sizes of donors and outputs."""
+"""Explains why XLA did not use a donor, from the sizes of donors and outputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch_xla_donate import _C
 
 
 def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
-    """Why XLA did not use a donor that was in its donor set.
+    """The reason why XLA did not use a donor of its donor set.
 
-    XLA gives a donor to an output of the same bytes on each device, whatever its dtype or shape (measured on 2.9.0), so
-    the outputs' sizes tell most of it.
+    XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
+    sizes of the outputs give most reasons.
     """
     dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
     if dynamic:
@@ -39,8 +39,8 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
         outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
         return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}"
     return (
-        f"outputs of its size of {size} bytes{each} went to other inputs (updated in place, they are donated by "
-        "torch_xla itself), or the memory is seen from outside (dlpack, numpy)"
+        f"every {size}-byte output{each} already reuses another input (torch_xla donates in-place updates), or the "
+        "buffer is exported (dlpack, numpy)"
     )
 
 
@@ -49,17 +49,15 @@ def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str
     array, sharding = split_sharding(output)
     text = (
         f"an output has its size of {raw['bytes']} bytes, but not per device: the donor, sharded {donor_sharding}, "
-        f"takes {raw['bytes_per_device']} bytes on each, the output {array}, sharded {sharding}, "
+        f"takes {raw['bytes_per_device']} bytes on each device, and the output {array}, sharded {sharding}, takes "
         f"{_C.bytes_per_device(output)}; "
     )
     if alone and sharding == "{replicated}" and not _C.is_even(raw["array"]):
-        return (
-            f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly: pad the array"
-        )
+        return f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly, so pad it"
     return f"{text}shard donor and output alike"
 
 
 def split_sharding(array: str) -> tuple[str, str]:
-    """Array and sharding of 'f32[8,4]{1,0} sharding={...}'."""
+    """Splits 'f32[8,4]{1,0} sharding={...}' into array and sharding."""
     whole, _, sharding = array.partition(" sharding=")
     return whole.partition("{")[0], sharding

@@ -1,4 +1,4 @@
-"""Who holds a buffer: a variable, an attribute or a graph of autograd, found among Python's objects for a report."""
+"""Finds the holder of a buffer among Python's objects: a variable, an attribute or a graph of autograd."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch_xla_donate import _C
 from torch_xla_donate._frames import is_internal
 
 UNKNOWN = "unknown holder"
-_SEARCHED = 16  # buffers; each takes some walks through all objects
+_SEARCHED = 16  # buffers; each needs several walks over all objects
 _DEPTH = 6  # containers between a variable and a tensor
 _REFERRERS = 32  # of one object
 _NODES = 10000  # of the graphs of autograd
 
 
 def holders_of(buffers: Sequence[int]) -> dict[int, str]:
-    """By buffer: what Python can tell of its holder. Buffers without an answer are missing."""
+    """The holder of each buffer, as far as Python can find it. Omits buffers with an unknown holder."""
     wanted = set(buffers[:_SEARCHED])
     if not wanted:
         return {}
@@ -38,7 +38,7 @@ def holders_of(buffers: Sequence[int]) -> dict[int, str]:
                 found[buffer] = name
     missing = wanted - found.keys()
     for tensor in tensors if missing else ():
-        # A result that another graph goes through is not what keeps that graph.
+        # A result inside another graph does not keep that graph alive.
         saved = {_C.holds(leaf) for leaf in _saved(tensor.grad_fn)} & missing if tensor.grad_fn is not None else set()
         name = search.name(tensor) if saved else None
         if name is not None:
@@ -48,12 +48,12 @@ def holders_of(buffers: Sequence[int]) -> dict[int, str]:
 
 
 def _is_tensor(leaf: object) -> bool:
-    # isinstance() would ask a proxy.
+    # isinstance() would call a proxy's __class__.
     return issubclass(type(leaf), torch.Tensor) and leaf.device.type == "xla"  # type: ignore[attr-defined, no-any-return]
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a graph of autograd keeps, as far as Python sees them."""
+    """The tensors that a graph of autograd saves, as far as Python can read them."""
     seen: set[Any] = set()
     open_nodes = [node]
     while open_nodes and len(seen) < _NODES:
@@ -88,7 +88,7 @@ class _Search:
                     self._variables.setdefault(id(value), f"variable {name!r} of module {space.get('__name__')}")
 
     def name(self, thing: Any, depth: int = _DEPTH, path: tuple[int, ...] = ()) -> str | None:
-        """The shortest way from a variable; None if there is none of so many steps."""
+        """The path from a variable to the object; None if it has more than `depth` steps."""
         name = self._variables.get(id(thing))
         if name is not None or depth == 0:
             return name
@@ -105,7 +105,7 @@ class _Search:
 
 
 def _user_frames() -> Iterator[types.FrameType]:
-    """The frames of all threads that are the user's, the innermost first."""
+    """The user's frames of all threads, the innermost first."""
     for top in sys._current_frames().values():
         frame: types.FrameType | None = top
         while frame is not None:
@@ -115,12 +115,12 @@ def _user_frames() -> Iterator[types.FrameType]:
 
 
 def _locals(frame: types.FrameType) -> dict[str, Any]:
-    """The local variables. Before Python 3.13 a frame keeps the dictionary of them, and so what they held."""
+    """The local variables. Before Python 3.13 a frame keeps this dictionary, and with it old values."""
     space = frame.f_locals
     found = dict(space)
-    nobody_else = 3  # references: the frame's, this function's, and that of the question
+    nobody_else = 3  # references: of the frame, of this function, and of getrefcount
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(space) is dict and sys.getrefcount(space) <= nobody_else:
-        space.clear()  # this does not change the variables
+        space.clear()  # does not change the variables
     return found
 
 
@@ -129,7 +129,7 @@ def _is_ours(referrer: object) -> bool:
 
 
 def _variable(name: str, code: types.CodeType, line: int) -> str:
-    """A variable, with the last line up to the one that runs that gives it a value."""
+    """The text for a variable, with the last line that assigned it."""
     lines: list[int] = []
     current = code.co_firstlineno
     for instruction in dis.get_instructions(code):
@@ -142,7 +142,7 @@ def _variable(name: str, code: types.CodeType, line: int) -> str:
 
 
 def _step(referrer: Any, thing: Any) -> tuple[Any, str] | None:
-    """The object that a referrer belongs to, and what the thing is of it."""
+    """The owner of a referrer, and the thing's place in it."""
     if type(referrer) in (list, tuple):
         return referrer, f"item {next(i for i, item in enumerate(referrer) if item is thing)}"
     if isinstance(referrer, dict):

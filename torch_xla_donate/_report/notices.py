@@ -1,4 +1,4 @@
-"""The warnings and errors for donations that were not usable, and when they come."""
+"""Reports unusable donations by warnings and errors, when the program can receive them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ interrupts.restore(_postponed, "depth")
 
 
 def later() -> interrupts.Replaced:
-    """Steps of this thread report nothing inside: where an exception at the end of a sync would be in the way."""
+    """A context in which steps of this thread report nothing, because an exception would interrupt torch_xla."""
     return interrupts.Replaced(_postponed, "depth", _postponed.depth + 1)
 
 
@@ -37,20 +37,20 @@ _warned_sites: set[str] = set()
 
 
 def warn_once(message: str, where: str) -> None:
-    """Warns, unless something has been told of this place in the code before."""
+    """Warns, unless there was a warning for this line before."""
     if where not in _warned_sites:
         _warned_sites.add(where)
         warn(message, where)
 
 
 def warn_or_raise(*, everywhere: bool = False) -> None:
-    """Warns of unusable donations, once for each place in the code; raises where a donation was strict.
+    """Warns of unusable donations, once for each line. Raises DonationError for strict donations.
 
-    The hooks call this at the end of a step, if there is something to tell. Inside of `later` it waits.
+    The hooks call this at the end of a step that has something to report. Inside `later` it does nothing.
 
     Args:
-        everywhere: of all devices. Else of the one that this thread has stepped last: `torch_xla.launch` runs a thread
-            for each device, and each shall get its own errors.
+        everywhere: whether to report for all devices, or only for the device of this thread's last step.
+            `torch_xla.launch` runs a thread for each device, and each thread gets the errors of its device.
     """
     if is_postponed():
         return
@@ -72,10 +72,10 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
             else:
                 try:
                     warn_once(message, where)
-                except BaseException as error:  # a filter that makes errors of warnings; the others must be told, too
+                except BaseException as error:  # a filter turns warnings into errors; first report the others
                     raised.append(error)
     refused = DonationError("\n".join(failures)) if failures else None
-    # What is no warning has come from elsewhere, such as a signal's handler, and nobody else will raise it.
+    # Any other exception came from elsewhere, such as a signal's handler, and has to reach the program.
     foreign = next((error for error in raised if not isinstance(error, DonationWarning)), None)
     if foreign is not None:
         raise foreign from refused or foreign.__cause__
@@ -87,7 +87,7 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
 
 @atexit.register
 def _warn_at_exit() -> None:
-    # The last step of a program has no next one at whose end it could be told.
+    # After the last step of a program no later step reports its donations.
     _C.wait_for_steps()
     try:
         warn_or_raise(everywhere=True)

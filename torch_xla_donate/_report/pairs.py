@@ -1,8 +1,7 @@
-"""Whether the output that `into=` named took the buffer over.
+"""Finds out whether the output that `into=` named reused the buffer.
 
-It is read from the addresses of the two buffers. That means to wait for both, so it is done for the first step of each
-place in the code; later steps are compared when their buffers happen to be ready, and answer by the graph otherwise: a
-compiled graph pairs alike at every run.
+It compares the addresses of the two buffers, and waits for both at the first step of each line. Later steps are
+compared only if their buffers are ready. Otherwise the graph decides, because a compiled graph pairs alike at each run.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from torch_xla_donate._report.reuse import suppress_reuse_warnings
 
 
 class Pair:
-    """A donor's address, and the tensor that should come to live there.
+    """A donor's address, and the tensor that should reuse it.
 
-    kept: True or False once both addresses are known; None before, and where they cannot be (the target has gone or was
-        overwritten before anybody looked, the source was still being computed, or the platform gives no addresses).
+    kept: True or False once both addresses are known. None before, and if they stay unknown: the target is gone or
+        overwritten, the source was not computed yet, or the platform gives no addresses.
     """
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, may_wait: bool) -> None:
@@ -31,7 +30,7 @@ class Pair:
         self._target = weakref.ref(target)
 
     def resolve(self, wait: bool) -> bool:
-        """Looks at the target; False if it has to be looked at again later."""
+        """Compares the addresses. Returns False if this has to be tried again later."""
         target = self._target()
         if target is None or self._source_pointer is None:
             return True
@@ -51,7 +50,7 @@ class Pair:
 
 
 class Paired:
-    """Names of leaves, with the pairs that were asked for. Outlives the step, so it holds no tensor."""
+    """Names of leaves, with the requested pairs. Outlives the step, so it holds no tensor."""
 
     def __init__(
         self, names: _trees.Names, wanted: list[tuple[int, torch.Tensor, torch.Tensor]], may_wait: bool
@@ -66,7 +65,7 @@ _kept_by_graph: dict[tuple[str, int], bool] = {}
 
 
 def is_known_site(where: str) -> bool:
-    """Whether pairs of this place in the code have been looked at before."""
+    """Whether a pair of this line was seen before."""
     return where in _seen_sites
 
 
@@ -76,12 +75,12 @@ def open_pairs() -> bool:
 
 
 def resolve_pairs(wait: bool) -> None:
-    """Looks at the targets that have been computed; with ``wait``, after the running steps have ended."""
+    """Compares the pairs whose targets are computed. With ``wait``, first waits for running steps."""
     _open[:] = [pair for pair in _open if not pair.resolve(wait)]
 
 
 def pair_kept(names: Any, leaf: int, graph: str) -> bool | None:
-    """Whether the pair of a donor was kept; None if it has none, or if that is not known."""
+    """Whether XLA kept the pair of a donor; None without a pair, or if unknown."""
     pair = getattr(names, "pairs", {}).get(leaf)
     if pair is None:
         return None
@@ -91,6 +90,6 @@ def pair_kept(names: Any, leaf: int, graph: str) -> bool | None:
 
 
 def watch_pairs(paired: Paired, where: str) -> None:
-    """The marks have been made: the pairs' targets are looked at from now on."""
+    """Starts to watch the targets of pairs whose marks are made."""
     _seen_sites.add(where)
     _open.extend(paired.pairs.values())

@@ -1,4 +1,4 @@
-"""What the next step would do with the pending marks, told before it is compiled."""
+"""Predicts the outcome of the pending marks before the next step is compiled."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Prediction = Literal["donated", "unusable", "unknown"]
 
 
 class StepPrediction:
-    """A look at the work that is pending on the device, as a step of this thread would run it now.
+    """A look at the device's pending work, as a step of this thread would run it now.
 
-    XLA gives a donor to an output of the same bytes on each device, and pairs those of equal bytes in their order. With
-    SPMD the compiler chooses the shardings that nobody has given. An output of such a sharding may have any size from
-    its share of a device to the whole array; a donor that could be for it alone is not predicted.
+    XLA gives a donor to an output of the same bytes on each device, and pairs those of equal bytes in their order.
+    Under SPMD the compiler chooses the shardings that the program does not give. An output with such a sharding may
+    have any size from one device's share to the whole array. The outcome of a donor that fits only such an output is
+    ``unknown``.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class StepPrediction:
         spmd = bool(_host.runtime().is_spmd())
         self._known = [text for text in look["outputs"] if text and (not spmd or " sharding=" in text)]
         self._unknown = [text for text in look["outputs"] if text not in self._known]
-        # In the order that the step's parameters will have.
+        # In the order of the step's parameters.
         inputs = [(buffer, size) for buffer, size in look["inputs"] if buffer not in self._shared]
         self._sizes = dict(inputs)
         self._read = {buffer for buffer, _ in look["inputs"]}
@@ -38,7 +39,7 @@ class StepPrediction:
         self._used = {buffer for buffer, size in inputs if free.take(size)}
 
     def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, str]:
-        """What will become of a pending mark, and why where that is not for XLA to say; None if no work reads it."""
+        """The outcome of a pending mark, and its reason unless XLA decides; None if no pending work reads it."""
         buffer = raw["buffer"]
         if buffer not in self._read and self._complete:
             return None, "no pending work reads it"
@@ -47,7 +48,7 @@ class StepPrediction:
         if buffer in self._shared:
             return "unusable", HELD_BY_OTHERS
         if not self._complete:
-            return "unknown", "there are views while functionalization is off, whose work cannot be seen"
+            return "unknown", "functionalization is off, so the pending work of views is not known"
         if buffer in self._used:
             return "donated", ""
         open_outputs = [text for text in self._unknown if self._may_fit(text, self._sizes[buffer])]
@@ -57,7 +58,7 @@ class StepPrediction:
         return "unusable", ""
 
     def as_step(self) -> dict[str, Any]:
-        """The outputs of known size and their rivals, as a step is described."""
+        """The outputs of known size and their donors, in the form of a step."""
         return {"outputs": self._known, "donors": [{"bytes_per_device": size} for size in self._sizes.values()]}
 
     def _may_fit(self, output: str, size: int | None) -> bool:

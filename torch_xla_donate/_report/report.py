@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_xla_donate import _C
+from torch_xla_donate._errors import see
 from torch_xla_donate._report import table
 from torch_xla_donate._report.donors import Donor, describe_donor, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of
@@ -18,14 +19,14 @@ from torch_xla_donate._report.reasons import sentence
 
 @dataclasses.dataclass(frozen=True)
 class HeldInput:
-    """An input that an output could have taken over, had nobody held it.
+    """An input that an output could have reused, if a tensor or pending work did not hold it.
 
     Attributes:
-        array: element type and shape, as XLA writes them: ``f32[8,4]``.
-        bytes: of the whole array, before any sharding.
+        array: element type and shape in XLA's notation: ``f32[8,4]``.
+        bytes: bytes of the whole array, before any sharding.
         device: such as ``CPU:0``.
-        holder: who holds it, as far as Python can tell when the report is made: ``variable 'old' at train.py:12``,
-            ``grad_fn of variable 'loss' at train.py:9``, ``attribute 'weight' of variable 'model' at train.py:5``; or
+        holder: the holder, if Python can find it when the report is made: ``variable 'old' at train.py:12``,
+            ``grad_fn of variable 'loss' at train.py:9``, ``attribute 'weight' of variable 'model' at train.py:5``,
             ``unknown holder``, or ``work that stays pending``.
     """
 
@@ -40,11 +41,11 @@ class Step:
     """One step of a report.
 
     Attributes:
-        number: counted from 1 over steps that have donors; None for a step without.
-        donors: how many it had.
-        crossed: how many of them went to another output than the one computed from them.
-        copied_bytes: of the donated buffers that XLA copies before it writes over them; None if unknown, as the
-            executable is gone or donated nothing.
+        number: counted from 1 over steps with donors; None for a step without donors.
+        donors: the number of its donors.
+        crossed: the number of donors whose buffer went to another output than the one computed from them.
+        copied_bytes: bytes of the donated buffers that XLA copies before it overwrites them; None if unknown, because
+            the executable is gone or donated nothing.
     """
 
     number: int | None
@@ -57,20 +58,21 @@ class Step:
 class DonationReport:
     """Outcome of every donor of the last steps, oldest first. The first step with donors begins the report.
 
-    ``bool(report)`` is True if each step offered donors, and each of them was donated. Marked donors are offered, and
-    automatic ones that an output has taken over; nobody has asked for those that were of no use.
+    ``bool(report)`` is True if each step offered donors, and each of them was donated. Offered donors are all marked
+    donors, and the automatic donors that an output reused.
 
     Attributes:
-        donors: read by a step.
-        pending: marked, and not read by any step yet.
-        auto_refusals: how many steps of the process `auto_donate` has left alone, by reason; empty if none.
-        held: what `auto_donate` has left alone in the last step of each device, although an output could have taken it;
-            none of a device whose last step ran without `auto_donate`.
-        backward_threads: how many of the reported steps with donors followed a backward pass on autograd's own threads.
-            Such a thread may still hold gradients, which are outputs then. To avoid that, run the backward pass under
+        donors: donors that a step has read.
+        pending: marks that no step has read yet.
+        auto_refusals: the number of steps in this process that `auto_donate` skipped, by reason.
+        held: inputs that `auto_donate` skipped in the last step of each device, although an output could have reused
+            them. Empty for a device whose last step ran without `auto_donate`.
+        steps: a summary of each step.
+        backward_threads: the number of reported steps with donors that followed a backward pass on autograd's threads.
+            Such a thread may still hold gradients, which makes them outputs. To avoid that, run the backward pass under
             ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
-        errors: how often a hook of the package has failed in this process and the step went on without donation or
-            without the check of `debug_nans`, by error; empty if none has. Please report them.
+        errors: the number of failures of the package's hooks in this process, by error. The step went on without
+            donation, or without the check of `debug_nans`. Please report them.
     """
 
     donors: tuple[Donor, ...]
@@ -83,24 +85,24 @@ class DonationReport:
 
     @property
     def crossed(self) -> int:
-        """How many donors went to another output than the one computed from them."""
+        """The number of donors whose buffer went to another output than the one computed from them."""
         return sum(step.crossed for step in self.steps)
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of donated buffers that XLA copied before it wrote over them, as far as it is known."""
+        """Bytes of donated buffers that XLA copied before it overwrote them, as far as known."""
         return sum(step.copied_bytes or 0 for step in self.steps)
 
     @property
     def donated_bytes(self) -> int:
-        """Bytes of the donors whose memory an output has taken over."""
+        """Bytes of the donors whose memory an output reused."""
         return sum(donor.bytes for donor in self.donors if donor.outcome == "donated")
 
     @property
     def reused_fraction(self) -> float:
-        """`donated_bytes` as a fraction of the bytes offered, times the share of steps that had donors.
+        """`donated_bytes` as a fraction of the bytes offered, times the share of steps with donors.
 
-        So it falls when a loop loses its donation. 0.0 if no donor was offered.
+        It falls when a loop loses its donation. It is 0.0 if no donor was offered.
         """
         offered = sum(donor.bytes for donor in self.offered)
         if not offered:
@@ -111,7 +113,7 @@ class DonationReport:
 
     @property
     def offered(self) -> tuple[Donor, ...]:
-        """The donors that count: all but the automatic ones that were of no use."""
+        """All donors, except automatic ones that no output reused."""
         return tuple(donor for donor in self.donors if donor.outcome == "donated" or not donor.automatic)
 
     def __bool__(self) -> bool:
@@ -121,7 +123,7 @@ class DonationReport:
         return table.report(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, ready for ``json.dumps``."""
+        """The report as plain data for ``json.dumps``."""
         return {
             "donors": [dataclasses.asdict(donor) for donor in self.donors],
             "pending": [dataclasses.asdict(donor) for donor in self.pending],
@@ -138,27 +140,29 @@ class DonationReport:
 
 
 def donation_report(*, steps: int | None = None, predict: bool = False) -> DonationReport:
-    """The donors of the last steps with their outcome, and the marks that are pending.
+    """The donors of the last steps with their outcome, and the pending marks.
 
-    Waits for running steps until they have been handed to the device, which is when XLA takes the buffers; not for the
-    device to compute them.
+    Waits until running steps have started on the device, which is when XLA takes the buffers. Does not wait for their
+    results.
 
     Args:
-        steps: how many steps to look back, at most and by default 8. Steps without donors count from the first step
-            with donors on; reads (``print``, ``.item()``, ``.cpu()``) do not.
-        predict: whether to tell, for each pending mark, what the next step will do with it, from the bytes per device
-            of marks and outputs. Looks at all pending work, so no other thread may be computing meanwhile. Nothing is
-            compiled or run. What is seen from outside (dlpack, numpy) is not known; XLA copies it then.
+        steps: the number of steps to look back, at most and by default 8. Steps without donors count from the first
+            step with donors. Reads (``print``, ``.item()``, ``.cpu()``) do not count.
+        predict: whether to predict the outcome of each pending mark at the next step, from the bytes per device of
+            marks and outputs. It reads all pending work, so no other thread may compute meanwhile. It compiles and
+            runs nothing. It does not know of exported buffers (dlpack, numpy), which XLA copies.
 
     Raises:
         TypeError: ``steps`` is not an int.
         ValueError: ``steps`` is not positive.
-        DonationError: a donation made with ``strict=True`` was unusable and has not been told before.
+        DonationError: a strict donation was unusable, and no step has raised that yet.
     """
     if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        raise TypeError(f"steps is of type {type(steps).__name__}; it must be an int, 1 or more, or None.")
+        raise TypeError(
+            f"steps is of type {type(steps).__name__}, not an int. Pass 1 or more, or None. {see('report')}"
+        )
     if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}; it must be 1 or more.")
+        raise ValueError(f"steps is {steps}. Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
     resolve_pairs(wait=True)
     found = _last_steps(min(steps or _KEPT, _KEPT))
@@ -189,7 +193,7 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         for raw in left_alone
     )
     refusals: dict[str, int] = {}
-    for reason, count in _C.auto_refusals():  # of an error a sentence has the first line only
+    for reason, count in _C.auto_refusals():  # errors that differ only after the first line have one sentence
         refusals[sentence(reason)] = refusals.get(sentence(reason), 0) + count
     backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
     return DonationReport(
@@ -207,8 +211,8 @@ _KEPT = 8
 
 
 def _last_steps(count: int) -> list[Mapping[str, Any] | None]:
-    """The last steps, oldest first, from the first one with donors on; None stands for a step without donors."""
-    with_donors = sorted(_C.steps(), key=lambda step: step["number"])  # they end in any order
+    """The last steps from the first one with donors, oldest first. None stands for a step without donors."""
+    with_donors = sorted(_C.steps(), key=lambda step: step["number"])  # steps end in any order
     found: list[Mapping[str, Any] | None] = []
     for step, after in zip(with_donors, [*with_donors[1:], None]):
         plain_after = (_C.plain_steps() if after is None else after["plain_before"]) - step["plain_before"]

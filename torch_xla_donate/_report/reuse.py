@@ -1,4 +1,4 @@
-"""Uses of tensors that a step would have consumed, had donation not been disabled."""
+"""Warns of uses of tensors that a step would have consumed with donation enabled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ interrupts.restore(_local, "quiet")
 
 
 def suppress_reuse_warnings() -> interrupts.Replaced:
-    """What this package itself looks at on the user's behalf is not a use."""
+    """A context for reads by this package, which are not uses."""
     return interrupts.Replaced(_local, "quiet", True)
 
 
 def report_reuse(name: str, array: str, where: str, step: int) -> None:
-    """Warns of the use that is under way, once for each line that donates and each line that uses.
+    """Warns of the running use, once for each pair of a donating and a using line.
 
-    The hooks call this from within the operation. What a filter makes of the warning is raised there.
+    The hooks call this inside the operation. If a filter turns the warning into an error, the operation raises it.
     """
     if _local.quiet:
         return
@@ -43,5 +43,5 @@ def report_reuse(name: str, array: str, where: str, step: int) -> None:
     if key in _reported:
         return
     warnings.warn_explicit(describe_reuse(name, array, where, step), DonationWarning, filename, lineno, module)
-    # Not if it was raised: then each use is an error.
+    # Not reached if the warning is an error, so each use raises.
     _reported.add(key)

@@ -1,4 +1,4 @@
-"""Tables for people, drawn by rich."""
+"""Renders reports as tables of rich."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ROWS = 40
 
 
 def render(table: Table, width: int = 120) -> str:
-    """The table as text without colours, and without blanks at the ends of lines."""
+    """The table as text, without colours and trailing blanks."""
     out = io.StringIO()
     Console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def size(count: int) -> str:
-    """Bytes for people: '1.5 MiB'."""
+    """Bytes with a unit: '1.5 MiB'."""
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -33,34 +33,34 @@ def size(count: int) -> str:
 
 
 def percent(fraction: float) -> str:
-    """'99.9%', and '100.0%' for all only."""
+    """A percentage. '100.0%' only for 1.0."""
     return f"{fraction if fraction >= 1 else min(fraction, 0.999):.1%}"
 
 
 def report(found: DonationReport) -> str:
-    """The text of a report: one line of summary, then a row for each donor."""
-    left_alone = "".join(
-        f"\nauto_donate left {count} step{'s' if count > 1 else ''} alone: {reason}."
+    """The text of a report: a line of summary, and a row for each donor."""
+    skipped = "".join(
+        f"\nauto_donate skipped {count} step{'s' if count > 1 else ''}: {reason}."
         for reason, count in found.auto_refusals.items()
     )
-    left_alone += "".join(
+    skipped += "".join(
         f"\nA hook failed {count} time{'s' if count > 1 else ''} and the step went on without it: {error}."
         for error, count in found.errors.items()
     )
     if found.backward_threads:
         steps = "1 step" if found.backward_threads == 1 else f"{found.backward_threads} steps"
-        left_alone += (
-            f"\nBefore {steps} autograd ran on its own threads. A gradient that such a thread still holds when a step\n"
-            "begins is an output of that step, at random. Put the backward pass under "
+        skipped += (
+            f"\nBefore {steps} autograd ran on separate threads. Such a thread may still hold a gradient when a step "
+            "begins,\nwhich makes it an output of that step. Run the backward pass under "
             "torch.autograd.set_multithreading_enabled(False)."
         )
     if found.held:
-        left_alone += "\nauto_donate left inputs of the last step alone, which outputs could have taken:"
+        skipped += "\nauto_donate skipped these inputs of the last step, which outputs could have reused:"
         alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
         for (array, bytes_, holder), count in list(alike.items())[:_ROWS]:
-            left_alone += f"\n  {count} x {array} ({size(bytes_)}): held by {holder}"
+            skipped += f"\n  {count} x {array} ({size(bytes_)}): held by {holder}"
     if not found.donors and not found.pending:
-        return "No step has had a donor yet." + left_alone
+        return "No step has had a donor yet." + skipped
     used = sum(donor.outcome == "donated" for donor in found.donors)
     offered = sum(donor.bytes for donor in found.offered)
     summary = (
@@ -68,13 +68,13 @@ def report(found: DonationReport) -> str:
         f"({percent(found.donated_bytes / max(offered, 1))} of the bytes offered)"
     )
     if len(found.donors) > len(found.offered):
-        summary += f"; {len(found.donors) - len(found.offered)} automatic of no use"
+        summary += f"; {len(found.donors) - len(found.offered)} automatic not used"
     if found.pending:
         summary += f"; {len(found.pending)} pending"
     table = Table(title=summary, title_justify="left")
     for column in ("step", "donor", "array", "bytes", "outcome", "reason"):
         table.add_column(column, justify="right" if column in ("step", "bytes") else "left", overflow="fold")
-    # What went wrong first: with thousands of donors it must not drown.
+    # Unusable donors first, so that thousands of donated ones do not hide them.
     rows = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
     for donor in rows[:_ROWS]:
         place = "(auto)" if donor.automatic else donor.where.rpartition("/")[2]
@@ -95,9 +95,9 @@ def report(found: DonationReport) -> str:
         text += f"\n{lost} of the last {len(found.steps)} steps had no donors."
     if found.crossed:
         text += (
-            f"\n{found.crossed} donors crossed: XLA gave their memory to another output of the same size than the one "
+            f"\n{found.crossed} donors crossed. XLA gave their memory to an output of the same size that is not "
             "computed from them, so these values move at every step."
         )
     if found.copied_bytes:
         text += f"\nXLA copied {size(found.copied_bytes)} of donated buffers in these steps before it wrote over them."
-    return text + left_alone
+    return text + skipped

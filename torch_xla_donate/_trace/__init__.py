@@ -1,4 +1,4 @@
-"""Watching a function while it is traced to be replayed or lowered."""
+"""Watches a function during a trace for a replay or for `lower`."""
 
 from torch_xla_donate._trace.host_reads import HostReads, host_reads_refused
 from torch_xla_donate._trace.recorder import Recorder, Restoring

@@ -1,4 +1,4 @@
-"""Reads on the host inside of a trace."""
+"""Refuses reads on the host inside a trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
 
 
 class HostReads(TorchDispatchMode):
-    """Refuses to bring a value to the host, which a replay would not do again.
+    """Refuses to copy a value to the host, because a replay would not do it again.
 
     Attributes:
-        drew: whether random numbers have been drawn there.
-        numbers: of the operation under way, which the error is about if there are any.
+        drew: whether an operation drew random numbers on the host.
+        numbers: the numbers in the running operation. If there are any, the error names them.
     """
 
     def __init__(self, function: str) -> None:
@@ -38,7 +38,7 @@ class HostReads(TorchDispatchMode):
         on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(result))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drew = self.drew or on_host
-        elif on_host:  # as copy_ to a tensor on the host
+        elif on_host:  # such as copy_ to a tensor on the host
             for tensor in tensors_of((args, kwargs)):
                 if tensor.device.type == "xla":
                     raise self._refuse(tensor)
@@ -53,15 +53,15 @@ class HostReads(TorchDispatchMode):
         )
 
     def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
-        """DonationError if something has been read meanwhile: operations without an XLA lowering run on the host."""
-        # Both: other threads may read, and this one may wait without reading.
+        """Raises DonationError if an operation has read on the host, as operations without an XLA lowering do."""
+        # Both counts have to change: other threads may read, and this one may wait without reading.
         if all(now != before for now, before in zip(_host.transfers(), self._transfers)):
             raise impure(self._function, where(), "reads a tensor on the host", RETURN_IT)
 
 
 @contextlib.contextmanager
 def host_reads_refused(function: str) -> Iterator[None]:
-    """Turns the error of an execution inside of the trace into one that names the line."""
+    """Turns torch_xla's error for an execution inside the trace into one that names the line."""
     try:
         yield
     except RuntimeError as error:

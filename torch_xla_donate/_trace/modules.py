@@ -11,7 +11,7 @@ from torch_xla_donate import _C, _host
 
 
 class ModulesCalled(_C.Scope):
-    """Notes which modules a trace calls, and in which mode each is."""
+    """Notes the modules that a trace calls, and their modes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,15 +20,15 @@ _GRAD, _REQUIRES_GRAD = torch._C.TensorBase.grad, torch._C.TensorBase.requires_g
 
 
 class Recorder(TorchFunctionMode):
-    """Watches a trace at the level of torch's functions: what it reads from outside, and what it changes there.
+    """Watches a trace at the level of torch's functions: its reads and changes of tensors from outside.
 
     Attributes:
-        captured: the tensors that the function uses and has not been given, by identity.
-        given: the identities of those that it has been given.
-        inseparable: ids of tensors that the function must not close over, as nothing would tell them from arguments.
-        seed_buffer: of the random seed, if a loop may have taken its id away.
-        reads: what knows whether this thread has drawn random numbers on the host; None if nothing does.
-        modules: those that the function calls.
+        captured: tensors that the function uses and that are not arguments, by identity.
+        given: the identities of the arguments.
+        inseparable: ids of tensors that the function must not close over, because arguments have the same identity.
+        seed_buffer: the buffer of the random seed, if a loop may have removed its id.
+        reads: the object that notes random draws on the host; None if there is none.
+        modules: the modules that the function calls.
         has_numbers: whether Python floats among the arguments are traced.
     """
 
@@ -71,7 +71,7 @@ class Recorder(TorchFunctionMode):
         return self._watch(paused, args, kwargs, is_torch=False)
 
     def _call_with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch; the error for a read on the host names the floats that it has been given."""
+        """Calls a function of torch. The error for a read on the host names the floats among its arguments."""
         numbers = _numbers.numbers_in(tensors_of((args, kwargs)))
         if not numbers:
             return func(*args, **kwargs)
@@ -107,7 +107,7 @@ class Recorder(TorchFunctionMode):
         seed = torch.default_generator.get_state()
         has_numbers = is_torch and self.has_numbers
         result = self._call_with_numbers(func, args, kwargs) if has_numbers else func(*args, **kwargs)
-        # Threads of the program, such as a data loader's, draw from the same generator.
+        # Other threads, such as a data loader's, draw from the same generator.
         if self.reads is None or self.reads.drew:
             self._check_generator(seed)
         if func is torch.Tensor.backward:
@@ -136,7 +136,7 @@ class Recorder(TorchFunctionMode):
             )
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Identity and buffer of a tensor from outside; no buffer for one that the trace has made."""
+        """The identity and the buffer of a tensor from outside; (0, 0) for a tensor that the trace has made."""
         made = self._results.get(id(tensor)) is tensor
         if tensor.device.type != "xla":
             if tensor.device.type == "cpu" and not made:
@@ -149,14 +149,14 @@ class Recorder(TorchFunctionMode):
         if identity in self.given:
             if id(tensor) in self.inseparable:
                 raise self.refuse(
-                    f"closes over {_trees.dtype_and_shape(tensor)}, which is an argument, too", "Pass a .clone()"
+                    f"closes over {_trees.dtype_and_shape(tensor)}, which is also an argument", "Pass a .clone()"
                 )
             return identity, buffer
         if made:
             return (identity, buffer) if identity in self.captured else (0, 0)
         base = tensor._base if not buffer else None
         if base is not None and _C.identity(base)[1]:
-            self._read(base)  # the graph computes the view anew
+            self._read(base)  # the graph computes the view again
         if buffer:
             known = self.captured.get(identity)
             if known is None:
@@ -167,7 +167,7 @@ class Recorder(TorchFunctionMode):
         return identity, buffer
 
     def _check_attribute(self, func: Any, args: Sequence[Any]) -> None:
-        """Attributes of a tensor from outside: a replay neither reads nor writes them again."""
+        """Refuses attributes of a tensor from outside, which a replay neither reads nor writes again."""
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or id(tensor) not in self._outside_ids:
             return
@@ -202,11 +202,11 @@ class Recorder(TorchFunctionMode):
                 )
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
-        """Whether it is an argument, or a tensor that the function closes over; not an alias of one."""
+        """Whether a tensor is an argument, or one that the function closes over. An alias of such a tensor is not."""
         return id(tensor) in self._outside_ids
 
     def note_returned(self, results: Iterable[Any]) -> None:
-        """A tensor from outside that is only returned is read by no operation, and captured all the same."""
+        """Captures tensors from outside that the function only returns, since no operation reads them."""
         for leaf in results:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
                 self._read(leaf)
@@ -225,24 +225,24 @@ class Recorder(TorchFunctionMode):
         return impure(self._function, _frames.call_site(), what, remedy)
 
     def restore(self) -> None:
-        """Gives the tensors from outside back what they held before the trace."""
+        """Restores the values that tensors from outside had before the trace."""
         for snapshot in self._snapshots:
             snapshot.restore()
 
     def check(self) -> None:
-        """DonationError if the trace has changed something outside in a way that was not seen when it happened."""
+        """Raises DonationError if the trace has changed a tensor from outside in a way that no operation showed."""
         for tensor in [*self._arguments, *self.captured.values()]:
             if _C.identity(tensor)[0] not in self._outside() or not _C.identity(tensor)[1]:
                 raise self._updated(tensor, 0)
         self._check_gradients("unknown line")
 
     def made(self) -> list[tuple[weakref.ref[torch.Tensor], str]]:
-        """What must be gone when the trace is over: the tensors that it has made, each with its line."""
+        """The tensors that the trace has made, with their lines. They must be gone after the trace."""
         return self._made
 
 
 class Restoring(_C.Scope):
-    """Gives the tensors from outside back what they held, once a trace is over."""
+    """Restores the tensors from outside at the end of a trace."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()

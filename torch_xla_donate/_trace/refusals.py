@@ -1,4 +1,4 @@
-"""The error for what a replay would not do again, and what its callers share."""
+"""The error for an action that a replay would not repeat, and helpers of its callers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 RETURN_IT = "Return the tensor and read it outside"
 
@@ -18,5 +18,6 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 def impure(function: str, where: str, what: str, remedy: str) -> DonationError:
     return DonationError(
-        f"{function} is declared pure, and at {where} it {what}. {remedy}, or take pure=True out. Nothing was donated."
+        f"{function} is declared pure, but at {where} it {what}. {remedy}, or remove pure=True. Nothing was donated. "
+        f"{see('pure')}"
     )

@@ -1,4 +1,4 @@
-"""What a tensor from outside held before a trace changed it."""
+"""Snapshots of tensors from outside, taken before a trace changes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch_xla_donate import _C, _host
 
 
 class TensorSnapshot:
-    """What a tensor from outside held when the trace came upon it."""
+    """The buffer and the gradient of a tensor from outside at its first use in the trace."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

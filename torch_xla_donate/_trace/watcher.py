@@ -1,4 +1,4 @@
-"""Who watches the operations of a function that is traced to be replayed."""
+"""The watcher of a function that is traced for a replay."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch_xla_donate._host import interrupts
 
 
 class Watcher(Protocol):
-    """Looks at each operation of a function that is traced to be replayed."""
+    """Watches each operation of a function that is traced for a replay."""
 
     def as_one(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function that is one operation to the watcher: it reads its arguments and makes its result."""
+        """Calls a function that counts as one operation, which reads the arguments and makes the result."""
 
     def uses(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Notes modules whose mode the trace depends on, though it calls copies of them."""
+        """Notes modules whose mode affects the trace, although it calls copies of them."""
 
     def refuse(self, what: str, remedy: str) -> Exception:
-        """The error for what a replay would not do again."""
+        """The error for an action that a replay would not repeat."""
 
 
 class _Current(threading.local):
@@ -33,16 +33,16 @@ interrupts.restore(_current, "watcher")
 
 
 def current_watcher() -> Watcher | None:
-    """Who looks at the operations of this thread, if somebody does."""
+    """The watcher of this thread's operations, if there is one."""
     return _current.watcher
 
 
 def watched(by: Watcher) -> interrupts.Replaced:
-    """`by` looks at this thread's operations inside."""
+    """A context in which `by` watches this thread's operations."""
     return interrupts.Replaced(_current, "watcher", by)
 
 
 def as_one(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what traces the body of a loop: that is nobody's but the loop's."""
+    """Calls a function that traces the body of a loop. The watcher sees it as one operation."""
     by = current_watcher()
     return func(*args, **kwargs) if by is None else by.as_one(func, args, kwargs)

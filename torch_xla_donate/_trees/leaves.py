@@ -1,4 +1,4 @@
-"""The leaves of an argument: of a tensor, a pytree, a module or an optimizer."""
+"""Flattens arguments: tensors, pytrees, modules and optimizers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torch_xla_donate._trees.names import PLAIN, FixedNames, Place, Places, Tree
 
 
 def with_paths(tree: Any) -> tuple[list[Any], TreePaths | Unnamed]:
-    """The leaves that torch finds in a pytree, in its order, and their names; modules are leaves here."""
+    """The leaves of a pytree in torch's order, and their names. Modules are leaves."""
     leaves: list[Any] = []
     root = node(tree, leaves)
     return leaves, Unnamed() if root is None else TreePaths(root)
 
 
 def flatten_module(module: torch.nn.Module) -> tuple[list[Any], FixedNames]:
-    """Parameters and buffers. A tied tensor comes once for each of its names."""
+    """Parameters and buffers. A tied tensor appears once for each of its names."""
     named = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
@@ -32,7 +32,7 @@ def flatten_module(module: torch.nn.Module) -> tuple[list[Any], FixedNames]:
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], FixedNames]:
-    """Parameters and state. Counters that the optimizer keeps on the host (``step``) have no buffer to donate."""
+    """Parameters and state on the device. Counters on the host (``step``) have no buffer to donate."""
     leaves: list[Any] = []
     names: list[str] = []
     number = 0  # as in optimizer.state_dict()
@@ -49,7 +49,7 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], Fixe
 
 
 def _open(leaf: Any) -> tuple[list[Any], FixedNames] | None:
-    """What a leaf that torch knows as a collection of tensors holds; None for any other leaf."""
+    """The tensors of a module or an optimizer; None for any other leaf."""
     if isinstance(leaf, torch.nn.Module):
         return flatten_module(leaf)
     if isinstance(leaf, torch.optim.Optimizer):
@@ -61,15 +61,15 @@ _COLLECTIONS = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves that `flatten` gives, without their names."""
+    """The leaves of `flatten`, without their names."""
     return flatten_fast(tree)[0]
 
 
 def flatten_fast(tree: Any) -> tuple[list[Any], Hashable]:
-    """The leaves that `flatten` gives, and what tells the tree from trees of another structure.
+    """The leaves of `flatten`, and a key for the structure of the tree.
 
-    A pytree of a thousand leaves in small dictionaries takes torch 2 ms, which is longer than the rest of a call; so
-    builtin containers are walked in C++.
+    C++ walks builtin containers. torch takes 2 ms for a thousand leaves in small dictionaries, longer than the rest of
+    a call.
     """
     plain = _C.flatten(tree)
     if plain is not None:
@@ -79,12 +79,12 @@ def flatten_fast(tree: Any) -> tuple[list[Any], Hashable]:
         return leaves, spec
     inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
     expanded, names = flatten(tree)
-    # The names, too: an optimizer has state only after its first step.
+    # The names belong to the key, because an optimizer has state only after its first step.
     return expanded, (spec, inside, tuple(names.place(i) for i in range(len(expanded))))
 
 
 def _identity(collection: Any) -> Hashable:
-    # An id would be that of another one once this one is gone.
+    # Not an id, because a later object may have the same one.
     training = [m.training for m in collection.modules()] if isinstance(collection, torch.nn.Module) else []
     return weakref.ref(collection), tuple(training)
 
@@ -92,7 +92,7 @@ def _identity(collection: Any) -> Hashable:
 def flatten(tree: Any) -> tuple[list[Any], Places]:
     """All leaves of a tensor, a pytree, a module or an optimizer (also inside a pytree), and their names.
 
-    ``None`` is kept as a leaf, so that positions stay those of the pytree; whoever uses the leaves skips it.
+    ``None`` stays a leaf, so that positions are those of the pytree. Callers skip it.
     """
     opened = _open(tree)
     if opened is not None:
@@ -118,15 +118,15 @@ def flatten(tree: Any) -> tuple[list[Any], Places]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors that a value leads to, however deep: in containers, modules, attributes, closures of functions.
+    """All tensors that a value refers to, in containers, modules, attributes and closures of any depth.
 
-    Runs no code of the objects. Pytrees would miss what is in objects of unregistered classes.
+    Runs no code of the objects. A pytree would not enter objects of unregistered classes.
     """
     plain = _C.flatten(value)
     if plain is not None and all(PLAIN.issuperset(map(type, keys)) for keys in plain[1] if type(keys) is tuple):
         return [leaf for leaf in plain[0] if isinstance(leaf, torch.Tensor)]
     found: list[torch.Tensor] = []
-    seen: dict[int, Any] = {}  # keeps them alive, as long as their ids count
+    seen: dict[int, Any] = {}  # keeps the objects alive, so that their ids stay unique
     todo = [value]
     while todo:
         item = todo.pop()
@@ -146,7 +146,7 @@ _NO_VALUES = (type, types.ModuleType, types.FrameType, types.CodeType, types.Bui
 
 
 def without_wrapper(leaf: Any) -> Any:
-    """The tensor inside an XLAShardedTensor; anything else as it is."""
+    """The tensor inside an XLAShardedTensor; any other leaf unchanged."""
     return getattr(leaf, "global_tensor", leaf)
 
 

@@ -11,23 +11,23 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-Place = tuple[Hashable, ...]  # what leads to a leaf
+Place = tuple[Hashable, ...]  # the keys that lead to a leaf
 
 
 class Names(Protocol):
-    """Gives leaf ``index`` its name. Holds no tensor: a mark must not keep memory alive."""
+    """Returns the name of leaf ``index``. Holds no tensor, because a mark must not keep memory alive."""
 
     def name(self, index: int) -> str: ...
 
 
 class Places(Names, Protocol):
-    """Names are for people, and leaves whose keys print alike have the same one; their places differ."""
+    """Also returns a leaf's place. Two leaves may have the same name, but not the same place."""
 
     def place(self, index: int) -> Place: ...
 
 
 class Unnamed:
-    """A tensor that was given by itself has no name; the donation's file and line tell which it is."""
+    """A single tensor without a name. The donation's file and line identify it."""
 
     def name(self, index: int) -> str:
         return ""
@@ -44,9 +44,9 @@ class IndexNames:
 
 
 class FixedNames:
-    """Names that were known from the start.
+    """A list of names.
 
-    places: what tells the leaves apart; by default their names do.
+    places: the places of the leaves, by default their names.
     """
 
     def __init__(self, names: Sequence[str], places: Sequence[Place] | None = None) -> None:
@@ -61,7 +61,7 @@ class FixedNames:
 
 
 class _Key:
-    """A dictionary's key that might hold tensors, or be one: its text and its hash stand for it."""
+    """The text and the hash of a dictionary's key, instead of the key, which might hold tensors."""
 
     def __init__(self, key: Hashable, number: int) -> None:
         self._hash = hash(key)
@@ -83,7 +83,7 @@ _KNOWN = (enum.Enum, torch.dtype, torch.device)
 
 
 def _text(key: Any) -> tuple[str, bool]:
-    """What names have for a key, and whether that is its repr. Not of any class: it may wait for a tensor, or fail."""
+    """The text of a key, and whether it is the repr. The repr of an unknown class may fail, or wait for a tensor."""
     if isinstance(key, torch.Tensor):
         return f"{type(key).__name__} {dtype_and_shape(key)}", False
     if type(key) is tuple:
@@ -97,8 +97,8 @@ def _text(key: Any) -> tuple[str, bool]:
 class _Node(NamedTuple):
     """A container of a pytree.
 
-    keys: of its children; texts with their brackets or dot, or `_Key`s. Where ``plain``, what stands in brackets.
-    children: a `_Node` each, or None for a leaf.
+    keys: the keys of its children: texts with brackets or dot, or `_Key`s. If ``plain``, the values in the brackets.
+    children: a `_Node` for each container, and None for each leaf.
     """
 
     keys: Sequence[Any]
@@ -117,7 +117,7 @@ class _Node(NamedTuple):
 
 
 def node(tree: Any, leaves: list[Any]) -> _Node | None:
-    """Flattens a pytree as torch does, and keeps its keys: torch's own spec would keep all that they hold."""
+    """Flattens a pytree as torch does, and keeps texts of its keys. torch's spec would keep the keys themselves."""
     kind = pytree._get_node_type(tree)
     registered = pytree.SUPPORTED_NODES.get(kind)
     if registered is None:
@@ -153,7 +153,7 @@ def _step(key: Hashable, number: int) -> str | _Key:
 
 
 class TreePaths:
-    """The leaves of a pytree. Names are worked out when somebody asks, from the containers' keys alone."""
+    """The leaves of a pytree. Computes names from the containers' keys on demand."""
 
     def __init__(self, root: _Node) -> None:
         self._root = root
@@ -173,12 +173,12 @@ class TreePaths:
 
 
 def has_keys(place: Place) -> bool:
-    """Whether keys of dictionaries lead to a leaf. A number may as well be that of an item."""
+    """Whether a dictionary's key leads to a leaf. A number may also be the index of an item."""
     return any(isinstance(step, _Key) or "'" in str(step) for step in place)
 
 
 class Array(Protocol):
-    """What has torch's shape and dtype: a tensor, or a record of one."""
+    """An object with torch's shape and dtype: a tensor, or a record of one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -192,9 +192,10 @@ def dtype_and_shape(tensor: Array) -> str:
 
 
 def qualified_name(argument: str, name: str, joint: str | None = None) -> str:
-    """How a message names a leaf: the argument, and the leaf's path in it.
+    """The name of a leaf in messages: the argument, and the leaf's path in it.
 
-    joint: what stands before a path that begins with neither bracket nor dot; by default it is put into brackets.
+    joint: the text before a path that begins with neither bracket nor dot. Without it, such a path is put into
+        parentheses.
     """
     if not name or name.startswith(("[", ".")):
         return f"{argument}{name}"

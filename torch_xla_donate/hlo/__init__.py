@@ -1,4 +1,4 @@
-"""Public reading of HLO dumps: what was donated, and what XLA reused."""
+"""Reads HLO dumps: the inputs that a step donated, and the buffers that XLA reused. Public."""
 
 from torch_xla_donate.hlo.dump import read_dump as read_dump
 from torch_xla_donate.hlo.model import Alias as Alias

@@ -1,18 +1,18 @@
 """Reads the folders that XLA dumps to.
 
-What the files look like, seen with torch_xla 2.9.0 on CPU, and in XLA's own printer and dumper
-(`xla/hlo/ir/hlo_module.cc`, `xla/service/dump.cc`) for what a CPU never writes:
+The names were seen with torch_xla 2.9.0 on CPU. Names that a CPU never writes come from XLA's
+printer and dumper (`xla/hlo/ir/hlo_module.cc`, `xla/service/dump.cc`):
 
 - A module leaves `module_0001.SyncTensorsGraph.4.before_optimizations.txt` and
-  `module_0001.SyncTensorsGraph.4.cpu_after_optimizations.txt`; other backends write another prefix
+  `module_0001.SyncTensorsGraph.4.cpu_after_optimizations.txt`. Other backends write another prefix
   before `after_optimizations` (`sm_8.0_gpu_`). The number counts the modules of one process, in
-  four digits or more. `--xla_dump_include_timestamp` puts `<microseconds>.` in front of both; a
-  name that makes the file name longer than 255 characters is left out of it.
+  four digits or more. `--xla_dump_include_timestamp` puts `<microseconds>.` in front of both. XLA
+  omits a module's name that would make the file name longer than 255 characters.
 - The files `...-buffer-assignment.txt` and `...-memory-usage-report.txt` beside them are not HLO.
-- All that is read here is in the first line. XLA prints `replica_count` and `num_partitions` only
-  when they are not 1, and an attribute only when it is not empty.
-- Before optimisation the shapes of an SPMD module are global, after it they are those of one
-  device; the numbers of the parameters stay.
+- The first line holds everything that this package reads. XLA prints `replica_count` and
+  `num_partitions` only when they are not 1, and an attribute only when it is not empty.
+- Before optimisation the shapes of an SPMD module are global. After it they are those of one
+  device. The numbers of the parameters stay.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from pathlib import Path
 from torch_xla_donate.hlo.model import ENTRY, DumpedModule, HloModule
 from torch_xla_donate.hlo.parser import FILE, STAGE, parse_file, parse_shape
 
-_HOW_TO_DUMP = 'set XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts'
+_HOW_TO_DUMP = 'Set XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts.'
 
 
 def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
-    """Reads a folder that XLA dumped to: its modules in the order of their compilation.
+    """Reads the modules in a folder that XLA dumped to, in the order of their compilation.
 
-    Only the texts before and after optimisation are read; see the top of this file for their names.
-    They are paired by the module's number and by the name in their header. XLA numbers the modules
-    of each process from 0: give each process a folder of its own.
+    It reads only the texts before and after optimisation, and pairs them by the module's number and
+    the name in the header. XLA numbers the modules of each process from 0, so give each process a
+    separate folder.
 
-    Raises FileNotFoundError, with the flags to set, if the folder is missing or has no such file;
-    ValueError as `parse` does.
+    Raises:
+        FileNotFoundError: the folder is missing or has no such file. The text gives the flags to set.
+        ValueError: as for `parse`.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"found no folder {folder}, expected one that XLA dumped to: {_HOW_TO_DUMP}")
+        raise FileNotFoundError(f"folder {folder} does not exist. {_HOW_TO_DUMP}")
     names = sorted(os.listdir(folder))
     pairs: dict[tuple[int, int, str], dict[str, HloModule]] = {}
     for name in names:
@@ -51,9 +52,8 @@ def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
             pairs.setdefault(key, {})[stage[1]] = module
     if not pairs:
         raise FileNotFoundError(
-            f"found {len(names)} files but no HLO in {folder}, expected"
-            f" module_*.before_optimizations.txt and module_*after_optimizations.txt:"
-            f" {_HOW_TO_DUMP}"
+            f"folder {folder} has {len(names)} files, but no module_*.before_optimizations.txt and no"
+            f" module_*after_optimizations.txt. {_HOW_TO_DUMP}"
         )
     return tuple(
         DumpedModule(pair.get("before_optimizations"), pair.get("after_optimizations"))
@@ -67,9 +67,9 @@ _COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
 
 
 def copied_parameters(text: str) -> list[tuple[int, int]]:
-    """The copies of parameters in the entry computation of an optimised module: (parameter number, bytes).
+    """The (parameter number, bytes) of each copy of a parameter in an optimised module's entry computation.
 
-    Of a single parameter that is a tuple the number is that of its element.
+    If the only parameter is a tuple, the number is that of its element.
     """
     entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
     parameters = {name: int(number) for name, number in _PARAMETER.findall(entry)}

@@ -1,4 +1,4 @@
-"""What a module's HLO text says: shapes, donors and aliases, as frozen dataclasses."""
+"""The shapes, donors and aliases in a module's HLO text, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-# Bits of one element, by the names in XLA's xla_data.proto, in lower case as HLO text has them.
+# Bits of one element. The keys are the names in XLA's xla_data.proto, in lower case as in HLO text.
 BITS = {
     "pred": 8,
     **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
@@ -41,11 +41,10 @@ class HloShape:
 
     dtype: XLA's name (`f32`, `bf16`, `pred`, `s64`, `u4`, `f8e4m3fn`, `c64`, `token`, `opaque`),
         or `tuple`.
-    dims: the sizes; of a dynamic dimension (`<=8`) its bound.
+    dims: the sizes. A dynamic dimension (`<=8`) has its bound.
     dynamic: the numbers of the dynamic dimensions.
     elements: the shapes in a tuple.
-    layout: as written, braces included (`{1,0:T(8,128)S(1)}`); two shapes that differ in nothing
-        else are equal.
+    layout: as written, braces included (`{1,0:T(8,128)S(1)}`). Comparisons ignore it.
     """
 
     dtype: str
@@ -56,29 +55,29 @@ class HloShape:
 
     @property
     def is_tuple(self) -> bool:
-        """True for a tuple, the empty one too."""
+        """True for a tuple, also for the empty one."""
         return self.dtype == "tuple"
 
     @property
     def bytes(self) -> int:
         """Bytes of the elements, as XLA's `ShapeUtil::ByteSizeOfElements` counts them.
 
-        `pred` takes 1 byte. Types below 8 bits take a whole byte an element, unless the layout
-        packs them (`E(4)`): then the bits are added up and rounded to bytes. A dynamic dimension
-        counts with its bound, a tuple with the sum of its elements (without the table of
-        pointers), `token` and `opaque` with 0. Padding to a TPU's tiles is not counted.
+        `pred` takes 1 byte. An element of a type below 8 bits takes a whole byte. If the layout
+        packs the elements (`E(4)`), the sum of their bits is rounded up to bytes. A dynamic
+        dimension counts with its bound. A tuple counts with the sum of its elements, without the
+        table of pointers. `token` and `opaque` count as 0. Padding to a TPU's tiles does not count.
         """
         if self.is_tuple:
             return sum(element.bytes for element in self.elements)
         packed = _ELEMENT_BITS.search(self.layout)
         bits = int(packed[1]) if packed else 0
-        # E(0) is XLA's way of saying "not packed".
+        # XLA writes E(0) for a layout that is not packed.
         if bits:
             return (math.prod(self.dims) * bits + 7) // 8
         return math.prod(self.dims) * ((BITS[self.dtype] + 7) // 8)
 
     def at(self, index: tuple[int, ...]) -> HloShape:
-        """The shape at a tuple index, `()` being the shape itself; IndexError if there is none."""
+        """The shape at a tuple index; `()` is the shape itself. Raises IndexError if there is none."""
         shape = self
         for step in index:
             if not 0 <= step < len(shape.elements):
@@ -87,7 +86,7 @@ class HloShape:
         return shape
 
     def leaves(self) -> Iterator[tuple[tuple[int, ...], HloShape]]:
-        """Each index of a shape that is no tuple, and that shape, in order."""
+        """The index and the shape of each part that is not a tuple, in order."""
         if not self.is_tuple:
             yield (), self
         for number, element in enumerate(self.elements):
@@ -106,8 +105,8 @@ class HloShape:
 class BufferDonor:
     """An input buffer that the module may overwrite with any output: `(3, {1})`.
 
-    parameter_index is `()` for a plain parameter, and the place inside it when torch_xla wrapped
-    all parameters in one tuple.
+    parameter_index is `()` for a plain parameter. If torch_xla wrapped all parameters in one tuple,
+    it is the place in that tuple.
     """
 
     parameter_number: int
@@ -121,7 +120,7 @@ class BufferDonor:
 class Alias:
     """An output that lives in an input's buffer: `{0}: (3, {1}, may-alias)`.
 
-    kind: with `may` XLA copies when the caller did not hand the buffer over, with `must` it fails.
+    kind: if the caller did not donate the buffer, XLA copies it with `may` and fails with `must`.
     """
 
     output_index: tuple[int, ...]
@@ -145,12 +144,12 @@ class HloModule:
     """One HLO text: its signature, its donors and its aliases.
 
     result: the shape of the whole result; `results` are the outputs.
-    donors: of a text after optimisation those that found no output.
+    donors: in a text after optimisation, only the donors that found no output.
     num_partitions, replica_count: 1 if the text does not give them. With more than one partition
-        the shapes after optimisation, and so all bytes, are those of one device.
-    path: the file that was read, or None.
+        the shapes and bytes after optimisation are those of one device.
+    path: the file that the module was read from, or None.
     module_id, stage: from the name of a dump file, else None. stage is `before_optimizations`,
-        `after_optimizations`, or what the file name has after the module's name.
+        `after_optimizations`, or the part of the file name that follows the module's name.
     """
 
     name: str
@@ -167,14 +166,14 @@ class HloModule:
 
     @property
     def results(self) -> tuple[HloShape, ...]:
-        """The outputs: the elements of the result if it is a tuple, else the result alone."""
+        """The outputs: the elements of the result if it is a tuple, else the result."""
         return self.result.elements if self.result.is_tuple else (self.result,)
 
     @property
     def entry(self) -> str | None:
-        """The name of the entry computation, None if the text has none.
+        """The name of the entry computation; None if the text has none.
 
-        It is not in the header: each use searches the file that the module was read from.
+        The header does not have it, so each use searches the file that the module was read from.
         """
         if self._entry is None and self.path is not None:
             with open(self.path, encoding="utf-8", errors="replace") as lines:
@@ -201,15 +200,15 @@ class HloModule:
 
     @property
     def aliased_bytes(self) -> int:
-        """Bytes of the inputs that outputs live in; see `HloShape.bytes`."""
+        """Bytes of the inputs whose buffers hold outputs; see `HloShape.bytes`."""
         return sum(self.shape_of(alias).bytes for alias in self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
 class DumpedModule:
-    """A module as a dump shows it: what was asked for (`before`) and what XLA did (`after`).
+    """A dumped module: its text before and after XLA's optimisation.
 
-    One of the two is None if its file is missing, for instance `after` when compiling failed.
+    One of the two is None if its file is missing. `after` is missing when compiling failed.
     """
 
     before: HloModule | None
@@ -227,43 +226,43 @@ class DumpedModule:
 
     @property
     def donors(self) -> tuple[BufferDonor, ...]:
-        """The inputs that were offered."""
+        """The inputs that the step offered."""
         if self.before is not None:
             return self.before.donors
-        # A donor ends up as an alias or stays a donor, so what is left shows what was asked.
+        # Each donor becomes an alias or stays a donor, so the two together are the donors offered.
         compiled = self._compiled
         return tuple(sorted({*compiled.donors, *(alias.donor for alias in compiled.aliases)}))
 
     @property
     def aliases(self) -> tuple[Alias, ...]:
-        """The outputs that live in an input's buffer; none as long as `after` is None."""
+        """The outputs that live in an input's buffer; empty if `after` is None."""
         return () if self.after is None else self.after.aliases
 
     @property
     def unused_donors(self) -> tuple[BufferDonor, ...]:
-        """The donors that found no output; all of them as long as `after` is None."""
+        """The donors that found no output; all of them if `after` is None."""
         used = {alias.donor for alias in self.aliases}
         return tuple(donor for donor in self.donors if donor not in used)
 
     def shape_of(self, buffer: BufferDonor | Alias) -> HloShape:
-        """The shape of an input on one device (while `after` is None: the global one)."""
+        """The shape of an input on one device; the global shape if `after` is None."""
         return self._compiled.shape_of(buffer)
 
     @property
     def donated_bytes(self) -> int:
-        """Bytes that were offered, on one device; see `HloShape.bytes`."""
+        """Bytes of the donors, on one device; see `HloShape.bytes`."""
         return sum(self.shape_of(donor).bytes for donor in self.donors)
 
     @property
     def aliased_bytes(self) -> int:
-        """Bytes of inputs that outputs live in, on one device; see `HloShape.bytes`."""
+        """Bytes of the inputs whose buffers hold outputs, on one device; see `HloShape.bytes`."""
         return 0 if self.after is None else self.after.aliased_bytes
 
     @property
     def _compiled(self) -> HloModule:
         module = self.after or self.before
         if module is None:
-            raise ValueError("found neither before nor after, expected at least one HloModule")
+            raise ValueError("DumpedModule has neither before nor after. Give it at least one HloModule.")
         return module
 
 

@@ -1,8 +1,8 @@
 """Reads donors and aliases from the header of XLA's HLO text.
 
-A donor is an input buffer that the step offers (`buffer_donor={ (0, {}) }`); an alias is an output
+A donor is an input buffer that the step offers (`buffer_donor={ (0, {}) }`). An alias is an output
 that XLA placed in an input's buffer (`input_output_alias={ {0}: (0, {}, may-alias) }`). torch_xla
-writes donors, XLA's optimisation turns those that fit into aliases and leaves the others as donors.
+writes donors. XLA's optimisation turns the donors that fit into aliases and keeps the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 # The recursion follows the nesting of tuples; torch_xla nests twice at most.
 _MAX_TUPLE_DEPTH = 64
 
-# The first characters of what _BLANK skips.
+# The characters that a match of _BLANK starts with.
 _BLANK_STARTS = frozenset(" \t\r\n\f\v/")
 _BLANK = re.compile(r"(?:[ \t\r\n\f\v]+|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
 # The layout follows without a blank: the brace of `-> f32[8] {` opens a computation.
@@ -31,7 +31,7 @@ _NAME = re.compile(r"%?([^\s,({]+)")
 _NUMBER = re.compile(r"[0-9]{1,18}(?![0-9])")
 _BRACKETS = "{}()[]"
 _MARK = re.compile(r'[,\s"{}()\[\]]|/\*')
-# No closing quote in the pattern: a match that can fail would be tried again from every quote.
+# The pattern has no closing quote: re would retry a failed match from every quote.
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 FILE = re.compile(r"(?:([0-9]+)\.)?module_([0-9]+)\.(.+)\.txt")
 STAGE = re.compile(r"(?:^|[._])(before_optimizations|after_optimizations)\Z")
@@ -40,12 +40,14 @@ STAGE = re.compile(r"(?:^|[._])(before_optimizations|after_optimizations)\Z")
 def parse(text_or_path: str | os.PathLike[str]) -> HloModule:
     """Reads one module from HLO text, or from a file with HLO text.
 
-    A `str` that starts with `HloModule`, or names no file, is text; an `os.PathLike` is a path. Of
-    a file no more than the header line is read when that gives the signature
-    (`entry_computation_layout`); otherwise the signature comes from the instructions of `ENTRY`.
+    A `str` that starts with `HloModule`, or does not name a file, is text. An `os.PathLike` is a
+    path. If the header line of a file gives the signature (`entry_computation_layout`), only that
+    line is read. Otherwise the signature comes from the instructions of `ENTRY`.
 
-    Raises ValueError for what is not HLO: it says what was found at which offset (in characters)
-    and what was expected; OSError if a file cannot be read.
+    Raises:
+        ValueError: the text is not HLO. The message names the text found, its offset in characters,
+            and the expected text.
+        OSError: the file cannot be read.
     """
     if not isinstance(text_or_path, str):
         return parse_file(Path(text_or_path))
@@ -85,7 +87,7 @@ def parse_file(path: Path) -> HloModule:
 
 
 def _complete_header(line: str) -> HloModule | None:
-    """The module if its header is this line; None if the rest of the text has to be read."""
+    """The module if this line is its whole header; None if it is not."""
     if "entry_computation_layout" not in line:
         return None
     try:
@@ -103,7 +105,7 @@ def _has(shape: HloShape, index: tuple[int, ...]) -> bool:
 
 
 class _Parser:
-    """A recursive descent over HLO text; `position` only ever moves forward."""
+    """A recursive descent over HLO text. `position` only moves forward."""
 
     def __init__(self, text: str, source: str) -> None:
         self.text = text
@@ -188,7 +190,7 @@ class _Parser:
                 self.take(_NAME, "the name of an instruction")
             self.expect("=")
             shape = self.shape()
-            # Without a ROOT the last instruction is the root.
+            # If there is no ROOT, the last instruction is the root.
             if is_root or not rooted:
                 result, rooted = shape, is_root
             if self.take(_WORD, "an opcode") == "parameter":

@@ -1,7 +1,7 @@
 """Python loads this file in each process that run.py starts, and in their children.
 
-It writes down what becomes of each test, and with automatic donation it imports the package right after torch_xla. What
-a test file does before that, like setting the environment, stays in effect.
+It writes down the outcome of each test. With automatic donation it imports the package right after torch_xla. Earlier
+actions of a test file, like setting the environment, stay in effect.
 """
 
 from __future__ import annotations
