@@ -39,7 +39,7 @@ struct Step {
   }
 };
 
-// The output that XLA gives to each donor, donors and outputs in the order of the plan.
+// The output that XLA gives to each donor, if donors and outputs have the order of the plan.
 std::vector<Place> AsXlaPairs(const Step& step, const DonorPairs& plan) {
   Positions parameters = plan.parameter_order, outputs = plan.output_order;
   for (std::size_t i = 0; i < step.bytes.size(); ++i) {

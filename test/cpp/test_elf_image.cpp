@@ -14,7 +14,7 @@ using namespace torch_xla_donate;
 
 namespace {
 
-// "JUMP_SLOT ABS64": the kinds of the slots, in no particular order of the tables.
+// The kinds of the slots, sorted, such as "ABS64 JUMP_SLOT".
 std::string Kinds(const std::vector<RelocationSlot>& slots) {
   std::vector<std::string> names;
   for (const RelocationSlot& slot : slots) names.push_back(Name(slot.kind));
@@ -50,13 +50,13 @@ TEST(a_library_is_found_by_its_path_a_symlink_and_a_relative_path) {
   const std::filesystem::path link =
       std::filesystem::temp_directory_path() / ("txd_link_" + std::to_string(getpid()) + ".so");
   std::filesystem::create_symlink(victim.path, link);
-  // WHEN it is looked for by three names
+  // WHEN Find() gets three names of it
   const ElfImage by_path = ElfImage::Find(victim.path);
   const std::string through_link = MessageOf([&] { CHECK_EQ(ElfImage::Find(link).LoadBase(), by_path.LoadBase()); });
   std::filesystem::remove(link);
   std::filesystem::current_path(VICTIM_FOLDER);
   const ElfImage by_relative_path = ElfImage::Find("./libvictim_default.so");
-  // THEN it is the same image, around the library's own functions
+  // THEN all are the same image, which contains the library's own functions
   CHECK_EQ(through_link, "");
   CHECK_EQ(by_relative_path.LoadBase(), by_path.LoadBase());
   CHECK_EQ(by_path.Path(), victim.path);
@@ -115,7 +115,7 @@ TEST(a_call_has_a_jump_slot_in_every_mode_of_binding) {
 
 TEST(a_call_without_plt_has_a_glob_dat) { CHECK_EQ(KindsIn("no_plt", kAdd), "GLOB_DAT"); }
 
-// Contains: on aarch64 the GNU linker adds a JUMP_SLOT to every function whose address is taken, called or not.
+// Contains, not equals: on aarch64 the GNU linker adds a JUMP_SLOT to every function whose address is taken.
 TEST(an_address_in_a_table_has_an_absolute_slot) { CHECK_CONTAINS(KindsIn("table", kAdd), "ABS64"); }
 
 TEST(an_inherited_virtual_has_an_absolute_slot) { CHECK_CONTAINS(KindsIn("vtable", kVirtualAdd), "ABS64"); }
@@ -129,7 +129,7 @@ TEST(a_slot_holds_the_function_or_leads_to_the_own_plt) {
   const Library now("victim_relro_now"), lazy("victim_relro_lazy");
   const ElfImage now_image = ElfImage::Find(now.path), lazy_image = ElfImage::Find(lazy.path);
   // WHEN nothing has been called yet
-  // THEN the first holds the function and the second a separate address
+  // THEN the slot of the first holds the function, and that of the second an address in its own library
   CHECK_EQ(*now_image.SlotsOf(kAdd).at(0).address, CalleeFunction(kAdd));
   CHECK(lazy_image.Contains(*lazy_image.SlotsOf(kAdd).at(0).address));
 }
@@ -147,9 +147,9 @@ TEST(relro_covers_the_slots_that_the_linker_has_protected) {
 }
 
 TEST(functions_that_are_not_imported_have_no_slots) {
-  CHECK_EQ(KindsIn("both", "victim_multiply"), "");  // defined by the library itself, which does not call it
+  CHECK_EQ(KindsIn("both", "victim_multiply"), "");  // the library defines it and does not call it
   CHECK_EQ(KindsIn("both", "callee_ad"), "");        // the beginning of a name
-  CHECK_EQ(KindsIn("both", kVirtualAdd), "");        // imported by another victim only
+  CHECK_EQ(KindsIn("both", kVirtualAdd), "");        // only another victim imports it
   CHECK_EQ(KindsIn("both", "callee_values"), "");    // a pointer into an array is not a function slot
   CHECK_EQ(KindsIn("both", ""), "");
 }
@@ -164,9 +164,9 @@ TEST(a_batch_finds_what_single_searches_find) {
   // GIVEN a library that imports two of three functions
   const Library victim("victim_both");
   const ElfImage image = ElfImage::Find(victim.path);
-  // WHEN a program looks up all three, one of them twice
+  // WHEN one call looks for all three, one of them twice
   const auto slots = image.SlotsOfEach({kAdd, kMultiply, "absent", kAdd});
-  // THEN each has its own entry
+  // THEN each has an entry
   CHECK_EQ(slots.size(), 3u);
   CHECK_EQ(Kinds(slots.at(kAdd)), "ABS64 JUMP_SLOT");
   CHECK_EQ(Kinds(slots.at(kMultiply)), "JUMP_SLOT");
