@@ -20,7 +20,17 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 # Extend this list as folders become clean.
-COVERED = ["README.md", "benchmarks", "examples", "setup.py", "test", "torch_xla_donate"]
+COVERED = [
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "benchmarks",
+    "docs",
+    "examples",
+    "setup.py",
+    "test",
+    "torch_xla_donate",
+]
 EXEMPT = {ROOT / "test/prose.py", ROOT / "test/unit/test_prose.py"}  # they list the words
 
 # A pattern, and what to write instead. A blank in a pattern matches any blanks, also a line break.

@@ -298,6 +298,38 @@ def read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
+# --- Words ---
+
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+# test/prose.py, which `make lint` runs, finds words; this finds long sentences.
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """Without code, the tables that come from the code, and the targets of links."""
+    text = re.sub(
+        r"^ *```.*?^ *```$|<!-- table -->.*?<!-- end of table -->", "\n", text, flags=re.MULTILINE | re.DOTALL
+    )
+    text = re.sub(r"^\| function \| what for \|\n(\|.*\n)+", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    for unit in re.split(r"\n\s*(?=\n|- |#|\d+\. |\|)| \| ", text):
+        yield from re.split(r"(?<=[.!?]) ", words(re.sub(r"^\s*(- |#+ |\d+\. |\|)|\|$", "", unit)))
+
+
+def long_sentences(text: str) -> list[str]:
+    return [sentence for sentence in sentences_of(text) if len(sentence.split()) > 25]
+
+
+def test_long_sentences_are_found() -> None:
+    long = " ".join(["word"] * 26)
+    assert long_sentences(f"# A page\n\nXLA reuses `t`.\n- Fine. {long}.\n\n| a | {long} |\n") == [f"{long}.", long]
+    assert long_sentences(f"`{long}`\n\n```text\n{long}\n```\n\nOne fact. [Another](of_its_own.md).\n") == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=[str(page.relative_to(ROOT)) for page in PROSE])
+def test_a_page_has_sentences_of_at_most_25_words(page: Path) -> None:
+    assert long_sentences(page.read_text(encoding="utf-8")) == []
+
+
 # --- The reference ---
 
 
