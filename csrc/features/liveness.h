@@ -2,8 +2,8 @@
 //
 // At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
 // So the program can reach a parameter only if a live tensor holds it, by its data or by a graph that stays pending.
-// Reference counts of buffers do not help. Earlier runs release buffers at varying times, and each change would make
-// another graph.
+// Reference counts of buffers do not help, because earlier runs release buffers at varying times and each change would
+// make another graph.
 //
 // Ownership: belongs to one step. Threads: belongs to one thread. Errors: throws none itself.
 #pragma once
