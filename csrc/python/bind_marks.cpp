@@ -122,9 +122,9 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
   std::vector<std::uint32_t> constants;
-  ska::flat_hash_map<const lazy::BackendData*, std::size_t> by_buffer;
+  ska::flat_hash_map<const abi::TensorData*, std::size_t> by_tensor;  // of aliases, which share the tensor's data
   resolved.reserve(donated.size());
-  by_buffer.reserve(donated.size());
+  by_tensor.reserve(donated.size());
   for (std::size_t i = 0; i < donated.size(); ++i) {
     if (!THPVariable_Check(items[i])) {
       continue;
@@ -135,18 +135,18 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
     if (*obstacle != '\0') {
       return Call({i, obstacle, std::nullopt});
     }
-    by_buffer.emplace(leaf.buffer.get(), i);
     if (leaf.state == abi::TensorState::kReadOnly) {
       constants.push_back(static_cast<std::uint32_t>(i));
+    } else {
+      by_tensor.emplace(leaf.tensor.get(), i);
     }
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
                         static_cast<std::uint32_t>(i), nullptr});
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
-      const auto found = by_buffer.find(abi::Resolve(THPVariable_Unpack(item)).buffer.get());
-      const auto* info = found == by_buffer.end() ? nullptr : abi::InfoOf(*found->first);
-      if (found != by_buffer.end() && found->first != nullptr && (info == nullptr || !info->read_only)) {
+      const auto found = by_tensor.find(abi::Resolve(THPVariable_Unpack(item)).tensor.get());
+      if (found != by_tensor.end()) {
         return Call({found->second, "also_kept", i});
       }
     }

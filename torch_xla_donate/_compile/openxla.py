@@ -44,9 +44,10 @@ class Graph:
     def __init__(
         self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: str, frame: _host.CapturedFrame | None
     ) -> None:
-        self._model = model
+        self._model = _host.with_pure_copies(model)
         self._kept = kept
         self._frame = frame
+        self._is_resumed = frame is not None and frame.code.co_name.startswith(_RESUMED)
         self._refusal = refusal
         self._unread = refusal or NOT_READ  # code that may read this graph's donors may also read other donors
         self._variants: dict[Any, Variant] = {}
@@ -57,6 +58,8 @@ class Graph:
             donation.unread = self._unread
         if donation is not None and not self._refusal:
             _host.compute_pending(args)
+            if self._is_resumed:  # the part of the function before the break may have read the donors, or kept them
+                donation.refuse_shared()
             self._refuse_kept(donation, args)
         while True:
             if donation is not None and self._refusal:  # set at the start, or by _extract
@@ -216,6 +219,7 @@ class OpenxlaCompiled(Compiled):
         return ""
 
 
+_RESUMED = "torch_dynamo_resume_in_"  # torch.compile's name of a frame after a graph break
 _NO_GRAPH = "torch.compile compiled no graph of the function, and code outside a graph may read it"
 _UNKNOWN = "torch.compile does not report which inputs of its graph outlive it"
 _STILL_NEEDED = "the result, or the backward pass, still needs it"
@@ -247,7 +251,7 @@ def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
 
 def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
     """Whether code belongs to the function, or to its rest after a graph break."""
-    resumed = code.co_name.startswith(f"torch_dynamo_resume_in_{whole.co_name}_at_")
+    resumed = code.co_name.startswith(f"{_RESUMED}{whole.co_name}_at_")
     return code is whole or (resumed and code.co_filename == whole.co_filename)
 
 

@@ -38,7 +38,7 @@ class RunDonation:
             torch_xla.sync()  # materialises pending arguments, as the lazy backend does
             self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
         try:
-            self._refuse_shared()
+            self.refuse_shared()
         except BaseException:
             self.cancel()
             raise
@@ -48,7 +48,8 @@ class RunDonation:
         self._off = _report.no_donation()
         self.unread = NOT_READ  # the reason for leaves that no graph has read
 
-    def _refuse_shared(self) -> None:
+    def refuse_shared(self) -> None:
+        """Refuses the leaves whose buffers other live tensors hold. Runs pending work that may read them."""
         if not _C.perhaps_shared(self._call):
             return
         if _host.list_live_tensors():

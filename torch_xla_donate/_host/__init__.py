@@ -16,6 +16,7 @@ from torch_xla_donate._host.dynamo import (
     compute_pending,
     extract_graph,
     graph_key,
+    with_pure_copies,
     wrapping_code,
 )
 from torch_xla_donate._host.graphs import (
