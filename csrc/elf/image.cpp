@@ -85,9 +85,9 @@ const char* Name(RelocationKind kind) noexcept {
   switch (kind) {
     case RelocationKind::kJumpSlot: return "JUMP_SLOT";
     case RelocationKind::kGlobDat: return "GLOB_DAT";
-    case RelocationKind::kAbsolute: return "ABS64";
+    case RelocationKind::kAbsolute: break;
   }
-  return "unknown";
+  return "ABS64";
 }
 
 bool ElfImage::Range::Contains(const void* address) const noexcept {

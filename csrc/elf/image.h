@@ -1,13 +1,12 @@
-// One loaded shared library, and the relocation slots through which it reaches functions of other libraries.
+// A loaded shared library and the relocation slots through which it calls functions of other libraries.
 //
-// A library that calls an imported function does so through a pointer which the dynamic linker has filled in: a slot.
-// This file finds those pointers; it changes nothing. Changing them is got_patch.h's work.
+// The dynamic linker fills the slots. This file only finds them; patch.h replaces their contents.
 //
 // Ownership: an ElfImage is a small copyable value that points into the mapped library. It does not keep the library
-//   loaded: whoever calls dlclose() must first drop the image. (CPython never unloads an extension module.)
-// Threads: all members are const and read memory that does not change after loading; any number of threads may call
-//   them. Find() takes the dynamic linker's lock for as long as it walks the list of loaded libraries.
-// Errors: std::runtime_error, thrown by Find() only. Every text names the file, what was found and what to do.
+//   loaded, so drop it before you call dlclose(). (CPython never unloads an extension module.)
+// Threads: all members are const and read memory that does not change after loading, so any number of threads may call
+//   them. Find() holds the dynamic linker's lock while it walks the list of loaded libraries.
+// Errors: only Find() throws, std::runtime_error. The text names the file, the finding and the remedy.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +18,7 @@
 
 namespace torch_xla_donate {
 
-// How the library reaches the function through a slot.
+// How the library reaches the function.
 enum class RelocationKind {
   kJumpSlot,  // a call through the PLT; the only kind that may be bound lazily, at the first call
   kGlobDat,   // a call or an address loaded through the GOT (for example -fno-plt)
@@ -36,35 +35,34 @@ struct RelocationSlot {
 
 class ElfImage {
  public:
-  // The loaded library whose file is `path`. Compared is the file (device and inode), not the spelling, so a symlink or
-  // a relative path will do. One limit: a library that was itself loaded by a relative path is not found once the
-  // working directory has changed, because the dynamic linker remembers only that relative name.
-  // Throws if there is no such file, if it is not loaded (it has to be imported first), or if its dynamic section lacks
-  // what is read here. The main program is never matched.
+  // Returns the loaded library whose file is `path`. It compares device and inode, so a symlink or a relative path
+  // works. It cannot find a library that was loaded by a relative path before the working directory changed: the
+  // dynamic linker keeps only that name. It never matches the main program.
+  // Throws if the file does not exist, the library is not loaded (import it first), or its dynamic section lacks a
+  // table.
   static ElfImage Find(const std::string& path);
 
-  // Every slot of the function `symbol` (mangled name), which the library imports, or defines itself and calls through
-  // a slot all the same, as another library's could take its place. Empty if there is none. Calls to a function of its
-  // own need not pass a slot: those that the compiler has inlined or bound do not.
-  // Left out are relocations with an addend (they point into an object, not at a function). Symbol versions are not
-  // told apart.
+  // Returns every slot of the function `symbol` (mangled name); empty if it has none. The library may define the
+  // function itself and still call it through a slot, since another library could replace it. Calls that the compiler
+  // has inlined or bound pass no slot.
+  // Omits relocations with an addend, which point into an object. Does not distinguish symbol versions.
   std::vector<RelocationSlot> SlotsOf(std::string_view symbol) const;
 
-  // The same for several symbols in one pass over the relocations, which is what costs time in a large library.
-  // The result has one entry for each name asked for, empty where nothing was found.
+  // The same for several symbols in one pass over the relocations, which takes most of the time in a large library. The
+  // result has an entry for each name, empty if the name has no slots.
   std::unordered_map<std::string, std::vector<RelocationSlot>> SlotsOfEach(
       const std::vector<std::string>& symbols) const;
 
   // As given to Find().
   const std::string& Path() const noexcept { return path_; }
 
-  // What the dynamic linker has added to the addresses in the file.
+  // The offset that the dynamic linker has added to the addresses in the file.
   std::uintptr_t LoadBase() const noexcept { return base_; }
 
   // Whether the address lies between the library's first and last loaded byte.
   bool Contains(const void* address) const noexcept { return mapped_.Contains(address); }
 
-  // Whether the dynamic linker has made the address's page read-only after relocation (PT_GNU_RELRO, in whole pages).
+  // Whether the dynamic linker has made the page read-only after relocation (PT_GNU_RELRO, in whole pages).
   bool InRelro(const void* address) const noexcept { return relro_.Contains(address); }
 
  private:

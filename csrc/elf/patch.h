@@ -1,18 +1,18 @@
-// Sends the calls of one library to one function that it calls through slots elsewhere, for as long as an object lives.
+// Redirects one library's calls of one function, made through slots, to a replacement while the object lives.
 //
-// Ownership: a GotPatch owns what it has put into the slots and nothing else. It points into the patched library, which
-//   must stay loaded until the patch is undone. `*original` and the replacement's code must outlive every call:
-//   a thread that is inside the replacement when the patch is undone goes on running there, and will still read
-//   `*original`, which is therefore never reset. In practice: static storage, in a library that is never unloaded.
-// Threads: other threads may call through the slots all the while. Each slot changes by one aligned atomic 8-byte
-//   exchange, so a call reaches either the function or the replacement; `*original` is set before the first exchange.
-//   Slots change one after another: for a moment some calls are intercepted and others are not. Installing and
-//   undoing may be done from any thread (one lock for the process, as patches may share a page), but one object
-//   belongs to one thread at a time. A process forked while another thread installs or undoes may do neither.
-// Memory: a read-only page is made writable for the exchange only and then gets back exactly the protection found in
-//   /proc/self/maps just before. A page that is writable already is not touched. Should the kernel refuse to take the
-//   write permission away again, installing fails and undoing leaves the page writable.
-// Not reached: copies of the function's address that were made earlier, and slots of any other library.
+// Ownership: a GotPatch owns only what it has put into the slots. The patched library must stay loaded until the patch
+//   is undone. `*original` and the replacement's code must outlive every call, because a thread may still run the
+//   replacement after Undo(). Undo() therefore never resets `*original`. Use static storage in a library that is never
+//   unloaded.
+// Threads: other threads may call through the slots meanwhile. Each slot changes by one aligned atomic 8-byte exchange,
+//   so a call reaches either the function or the replacement. `*original` is set before the first exchange. The slots
+//   change one after another, so for a moment the patch intercepts only some calls. Any thread may install and undo,
+//   under one lock for the process, since patches may share a page. One object belongs to one thread at a time. A
+//   process that was forked while another thread installed or undid a patch must do neither.
+// Memory: a read-only page becomes writable only for the exchange, then gets back the protection that /proc/self/maps
+//   showed just before. Writable pages keep their protection. If the kernel refuses to remove the write permission,
+//   installing fails and undoing leaves the page writable.
+// Not reached: copies of the function's address made earlier, and slots of other libraries.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@
 
 namespace torch_xla_donate {
 
-// One function to intercept, and by what.
+// One function to intercept, and its replacement.
 struct PatchSpec {
   std::string symbol;                      // mangled name of the imported function
   void* expected = nullptr;                // the function that the dynamic linker must have put into the slots
@@ -36,35 +36,36 @@ class GotPatch {
  public:
   // Replaces the contents of all `slots`, which must be those of `spec.symbol` in `image`.
   //
-  // A JUMP_SLOT that points into the image itself is one that has not been bound yet (lazy binding: it leads to the
-  // library's own PLT until the first call). It is taken as if it held `expected`, and undoing puts the PLT address
-  // back: its next call binds it as usual. One race is the dynamic linker's: a thread that is just binding such a
-  // slot may write `expected` over the replacement; InPlace() tells. Libraries linked with `-z now` do not have it.
+  // A JUMP_SLOT that points into the image itself is not bound yet: until the first call it leads to the library's own
+  // PLT. The constructor treats it as if it held `expected`. Undo() restores the PLT address, and the next call binds
+  // the slot as usual. A thread that is binding such a slot may write `expected` over the replacement; InPlace() shows
+  // that. Libraries linked with `-z now` do not have this race.
   //
   // Throws std::invalid_argument for a null pointer in `spec`, and std::runtime_error if
-  //   - there are no slots,
-  //   - a slot holds another function than expected: nothing has been changed then, `*original` included,
-  //   - a page cannot be made writable (or read-only again): every slot has been put back then, while `*original` stays
-  //     set, because a thread may have entered the replacement meanwhile. Slots that could not even be put back are
-  //     counted at the end of the text.
+  //   - `slots` is empty,
+  //   - a slot holds another function than expected; then nothing has changed, not even `*original`,
+  //   - a page cannot be made writable or read-only again. Then every slot has its old contents, but `*original` stays
+  //     set, because a thread may have entered the replacement. The text ends with the number of slots that could not
+  //     be restored.
   GotPatch(const ElfImage& image, const PatchSpec& spec, const std::vector<RelocationSlot>& slots);
 
-  // Undoes the patch; slots that Undo() would report stay as they are.
+  // Undoes the patch. Slots that Undo() would count stay unchanged.
   ~GotPatch();
 
   GotPatch(GotPatch&& other) noexcept = default;
   GotPatch& operator=(GotPatch&& other) noexcept;  // undoes this patch first
 
-  // Puts back what the slots held, and returns how many slots could not be: 0 is success. Such a slot holds a
-  // stranger's pointer, put there after ours (it is left alone, as the stranger may call on to us), or lies in a page
-  // that can no longer be written. May be repeated: what is done is not done again, what was left is tried again, so
-  // strangers that undo themselves in the right order leave no trace of either patch.
+  // Restores the slots and returns how many it could not restore. Such a slot lies in a page that can no longer be
+  // written, or holds a pointer that another patch has put there later. That patch may call ours, so Undo() leaves its
+  // pointer. A repeated call retries only these slots. Once the other patch has restored ours, Undo() removes ours and
+  // leaves no trace.
   [[nodiscard]] std::size_t Undo() noexcept;
 
-  // How many slots lead to the replacement at this moment; SlotCount() of them unless somebody else has interfered.
+  // How many slots lead to the replacement now. Equals SlotCount() unless another patch or the dynamic linker has
+  // interfered.
   std::size_t InPlace() const noexcept;
 
-  // How many slots were patched. Does not change, except that a moved-from object has none.
+  // How many slots were patched; 0 for a moved-from object.
   std::size_t SlotCount() const noexcept { return slots_.size(); }
 
   const std::string& Symbol() const noexcept { return symbol_; }
@@ -72,9 +73,9 @@ class GotPatch {
  private:
   struct PatchedSlot {
     void** address;
-    void* before;    // what to put back: `expected`, or the address in the PLT
-    int protection;  // of the page, as found last; Undo() falls back on it where /proc cannot be read
-    bool settled;    // nothing of ours is in the slot: not yet, or not any more
+    void* before;    // restored by Undo(): `expected`, or the address in the PLT
+    int protection;  // of the page, as last read; Undo() uses it if /proc cannot be read
+    bool settled;    // the slot does not hold the replacement: not yet, or no longer
   };
 
   GotPatch() = default;
@@ -86,8 +87,8 @@ class GotPatch {
   std::vector<PatchedSlot> slots_;
 };
 
-// Installs a table of patches, all or none, with one pass over the image's relocations. Throws as the constructor does;
-// patches already installed have been undone by then, though calls made in between may have been intercepted.
+// Installs all patches or none, in one pass over the image's relocations. Throws as the constructor does, after it has
+// undone the patches installed so far. Calls made meanwhile may have been intercepted.
 std::vector<GotPatch> InstallAll(const ElfImage& image, const std::vector<PatchSpec>& specs);
 
 }  // namespace torch_xla_donate

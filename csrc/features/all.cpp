@@ -1,19 +1,19 @@
-// The features, in the order in which they see a step. A feature is one file and one line here.
+// The features, in the order in which they observe a step. A feature is one file and one line here.
 #include "step/observer.h"
 
-#define TORCH_XLA_DONATE_FEATURES(FEATURE)                                                     \
-  FEATURE(OutdatedTensorsFeature) /* before the list: old values must not be listed */         \
-  FEATURE(RunProbeFeature)        /* before whatever would count or claim the run */           \
-  FEATURE(RunGuardFeature)                                                                     \
-  FEATURE(SwitchesFeature) /* closes the gate first, so that its reason is the one reported */ \
-  FEATURE(CollectivesFeature)                                                                  \
-  FEATURE(ReuseWarningsFeature)                                                                \
-  FEATURE(BackwardThreadsFeature)                                                              \
-  FEATURE(OutputCheckFeature)                                                                  \
-  FEATURE(MarksFeature)                                                                        \
-  FEATURE(AutoDonorsFeature) /* after the marks, which come first */                           \
-  FEATURE(EagerMarksFeature)                                                                   \
-  FEATURE(CompiledRunFeature)                                                                  \
+#define TORCH_XLA_DONATE_FEATURES(FEATURE)                                              \
+  FEATURE(OutdatedTensorsFeature) /* before the list, which must not have old values */ \
+  FEATURE(RunProbeFeature)        /* before features that count or claim the run */     \
+  FEATURE(RunGuardFeature)                                                              \
+  FEATURE(SwitchesFeature) /* closes the gate first, so its reason is reported */       \
+  FEATURE(CollectivesFeature)                                                           \
+  FEATURE(ReuseWarningsFeature)                                                         \
+  FEATURE(BackwardThreadsFeature)                                                       \
+  FEATURE(OutputCheckFeature)                                                           \
+  FEATURE(MarksFeature)                                                                 \
+  FEATURE(AutoDonorsFeature) /* marks come first */                                     \
+  FEATURE(EagerMarksFeature)                                                            \
+  FEATURE(CompiledRunFeature)                                                           \
   FEATURE(DonatedCopiesFeature)
 
 namespace torch_xla_donate {

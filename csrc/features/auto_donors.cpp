@@ -23,7 +23,7 @@ namespace {
 std::atomic<bool> is_default{false};
 std::atomic<bool> multi_process{false};
 
-// How many wishes for automatic donation there are in all.
+// Counts the requests for automatic donation in the process.
 void CountWish(int change) {
   static std::mutex* mutex = new std::mutex();
   static int wishes = 0;
@@ -34,19 +34,19 @@ void CountWish(int change) {
 
 struct ThreadWishes {
   std::vector<bool> pushed;  // by this thread's contexts
-  void* arena = nullptr;     // of the executor that has made the last list, if it was made for automatic donation
+  void* arena = nullptr;     // of the executor that made the last list, if automatic donation needed the list
 };
 ThreadWishes& Wishes() {
   thread_local ThreadWishes wishes;
   return wishes;
 }
 
-// Why automatic donation cannot be had in this process. Asked once; nobody waits for the answer, as the thread that
-// asks takes the GIL, which others may hold here.
+// Why this process cannot donate automatically. The first thread that needs the answer computes it. The others do not
+// wait, because the first takes the GIL, which they may hold.
 struct ProcessObstacle {
   std::atomic<bool> asked{false};
   std::atomic<bool> known{false};
-  Reason reason;  // written before it is known, and never again
+  Reason reason;  // written once, before `known`
 };
 ProcessObstacle& TheObstacle() {
   static ProcessObstacle* value = new ProcessObstacle();
@@ -67,8 +67,8 @@ bool IsObstacleKnown() {
   return obstacle.known.load(std::memory_order_acquire);
 }
 
-// What was held when the list was made, what is held now, and what has been made since: whatever another thread does
-// meanwhile, a buffer is in one of them until nobody has it. Nothing if a view hides what it holds.
+// Holds the buffers that tensors held in the list, those they hold now, and those of newer tensors. A buffer that other
+// threads move meanwhile is in one of these sets until it is freed. Returns nullopt if a view hides its buffer.
 std::optional<Liveness> FindReach(const DonorSet& step) {
   Liveness liveness(step.Context().graph->parameters_data);
   const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
@@ -80,8 +80,7 @@ std::optional<Liveness> FindReach(const DonorSet& step) {
     if (listed != data->handle.get()) {
       liveness.Hold(listed);
     }
-    // A tensor that has a buffer keeps no other graph than the node of that buffer, and the graph of an output has
-    // become the step's.
+    // A tensor with a buffer keeps only the node of that buffer. The graph of an output has become the step's.
     if (data->handle == nullptr && data->ir_value) {
       liveness.HoldGraph(data->ir_value);
     }
@@ -113,9 +112,9 @@ std::optional<Liveness> FindReachOrSayWhy(const DonorSet& step) {
   return found;
 }
 
-// The compiler alone chooses shardings, so only the outcome shows which donors are of use.
+// Only the compiler chooses shardings, so only the outcome shows which donors it used.
 void Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors) {
-  // Not where other processes must compile the same graph: the next step may come before this or after it.
+  // Does nothing if other processes must compile the same graph: the next step may come before or after this call.
   if (multi_process.load(std::memory_order_relaxed)) {
     return;
   }
@@ -131,7 +130,7 @@ void Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors) {
 }
 
 class AutoDonors : public StepObserver {
-  // The question comes before the list, as it makes a tensor.
+  // This check makes a tensor, so it comes before the list.
   bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
     Wishes().arena = nullptr;
     const bool needs = AutoDonates() && IsObstacleKnown();
@@ -179,7 +178,7 @@ std::size_t AutoDonateDepth() { return Wishes().pushed.size(); }
 
 void PopAutoDonate(std::size_t depth) {
   std::vector<bool>& pushed = Wishes().pushed;
-  while (pushed.size() > depth) {  // not where a context is left on another thread than it was entered on
+  while (pushed.size() > depth) {  // does nothing if a context ends on another thread than the one it began on
     if (pushed.back()) {
       CountWish(-1);
     }

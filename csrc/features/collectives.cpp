@@ -1,7 +1,9 @@
-// The token that orders the collectives of a step leads to its inputs, and a collective of a later step would read them
-// by way of it. torch_xla.sync() drops it when the step is over, but after the step closures, and a sync of the live
-// tensors without that does not drop it. As the graph of this step is complete, the token can go before the donors are
-// chosen, and before the executor has a lock, for which a thread that has the GIL may wait.
+// Drops the token that orders a step's collectives before the step's donors are chosen.
+//
+// The token depends on the inputs of the step, so a collective of a later step would read them through it.
+// torch_xla.sync() drops the token after the step closures; a plain sync of the live tensors keeps it. Here the graph
+// of the step is complete, so the token is not needed. The executor does not hold a lock yet, for which a thread with
+// the GIL might wait.
 #include <utility>
 
 #include "features/switches.h"

@@ -1,4 +1,4 @@
-// Orders the parameters of graphs that are compiled for donors, and claims the donors of the run that was announced.
+// Orders the parameters of graphs that are compiled for donors, and claims the donors of an announced run.
 #include "features/compiled_run.h"
 
 #include <algorithm>
@@ -18,7 +18,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// What the next run of a compiled graph will consume.
+// The donors of the next run of a compiled graph.
 struct AnnouncedRun {
   std::shared_ptr<const CallSite> call;
   std::vector<RunDonor> donors;
@@ -26,11 +26,11 @@ struct AnnouncedRun {
 };
 
 struct ThreadState {
-  // What OrderParameters() asks for, and what came of it.
+  // The donors given to OrderParameters(), and the resulting order.
   std::optional<std::unordered_set<const lazy::BackendData*>> ordered_donors;
   std::vector<OrderedParameter> ordered;
   std::optional<AnnouncedRun> announced;
-  bool expected = false;  // the registry has a step for the run that comes next
+  bool expected = false;  // the registry has a step for the next run
 };
 ThreadState& State() {
   thread_local ThreadState state;
@@ -77,7 +77,7 @@ class CompiledRun : public StepObserver {
     }
   }
 
-  // A run of other pending work, which torch_xla may have to do first, has other parameters.
+  // torch_xla may have to run other pending work first. That run has other parameters.
   static bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
     const auto& parameters = run.run.parameters_data;
     return std::all_of(announced.donors.begin(), announced.donors.end(), [&parameters](const RunDonor& donor) {

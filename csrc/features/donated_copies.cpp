@@ -1,4 +1,4 @@
-// A copy of a donated buffer is in the text of the executable, which Python reads. This tells when there is a new one.
+// Notes new executables with donors. Their text shows copies of donated buffers, and Python reads it.
 #include "features/donated_copies.h"
 
 #include <atomic>
@@ -33,7 +33,7 @@ class DonatedCopies : public StepObserver {
       if (State().seen.insert(abi::ExecutableOf(context.run)).second) {
         State().has_new = true;
       }
-    } catch (const std::exception& error) {  // of another class than expected
+    } catch (const std::exception& error) {  // another class than expected
       DonationRegistry::Get().NoteError(error.what());
     }
   }

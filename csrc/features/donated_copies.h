@@ -1,12 +1,12 @@
-// Graphs with donors that have run for the first time. Python looks in them for copies of donated buffers.
+// Graphs with donors that have run for the first time. Python searches them for copies of donated buffers.
 //
-// Threads: the switch is for the process, the rest for the calling thread. Errors: none of its own.
+// Threads: the switch is for the process, the rest for the calling thread. Errors: throws none itself.
 #pragma once
 
 namespace torch_xla_donate {
 
-void LookForCopies();  // for good
-// Whether this thread has run such a graph since the last call of ForgetNewGraphs().
+void LookForCopies();  // cannot be switched off
+// Whether this thread has run such a graph since the last ForgetNewGraphs().
 bool HasNewGraphs();
 void ForgetNewGraphs();
 

@@ -67,7 +67,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
   return choice;
 }
 
-// The answer for a dead set that has not been seen lately.
+// The answer for a dead set that is not among the last kKnownDeadSets.
 DonorPlanner::ChoicePtr DonorPlanner::Settle(Plan& plan, const PlanRequest& request, const std::vector<bool>& dead) {
   const auto adopt = [&plan](ChoicePtr made) {
     const auto same = [&made](const ChoicePtr& other) { return other->parameters == made->parameters; };
@@ -90,7 +90,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Settle(Plan& plan, const PlanRequest& requ
   if (best != nullptr && best->bytes > 0) {
     return best;
   }
-  // Nothing fits. What has been dead every time will do for good, in most loops; two more graphs at the most.
+  // No choice fits. In most loops the inputs that were dead every time stay dead. Adds at most two graphs.
   if (plan.choices.size() == kMaxChoices) {
     return adopt(Decide(plan, request, plan.always_dead));
   }
@@ -109,7 +109,7 @@ void DonorPlanner::OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& pa
   if (const auto entry = plans_.find(plan); entry != plans_.end()) {
     std::vector<bool>& fits = entry->second.fits;
     for (const std::size_t i : parameters) {
-      if (i < fits.size()) {  // else another graph has come to have this hash
+      if (i < fits.size()) {  // else another graph has this hash now
         fits[i] = false;
       }
     }

@@ -1,12 +1,13 @@
-// The planner: which inputs become donors, and in which order parameters and outputs make XLA pair them well.
+// The planner chooses which inputs become donors, and the order of parameters and outputs by which XLA pairs them well.
 //
-// It decides once for each graph and dead set: as many inputs of each size as there are outputs that no other donor
-// takes, each close to the output that is made of it. A loop whose dead set flips (the garbage collector frees a cycle
-// at odd times) is held to kMaxChoices graphs, and to the choice that fits from then on.
+// It decides once for each graph and dead set. Of each size it chooses as many inputs as there are outputs without
+// another donor, each close to the output computed from it. The dead set of a loop may change, for example when the
+// garbage collector frees a cycle. Then the planner makes at most kMaxChoices graphs and afterwards uses a choice that
+// fits.
 //
-// Ownership: the plans live as long as the process, the last kKeptPlans of them, or the last ones that have
-//   kKeptParameters together: a plan takes some hundred bytes for each.
-// Threads: any; one mutex guards all. Errors: none of its own.
+// Ownership: the process keeps the last kKeptPlans plans, or fewer if together they exceed kKeptParameters. A plan
+//   takes some hundred bytes for each parameter.
+// Threads: any; one mutex guards everything. Errors: throws none itself.
 #pragma once
 
 #include <cstdint>
@@ -25,36 +26,36 @@
 
 namespace torch_xla_donate {
 
-// What a step looks like to the planner: which donors it has, and which inputs may become donors.
+// A step as the planner sees it: its donors, and the inputs that may become donors.
 struct PlanRequest {
   const abi::Executor::PostOrderData& graph;
   const std::vector<lazy::Value>& roots;
   const lazy::BackendDevice& device;
   lazy::hash_t hash;  // of the graph without its donors
-  bool sharded;       // SPMD: what the compiler shards is not known before
-  bool automatic;     // whether inputs may become donors; otherwise the step's donors are paired alone
+  bool sharded;       // SPMD: the compiler's shardings are not known yet
+  bool automatic;     // whether inputs may become donors; otherwise only the step's donors are paired
   // By position of the parameter:
   std::vector<bool> held;                          // by a live tensor
   std::vector<bool> read_later;                    // by work that stays pending
-  std::vector<bool> barred;                        // not to be donated, whoever holds it
-  std::vector<bool> donors;                        // in the donor set already, by a mark or by torch_xla
-  std::vector<std::optional<std::size_t>> wanted;  // the output that such a donor has been given
+  std::vector<bool> barred;                        // must not be donated, even if nothing holds it
+  std::vector<bool> donors;                        // already in the donor set, by a mark or by torch_xla
+  std::vector<std::optional<std::size_t>> wanted;  // the output that such a donor was given
 };
 
-// The parameters to ask for.
+// The chosen inputs.
 struct DonorChoice {
   std::vector<std::size_t> parameters;
-  std::vector<DonorPtr> prototypes;  // what the report will say of each; without a buffer
+  std::vector<DonorPtr> prototypes;  // the report's entry for each; without a buffer
   DonorPairs pairs;
   std::int64_t bytes = 0;
 };
 
-// An input that an output could have taken over, had nobody held it.
+// An input that an output could have taken if nothing had held it.
 struct HeldInput {
   std::string array;  // "f32[8,4]"
   std::int64_t bytes;
   lazy::BackendDevice device;
-  bool by_tensor;  // held by a live tensor; otherwise by work that stays pending
+  bool by_tensor;  // a live tensor holds it; otherwise work that stays pending
   std::weak_ptr<const lazy::BackendData> buffer;
 };
 
@@ -71,13 +72,14 @@ class DonorPlanner {
   // Never destroyed: hooks may run until the process ends.
   static DonorPlanner& Get();
 
-  // The choice is never null. Linear in the parameters; a dead set that this graph has not been seen with costs more.
+  // Never returns a null choice. Linear in the parameters; slower for a dead set that is new for this graph.
   PlanResult Choose(const PlanRequest& request);
 
-  // The compiler has had no use for these parameters: the graph does not ask for them again.
+  // The compiler has not used these parameters, so the graph does not ask for them again.
   void OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters);
 
-  // Of the last step of each device; nothing of one that has not come to Choose(). A step begins with BeginStep().
+  // The held inputs of each device's last step; none if that step has not called Choose(). A step begins with
+  // BeginStep().
   std::vector<HeldInput> LastHeld() const;
   void BeginStep(const lazy::BackendDevice& device);
 
@@ -89,7 +91,7 @@ class DonorPlanner {
     std::shared_ptr<const std::vector<std::string>> arrays;       // the parameters, as abi::DescribeBuffer writes them
     GraphArrays sizes;                                            // without the texts of `arrays`
     std::vector<bool> fits;                                       // an output of this size is free
-    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // answers given, newest first
+    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // the last answers, newest first
     std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
     std::vector<bool> always_dead;
   };
@@ -99,7 +101,7 @@ class DonorPlanner {
   static ChoicePtr Decide(const Plan& plan, const PlanRequest& request, const std::vector<bool>& dead);
   static ChoicePtr Settle(Plan& plan, const PlanRequest& request, const std::vector<bool>& dead);
 
-  // What a step has left alone, without the texts.
+  // The inputs that a step has not donated, without the texts.
   struct Left {
     std::shared_ptr<const std::vector<std::string>> arrays;
     ChoicePtr choice;

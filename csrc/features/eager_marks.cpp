@@ -1,5 +1,5 @@
-// An operation in eager mode is a graph of its own that runs at once. It donates nothing, and the marks that it has
-// read must not wait for whatever step comes upon these buffers later.
+// In eager mode each operation is a separate graph that runs at once and donates nothing. The marks that it has read
+// end here, so that no later step consumes these buffers.
 #include "features/switches.h"
 #include "host/graphs.h"
 #include "registry/registry.h"

@@ -7,8 +7,8 @@ namespace torch_xla_donate {
 
 namespace {
 
-// The numbers of a graph's nodes. A step looks each edge up, so this is an open table at most half full: a third of the
-// time of a general hash map.
+// The numbers of a graph's nodes. A step looks up each edge, so this is an open table, at most half full. It takes a
+// third of the time of a general hash map.
 constexpr std::size_t kAhead = 8;
 
 class NodeNumbers {
@@ -32,7 +32,7 @@ class NodeNumbers {
     const lazy::Node* node = nullptr;
     std::uint32_t number = 0;
   };
-  // Where the node is, or belongs.
+  // The slot of the node, or the empty slot for it.
   std::size_t Find(const lazy::Node* node) const {
     constexpr std::uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;  // spreads addresses, which differ in few bits
     std::size_t place = (reinterpret_cast<std::uintptr_t>(node) * kGoldenRatio) >> (64 - bits_);
@@ -54,7 +54,7 @@ lazy::hash_t HashWiring(const std::vector<const lazy::Node*>& post_order, const 
   std::vector<std::uint32_t> edges;
   edges.reserve(3 * post_order.size() + 2 * roots.size());
   for (std::size_t i = 0; i < post_order.size(); ++i) {
-    // Nodes lie scattered in memory: fetched ahead, they cost a third.
+    // Nodes lie scattered in memory. Prefetching them reduces their cost to a third.
     if (i + 2 * kAhead < post_order.size()) {
       __builtin_prefetch(&post_order[i + 2 * kAhead]->operands());
       __builtin_prefetch(post_order[i + kAhead]->operands().data());

@@ -1,4 +1,4 @@
-// Marked parameters are the first donors of a step.
+// Proposes marked parameters, the first donors of a step.
 #include "registry/registry.h"
 #include "step/donor_set.h"
 #include "step/observer.h"

@@ -1,4 +1,4 @@
-// The hooks on functionalization and the notes of base tensors; outdated_tensors.h says what they are for.
+// The hooks on functionalization, and the notes of base tensors. outdated_tensors.h explains them.
 #include "features/outdated_tensors.h"
 
 #include <c10/core/InferenceMode.h>
@@ -26,15 +26,15 @@ Original commit_update, view_constructor, copy_tensor_metadata, mutate_view_meta
 
 bool IsXla(const c10::TensorImpl& tensor) { return tensor.key_set().has(c10::DispatchKey::XLA); }
 
-// A view that would be worked out again from a base which the next step consumes takes its value now.
+// If the next step consumes the view's base, the view takes its value now, because it could not be computed later.
 void TakeValueFromMarkedBase(FunctionalTensorWrapper& view) {
   if (!view.is_up_to_date() && IsXla(view) && DonationRegistry::Get().IsPending(abi::BaseBuffer(view).get())) {
     view.sync_();
   }
 }
 
-// The same for a view that has just been made of `source`. Torch takes it to be out of date as soon as the base has
-// been updated once, although its value is that of `source`, which may be another view that has outlived the base.
+// The same for a new view of `source`. Torch regards it as out of date once the base has been updated, although it has
+// the value of `source`. That may be another view that has outlived the base.
 void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& source) {
   const bool is_extracting = IsExtracting();  // the graph must not contain the base as a constant
   if ((!Watches(kRegistry) && !is_extracting) || view.is_up_to_date() || !IsXla(view)) {
@@ -49,8 +49,8 @@ void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& sou
   }
 }
 
-// Whether the base of a view could not be found from the view later: views of inference mode have none for autograd,
-// and detach() gives its result none. The size shows the latter.
+// Whether the base could not be found from the view later. Views made in inference mode have no base for autograd, nor
+// has the result of detach(), which has the size of the base.
 bool HidesBase(const at::Tensor& value, const FunctionalTensorWrapper& base) {
   if (c10::InferenceMode::is_enabled()) {
     return true;
@@ -59,14 +59,15 @@ bool HidesBase(const at::Tensor& value, const FunctionalTensorWrapper& base) {
   return !impl.has_symbolic_sizes_strides() && !base.has_symbolic_sizes_strides() && impl.sizes() == base.sizes();
 }
 
-// Whose new value cannot be had keeps the old one, as in stock torch_xla; the next use of it raises this again.
+// A tensor that cannot get its new value keeps the old one, as in stock torch_xla. Its next use raises this error
+// again.
 void GiveNewValue(FunctionalTensorWrapper& tensor) {
   if (!tensor.isBaseTensor()) {
     return;
   }
   try {
     tensor.sync_();
-  } catch (const python_error&) {  // of a signal's handler
+  } catch (const python_error&) {  // raised by a signal handler
     throw;
   } catch (const std::exception&) {
   }
@@ -78,14 +79,14 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
   commit_update.As<abi::CommitUpdateFn>()(self);
   if (Watches(kRegistry) && !self->isBaseTensor() && IsXla(*self) &&
       DonationRegistry::Get().IsTracked(abi::BaseBuffer(*self).get())) {
-    // May need the value that a step has consumed. Functionalization asks for the tensor's value when the writes to all
-    // tensors of a list have been noted, and that raises: an error from here would lose the writes that follow.
+    // The write may need a value that a step has consumed. An error here would lose the later writes of a list of
+    // tensors. After these writes functionalization reads the tensor's value, which raises.
     try {
       abi::ApplyLastWrite(*self);
     } catch (const DonatedBufferAccess&) {
     }
   }
-  // A write through a view is noted whether the program has donated or not: it may donate before the next step.
+  // Notes writes through views even if the program has not donated, because it may donate before the next step.
   if (!self->isBaseTensor() || Watches(kAliases)) {
     OutdatedTensors::Get().NoteWrite(*self);
   }
@@ -100,7 +101,7 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
       OutdatedTensors::Get().NoteBase(*base);
     }
   } catch (...) {
-    // Whoever constructs it frees the memory alone.
+    // The caller of the constructor frees only the memory.
     self->~FunctionalTensorWrapper();
     throw;
   }
@@ -131,7 +132,7 @@ void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
 }
 
 class OutdatedTensorsObserver : public StepObserver {
-  // Old values that nothing can read must not be listed: they would be outputs, and keep buffers from being donated.
+  // Old values that nothing can read must not be listed. They would be outputs, and keep buffers from being donated.
   bool NeedsLiveTensors(void*, const lazy::BackendDevice* device) override {
     if (Watches(kMarks) || AutoDonates()) {
       OutdatedTensors::Get().BringUpToDate(device);
@@ -179,7 +180,7 @@ OutdatedTensors& OutdatedTensors::Get() {
 }
 
 OutdatedTensors::OutdatedTensors() {
-  // A fork while another thread holds the mutex would leave it locked for ever in the child.
+  // Without these handlers, a fork while another thread holds the mutex would leave it locked in the child.
   pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); }, [] { Get().mutex_.unlock(); });
 }
 
@@ -193,7 +194,7 @@ c10::intrusive_ptr<c10::BackendMeta> OutdatedTensors::Tag::clone(const c10::intr
 }
 
 c10::intrusive_ptr<c10::TensorImpl> OutdatedTensors::Lock(const Tag& tag) {
-  // Its memory is there as long as its tag is, which waits for the mutex; it may have begun to be destroyed.
+  // The memory exists as long as the tag, whose destructor waits for the mutex. The tensor may be in destruction.
   auto weak = c10::weak_intrusive_ptr<c10::TensorImpl>::reclaim(tag.tensor);
   auto tensor = weak.lock();
   weak.release();
@@ -208,8 +209,7 @@ void OutdatedTensors::NoteBase(const FunctionalTensorWrapper& base) {
   const c10::StorageImpl* storage = base.storage().unsafeGetStorageImpl();
   std::lock_guard<std::mutex> lock(mutex_);
   if (c10::BackendMeta* found = impl.get_backend_meta()) {
-    // `t.data = other` has given the tensor another storage. What is no tag of ours is left to whoever has put it
-    // there.
+    // `t.data = other` has given the tensor another storage. Metadata of another class is not ours to change.
     if (auto* tag = dynamic_cast<Tag*>(found); tag != nullptr && tag->storage != storage) {
       RemoveBase(*tag);
       tag->storage = storage;
@@ -233,7 +233,7 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
       NoteBase(static_cast<const FunctionalTensorWrapper&>(*base));
     }
   }
-  std::vector<c10::intrusive_ptr<c10::TensorImpl>> outdated;  // to be let go of without the lock
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> outdated;  // released without the lock
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto [begin, end] = bases_.equal_range(written.storage().unsafeGetStorageImpl());
@@ -250,8 +250,8 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
       }
     }
   }
-  // A view operation begins with the value that the tensor has. That may be one which a step has consumed, while the
-  // write, as that of a new value into `t.data`, has given the storage another.
+  // A view operation begins with the tensor's current value, which a step may have consumed. The write, such as one of
+  // a new value into `t.data`, has given the storage another value.
   for (const auto& tensor : outdated) {
     auto& wrapper = static_cast<FunctionalTensorWrapper&>(*tensor);
     if (Watches(kRegistry) && DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get())) {
@@ -268,7 +268,7 @@ void OutdatedTensors::BringUpToDate(const lazy::BackendDevice* device) {
   if (device != nullptr) {
     wanted = abi::TorchDevice(*device);
   }
-  // To be let go of without the lock: the last owner of a tensor may take the GIL, and its tag takes the lock.
+  // Released without the lock: the last owner of a tensor may take the GIL, and the tag's destructor takes the lock.
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> tensors;
   {
     std::lock_guard<std::mutex> lock(mutex_);

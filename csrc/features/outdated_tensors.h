@@ -1,20 +1,20 @@
-// The hooks on torch's functionalization, by which torch_xla has views: which tensors a write has left out of date, and
-// which views must take their value before a step consumes their base.
+// The hooks on torch's functionalization, by which torch_xla has views. They find the tensors that a write leaves out
+// of date, and the views that must take their value before a step consumes their base.
 //
-// A tensor and its views share a storage, and the storage keeps the value of the base. After `t[0] = x` the storage has
-// the new value, while the base tensor t keeps its old one until the program uses t again. Nothing can read that old
-// value, but it is alive: it would be an output of the step, or keep a buffer from being donated. So OutdatedTensors
-// notes the base at the write, and a step that may donate gives it the new value before torch_xla lists the live
-// tensors. This applies no operation: the value is in the storage already.
+// A tensor and its views share a storage, which keeps the value of the base. After `t[0] = x` the storage has the new
+// value, but the base tensor t keeps the old one until the program uses t again. Nothing can read that old value, but
+// it is alive: it would be an output of the step, or keep a buffer from being donated. So OutdatedTensors notes the
+// base at the write. A step that may donate gives it the new value before torch_xla lists the live tensors. This
+// applies no operation, because the storage already has the value.
 //
-// A view is worked out again from its base when the program uses it after a write, and after a mark. That is too late
-// for a view that is made between a mark and the step: the step consumes the base. Such a view takes its value when it
-// is made, and is an output of the step then.
+// Torch computes a view from its base again when the program uses it after a write or a mark. For a view made between a
+// mark and the step this is too late, because the step consumes the base. Such a view takes its value when it is made,
+// and is then an output of the step.
 //
-// Ownership: base tensors are noted by address; each carries a tag that ends the note with the tensor.
-// Threads: the hooks run on any thread, with or without the GIL. OutdatedTensors has one mutex, and holds it while it
-//   lets go of no tensor.
-// Errors: a hook passes on what torch throws while a view takes its value: that is the line that makes the view.
+// Ownership: base tensors are noted by address. Each carries a tag that removes the note with the tensor.
+// Threads: the hooks run on any thread, with or without the GIL. OutdatedTensors has one mutex, and never releases a
+//   tensor while it holds it.
+// Errors: a hook passes on torch's error while a view takes its value, at the line that makes the view.
 #pragma once
 
 #include <ATen/FunctionalTensorWrapper.h>
@@ -41,21 +41,21 @@ class OutdatedTensors {
   // Never destroyed: hooks may run until the process ends.
   static OutdatedTensors& Get();
 
-  // From now on the base of each new alias is noted, too: what a write in inference mode, or through `t.data` or
-  // `t.detach()`, leaves out of date cannot be found from the tensor that was written. Called where a program first
-  // donates; a program that never does pays one relaxed load.
+  // From now on also notes the base of each new alias. After a write in inference mode, or through `t.data` or
+  // `t.detach()`, the base cannot be found from the written tensor. Called when a program first donates; otherwise a
+  // hook costs one relaxed load.
   static void FollowAliases() { SetWatch(kAliases, kAliases); }
 
-  // An alias of the tensor is being made. Does nothing unless the tensor is a base of torch_xla's.
+  // An alias of the tensor is being made. Does nothing unless the tensor is a base of torch_xla.
   void NoteBase(const at::FunctionalTensorWrapper& base);
-  // The storage that `written` shares with its aliases has got another value. An alias of a consumed value takes the
-  // new one at once; all others wait for BringUpToDate().
+  // The storage that `written` shares with its aliases has a new value. Aliases of a consumed value take it at once,
+  // the others in BringUpToDate().
   void NoteWrite(at::FunctionalTensorWrapper& written);
-  // The tensors of a device that are out of date take their new values. A tensor whose new value cannot be had stays
-  // as it is: the next use of it raises. Throws only what a signal's handler has raised.
+  // Gives the outdated tensors of a device their new values. A tensor that cannot get its new value stays outdated, and
+  // its next use raises. Throws only the exceptions of signal handlers.
   void BringUpToDate(const lazy::BackendDevice* device);
 
-  // How many base tensors are noted, and how many of them may be out of date.
+  // How many base tensors are noted, and how many of these may be out of date.
   struct Counts {
     std::size_t bases, outdated;
   };
@@ -64,21 +64,21 @@ class OutdatedTensors {
  private:
   OutdatedTensors();
 
-  // What a noted tensor carries, and takes along when it is destroyed or becomes another one. No weak pointer:
-  // torch.utils.swap_tensors refuses a tensor that has one, and it would keep what the tensor holds.
+  // The metadata of a noted tensor. Torch destroys it with the tensor, or when the tensor becomes another one. A weak
+  // pointer instead would keep the tensor's contents, and torch.utils.swap_tensors refuses tensors that have one.
   struct Tag : c10::BackendMeta {
     explicit Tag(const at::FunctionalTensorWrapper& owner);
     ~Tag() override { Get().Forget(*this); }
-    // Whatever is made of the tensor is not noted.
+    // A copy of the tensor is not noted.
     c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& self) const override;
 
     at::FunctionalTensorWrapper* tensor;
-    const c10::StorageImpl* storage;  // for comparing, never followed
+    const c10::StorageImpl* storage;  // compared only, never dereferenced
     at::Device device;
-    bool outdated = false;  // perhaps: it is among `outdated_`
+    bool outdated = false;  // it is in `outdated_`
   };
 
-  // The tensor, if it is alive. Call with the mutex, and let go of the tensor without it.
+  // The tensor, if it is alive. Call it with the mutex, but release the tensor without it.
   static c10::intrusive_ptr<c10::TensorImpl> Lock(const Tag& tag);
   void Forget(const Tag& tag);
   void RemoveBase(const Tag& tag);

@@ -1,4 +1,4 @@
-// Fetches noted outputs one by one and counts what is not finite.
+// Fetches the noted outputs one by one and counts NaNs and infinities.
 #include "features/output_check.h"
 
 #include <ATen/ATen.h>
@@ -41,15 +41,15 @@ std::vector<Run>& Runs() {
 }
 
 void Fetch(Output& output) {
-  // The device lets nobody read a buffer that is not there.
+  // The device does not allow reads of a buffer without a value.
   if (output.buffer != nullptr && output.buffer->HasValue()) {
     output.copy = lazy::getBackend()->MakeTensorFromComputationData(output.buffer, output.dtype);
   }
   output.buffer = nullptr;
 }
 
-// The executor has waited for the earlier runs by now. torch_xla donates what is updated in place, so this is the last
-// moment at which their outputs are there for certain.
+// The executor has waited for the earlier runs. torch_xla donates inputs that are updated in place, so later these
+// outputs may be gone.
 void FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& parameters) {
   if (Runs().empty()) {
     return;
@@ -95,7 +95,7 @@ class OutputCheck : public StepObserver {
     try {
       Note(run);
     } catch (const std::exception& error) {
-      // Out of memory, at worst: the run must go on, unchecked.
+      // Such as out of memory: the run must continue, unchecked.
       DonationRegistry::Get().NoteError(error.what());
     }
   }
@@ -110,7 +110,7 @@ void DropNotedOutputs() { Runs().clear(); }
 
 std::vector<BadOutput> TakeBadOutputs(bool infs) {
   std::vector<Run> runs = std::exchange(Runs(), {});
-  ThreadStep::Get().GiveUp();  // a run that never begins would be waited for in vain
+  ThreadStep::Get().GiveUp();  // else the wait below would not end for a run that never begins
   std::vector<BadOutput> bad;
   for (Run& run : runs) {
     run.ended.wait();

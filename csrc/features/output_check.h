@@ -1,12 +1,12 @@
-// The floating outputs of a thread's runs, noted so that the end of the step can look for NaN and infinities in them.
+// The floating outputs of a thread's runs, noted so that the end of the step can check them for NaN and infinities.
 //
-// A run is a step, or a call of a graph that torch.compile(backend="openxla") has made. switches.h says when.
+// A run is a step, or a call of a graph that torch.compile(backend="openxla") has made. switches.h has the conditions.
 //
-// Ownership: the outputs are held until they are checked or dropped; of one that a later run reads, and may write over,
-//   a copy on the host is held instead.
-// Threads: each thread has its own notes. TakeBadOutputs() waits for the runs, so its caller must not hold the GIL.
-// Errors: TakeBadOutputs() throws what the transfer from the device throws. The outputs of a run that fails are not
-//   checked: torch_xla raises the failure.
+// Ownership: holds the outputs until they are checked or dropped. If a later run reads an output, and may overwrite it,
+//   holds a copy on the host instead.
+// Threads: each thread has its own notes. TakeBadOutputs() waits for the runs, so the caller must not hold the GIL.
+// Errors: TakeBadOutputs() throws errors of the transfer from the device. It does not check the outputs of a failed
+//   run, because torch_xla raises that failure.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +22,11 @@ struct BadOutput {
   std::string array;  // "f32[8,4]"
   std::int64_t values = 0;
   std::int64_t nans = 0;
-  std::int64_t infs = 0;  // 0 unless asked for
+  std::int64_t infs = 0;  // 0 unless requested
 };
 
-// The outputs of this thread's runs since the last call that hold a NaN or, if asked for, an infinity. If there are
-// any, the donors of the thread's last step may be used again: the search for the cause needs them.
+// Returns the outputs of this thread's runs since the last call that hold a NaN or, if requested, an infinity. If there
+// are any, the program may use the donors of the thread's last step again to search for the cause.
 std::vector<BadOutput> TakeBadOutputs(bool infs);
 void DropNotedOutputs();
 

@@ -31,7 +31,7 @@ bool IsReplicated(const lazy::BackendData& buffer) {
 struct PendingGraph {
   struct Parameter {
     lazy::BackendDataPtr buffer;
-    std::optional<std::size_t> own;  // the output that replaces it in place: torch_xla donates it
+    std::optional<std::size_t> own;  // the output that replaces it in place, so that torch_xla donates it
   };
   std::vector<Parameter> parameters;            // in the order of the graph
   std::vector<lazy::Value> roots;               // of the outputs

@@ -19,15 +19,15 @@ namespace torch_xla_donate {
 
 namespace {
 
-// An operation has used a buffer: by the node that it has left behind, the next one would pass unseen.
+// An operation has used this buffer. Through the tensor's cached node, the next operation would not be noticed.
 struct Reused {
   std::weak_ptr<abi::TensorData> tensor;
   const lazy::BackendData* buffer;
 };
 
-// What a dry run leaves behind: no buffer, so that a step that fails to compile keeps nothing alive.
+// The result of a dry run. Holds no buffer, so that a step that fails to compile keeps nothing alive.
 struct Forecast {
-  const abi::Executor::SyncTensorCollection* collection;  // for comparing, never followed
+  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced
   std::uint64_t step;
   std::vector<std::pair<ArraySize, DonorPtr>> parameters;  // in the order of the graph
 
@@ -40,7 +40,7 @@ struct ThreadState {
   std::optional<Forecast> forecast;  // until its step runs
   std::uint64_t last_step = 0;       // the last step, if it would have consumed a buffer
   std::vector<Reused> reused;
-  bool reporting = false;  // inside the callback, which may use tensors itself
+  bool reporting = false;  // inside the callback, which may use tensors
 };
 ThreadState& State() {
   thread_local ThreadState state;
@@ -63,7 +63,7 @@ std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, 
   for (const lazy::BackendDataPtr& output : outputs) {
     const std::string array = output != nullptr ? abi::DescribeBuffer(*output) : std::string();
     if (IsDynamic(array)) {
-      return {};  // of a size that only the device knows: XLA aliases nothing then
+      return {};  // only the device knows the size, so XLA aliases nothing
     }
     sizes.push_back(SizeOf(array, /*unsharded=*/false));
   }
@@ -114,7 +114,7 @@ class ReuseWarnings : public StepObserver {
     try {
       Remember(run, *forecast);
     } catch (const std::exception& error) {
-      // Out of memory, at worst: the step must go on, without warnings.
+      // Such as out of memory: the step must continue, without warnings.
       DonationRegistry::Get().NoteError(error.what());
     }
   }

@@ -1,10 +1,11 @@
-// Inside debug_nans() and donation_disabled(report_reuse=True): a warning at each use of a buffer that a step would
-// have consumed, had donation not been disabled.
+// Inside debug_nans() and donation_disabled(report_reuse=True), warns at each use of a buffer that a step would have
+// consumed if donation were enabled.
 //
-// The step is a dry run. Its forecast becomes donors when the outputs are known: XLA gives a donor to an output of its
-// size, as size_pairing.h has it. Where the memory is seen from outside (dlpack) it does not, which is not known here.
+// The step is a dry run. When the outputs are known, size_pairing.h gives the donors that XLA would have used. XLA uses
+// no donor whose memory is exported (dlpack), which is not known here.
 //
-// Threads: belongs to the thread that steps; ReportReuse() any. Errors: ReportReuse() throws what the callback throws.
+// Threads: belongs to the thread that steps; any thread may call ReportReuse().
+// Errors: ReportReuse() throws the callback's exceptions.
 #pragma once
 
 #include <memory>
@@ -14,14 +15,14 @@
 
 namespace torch_xla_donate {
 
-// Calls the reuse callback if a step would have consumed the buffer; returns whether it has.
+// Calls the reuse callback if a step would have consumed the buffer. Returns whether it did.
 bool ReportReuse(const lazy::BackendData* buffer);
-// The same for an operation, after which the tensor forgets its node: the next operation shall come by again.
+// The same for an operation. The tensor then forgets its node, so that the next operation is reported, too.
 void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::BackendData* buffer);
 
 // A run of a compiled graph would have consumed these donors.
 void RememberWouldBeConsumed(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors);
-// The donors of the thread's last step may be used: the search for the cause of a NaN needs them.
+// The program may use the donors of the thread's last step, to search for the cause of a NaN.
 void AllowReuseOfLastStep();
 
 }  // namespace torch_xla_donate

@@ -1,4 +1,4 @@
-// Counts at the barrier, and throws where a run begins.
+// Counts at the barrier, and throws when a run begins.
 #include "features/run_guard.h"
 
 #include <atomic>
@@ -11,7 +11,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// torch_xla's one executor, once it has passed a barrier.
+// torch_xla's only executor, once it has passed a barrier.
 std::atomic<const lazy::LazyGraphExecutor*> host_executor{nullptr};
 
 struct ThreadState {

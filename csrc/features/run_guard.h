@@ -1,4 +1,4 @@
-// Keeps a thread that traces a function from running graphs, and counts what it runs and waits for.
+// Prevents a thread that traces a function from running graphs, and counts its runs and waits.
 //
 // Threads: all but VerifyExecutor() belong to the calling thread. Errors: a blocked run raises std::runtime_error.
 #pragma once
@@ -7,16 +7,15 @@
 
 namespace torch_xla_donate {
 
-// While a thread's runs are blocked, a graph that it is about to run makes std::runtime_error. torch_xla has a switch
-// for this, which would stop the steps of all other threads, too.
+// While a thread's runs are blocked, running a graph throws std::runtime_error. torch_xla's own switch for this would
+// stop the steps of all other threads, too.
 void BlockRuns(bool on);
 // How many graphs this thread has begun to run.
 std::uint64_t RunsBegun();
-// How often this thread has passed the barrier that stands before every read and every run, while its runs were
-// blocked.
+// How often this thread has passed the barrier before each read and run while its runs were blocked.
 std::uint64_t BarriersPassed();
 
-// Throws std::runtime_error if torch_xla's executor is not laid out as expected, or has not passed a hook yet.
+// Throws std::runtime_error if torch_xla's executor has another layout, or has not passed a hook yet.
 void VerifyExecutor(bool eager_mode, bool allow_execution);
 
 }  // namespace torch_xla_donate

@@ -1,4 +1,4 @@
-// Stops the run that it is to describe.
+// Stops the run that it describes.
 #include "features/run_probe.h"
 
 #include <utility>
@@ -21,7 +21,7 @@ ThreadState& State() {
 
 class RunProbe : public StepObserver {
   void BeforeRun(RunContext& run) override { run.stopped = State().inspecting; }
-  // The graph has come to the run by now; to throw here keeps it from being scheduled.
+  // The graph has reached the run. Throwing here keeps it from being scheduled.
   void AtStart(RunContext& run) override {
     if (run.stopped) {
       State().found = abi::DescribeGraph(*abi::ExecutableOf(run.run));

@@ -1,4 +1,4 @@
-// Closes the gate of a step, in the order of who has the last word.
+// Closes the gate of a step. The verdict of a later switch wins.
 #include "features/switches.h"
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// One intercept for each operation that clones what it overwrites, and one for what tells torch_xla of a replacement.
+// Intercepts each operation that clones the tensor it overwrites, and the call that reports a replacement to torch_xla.
 #include "features/whole_overwrites.h"
 
 #include <ATen/Operators.h>
@@ -32,7 +32,7 @@ at::Tensor EmptyLike(const at::Tensor& tensor) { return at::empty(tensor.sizes()
 
 bool IsToReplace(const at::Tensor& tensor) { return tensor.defined() && tensor.is_xla() && HoldsConsumed(tensor); }
 
-// The result has the shape, dtype and device of the first argument, and depends on nothing else of it.
+// The result takes only shape, dtype and device from the first argument.
 template <typename Op, typename... Rest>
 struct Overwrite<Op, at::Tensor(const at::Tensor&, Rest...)> {
   using Function = at::Tensor (*)(const at::Tensor&, Rest...);

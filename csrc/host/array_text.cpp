@@ -1,4 +1,4 @@
-// Reads the texts of abi::DescribeBuffer.
+// Parses the texts of abi::DescribeBuffer.
 #include "host/array_text.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ constexpr std::pair<at::ScalarType, const char*> kElements[] = {
     {at::ScalarType::Float8_e5m2, "f8e5m2"},
 };
 
-// The numbers between `open` and the next ']'; nothing if there is no such list.
+// Returns the numbers between `open` and the next ']', or nullopt if the text has no such list.
 std::optional<std::vector<std::int64_t>> Numbers(const std::string& text, const std::string& open) {
   const std::size_t begin = text.find(open);
   const std::size_t end = text.find(']', begin);
@@ -44,7 +44,7 @@ std::optional<std::vector<std::int64_t>> Numbers(const std::string& text, const 
   return list.eof() ? std::optional(numbers) : std::nullopt;
 }
 
-// For each dimension its size and the number of its pieces.
+// Returns for each dimension its size and the number of its pieces.
 std::optional<std::vector<std::pair<std::int64_t, std::int64_t>>> Cuts(const std::string& array) {
   const std::size_t sharding = array.find(" sharding=");
   const auto sizes = Numbers(array.substr(0, sharding), "[");

@@ -1,4 +1,4 @@
-// Asks torch_xla's executor, its runs and its device data.
+// Reads torch_xla's executor, its runs and its device data.
 #include "host/graphs.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
@@ -15,7 +15,7 @@ namespace torch_xla_donate::abi {
 
 const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer) {
   const lazy::BackendData::Info* info = buffer.info();
-  // Nobody derives from it, so the exact type will do; that is a fraction of a dynamic_cast.
+  // No class derives from it, so this exact comparison works and costs a fraction of a dynamic_cast.
   return info != nullptr && typeid(*info) == typeid(DeviceDataInfo) ? static_cast<const DeviceDataInfo*>(info)
                                                                     : nullptr;
 }
@@ -23,7 +23,7 @@ const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer) {
 void WaitForHandOver(const lazy::BackendDevice& device) {
   Executor::SyncTensorCollection nothing;
   nothing.device = device;
-  // Takes the device's lock, which whoever starts a run keeps until it is done with that.
+  // Takes the device's lock. The thread that starts a run holds it until the run has started.
   static_cast<Executor*>(lazy::LazyGraphExecutor::Get())->PassBarrier(&nothing);
 }
 
@@ -34,7 +34,7 @@ std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buf
 }
 
 at::Device TorchDevice(const lazy::BackendDevice& device) {
-  // By the ordinal alone, as torch_xla keeps its tokens: that of all devices of an SPMD program is xla:0, too.
+  // Only the ordinal counts, as for torch_xla's tokens. The device of an SPMD program is xla:0, too.
   const std::vector<lazy::BackendDevice> devices = lazy::getBackend()->GetBackendDevices();
   for (std::size_t i = 0; i < devices.size(); ++i) {
     if (devices[i].ordinal() == device.ordinal()) {
@@ -52,7 +52,7 @@ std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::B
     using DeviceContextArena::ForAllDeviceContexts;
   };
   std::vector<std::shared_ptr<TensorData>> result;
-  // Torch's own function, whatever hooks there are.
+  // Calls torch's own function, even while hooks are installed.
   static_cast<Arena*>(arena)->ForAllDeviceContexts(
       [&result, id](Arena::DeviceContext* context) {
         const std::lock_guard<std::mutex> lock(context->lock);
@@ -88,7 +88,7 @@ std::string DescribeBuffer(const lazy::BackendData& buffer) {
 }
 
 std::string DescribeNode(const lazy::Value& value) {
-  // "xla_shape=f32[8,4]{1,0}", or "xla_shape=(f32[8,4]{1,0}, s32[])" for a node of several outputs.
+  // "xla_shape=f32[8,4]{1,0}", or "xla_shape=(f32[8,4]{1,0}, s32[])" for a node with several outputs.
   const std::string text = value.node->ToString();
   std::size_t open = text.find("xla_shape=");
   for (std::size_t i = 0; i <= value.index && open != std::string::npos; ++i) {

@@ -1,7 +1,7 @@
 // The executor, its graphs and runs, devices and device data.
 //
-// Ownership: nothing here owns host objects beyond the shared_ptr it returns.
-// Threads: all functions may be called from any thread, with or without the GIL.
+// Ownership: owns host objects only through the shared_ptr it returns.
+// Threads: any thread may call all functions, with or without the GIL.
 #pragma once
 
 #include <cstdint>
@@ -16,31 +16,32 @@
 
 namespace torch_xla_donate::abi {
 
-// The executor's note on device data; null if there is none, or one of another kind.
+// The executor's note on device data; null if there is no note, or one of another class.
 const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer);
 
-// The live tensors of a device that were made after the one of this id; `arena` is the executor's own.
+// The live tensors of a device that are newer than the tensor of this id. `arena` is the executor's.
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
 
-// Whether nodes are kept for graphs to come (torch's torch_lazy_reuse_ir), with whatever they read.
+// Whether torch keeps nodes, with the buffers they read, for later graphs (torch_lazy_reuse_ir).
 bool KeepsNodes();
 
-// Waits until whatever is being started on the device has been handed over to it, and its buffers let go. The caller
-// must not hold the GIL. Passes on what made an earlier step fail, as torch_xla does where it waits for it.
+// Waits until every run that is starting on the device has been passed to it and has released its buffers. The caller
+// must not hold the GIL. Throws the error of an earlier failed step, as torch_xla does when it waits.
 void WaitForHandOver(const lazy::BackendDevice& device);
 
-// Whether the switch of eager mode is on, of the executor that passes the hooks (torch's registered one is another).
+// Whether eager mode is on in the executor that passes the hooks. (The executor registered with torch is another
+// object.)
 bool InEagerMode(const lazy::LazyGraphExecutor& executor);
 
-// The outputs of a step, by the ids that tell which inputs torch_xla donates to them by itself.
+// The outputs of a step, by the ids that mark the inputs which torch_xla donates automatically.
 class OutputIds {
  public:
-  // Of several with one id, which share a buffer, the first one counts.
+  // Of several outputs with one id, which share a buffer, the first counts.
   void Add(const TensorData& output) { place_of_.emplace(AliasId(output), added_++); }
-  // The output that replaces the buffer, counted in the order of Add(); nothing if torch_xla does not donate it.
+  // The output that replaces the buffer, in the order of Add(); nullopt if torch_xla does not donate the buffer.
   std::optional<std::size_t> ReplacementOf(const lazy::BackendData& buffer) const;
   bool Empty() const { return place_of_.empty(); }
-  // An id of an output, whichever; there must be one.
+  // The id of any output; there must be one.
   std::int64_t Any() const { return place_of_.begin()->first; }
 
  private:
@@ -48,31 +49,29 @@ class OutputIds {
   std::size_t added_ = 0;
 };
 
-// The device as torch and torch_xla's Python functions know it, such as xla:0. Throws std::runtime_error if it is none
-// of this process.
+// The device as torch and torch_xla's Python functions know it, such as xla:0. Throws std::runtime_error if this
+// process does not have it.
 at::Device TorchDevice(const lazy::BackendDevice& device);
 
 // Whether a device stands for all devices of an SPMD program.
 bool IsSpmd(const lazy::BackendDevice& device);
 
-// Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", and " sharding={...}"
-// where there is one. Empty if the host's text is not understood.
+// Shape, layout and sharding of device data as XLA writes them, for example "f32[8,4]{1,0}", followed by "
+// sharding={...}" if sharded. Empty if the host's text cannot be parsed.
 std::string DescribeBuffer(const lazy::BackendData& buffer);
 
-// The array that a node's output will be, without layout and sharding: "f32[8,4]". Empty if the host's text for it is
-// not understood.
+// The array of a node's output, without layout and sharding: "f32[8,4]". Empty if the host's text cannot be parsed.
 std::string DescribeNode(const lazy::Value& value);
 
-// Whether somebody has given the node a sharding.
+// Whether the program has annotated the node with a sharding.
 bool IsAnnotated(const lazy::Node& node);
 
-// A compiled graph in XLA's words: the optimised HLO module, and the bytes that a run takes.
+// A compiled graph as XLA describes it: the optimised HLO module, and the bytes that a run takes.
 struct CompiledGraph {
   std::string text;
   std::string memory;
 };
-// The executable of a run that has been prepared. Throws std::runtime_error if the objects are not of the classes
-// expected.
+// The executable of a prepared run. Throws std::runtime_error if the objects are not of the expected classes.
 struct HostCachedComputation;
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run);
 CompiledGraph DescribeGraph(const HostCachedComputation& executable);

@@ -1,4 +1,4 @@
-// The checks of the layouts, and the way from a torch tensor to its lazy tensor.
+// Checks the layouts, and finds the lazy tensor of a torch tensor.
 #include "host/layouts.h"
 
 #include <atomic>
@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
 constexpr const char* kTensorDataType = "N9torch_xla9XLATensor4DataE";
 
-// The address of a type's name identifies it cheaply once the text has been compared.
+// After the first comparison of the texts, the address of a type's name identifies the type cheaply.
 bool HasType(const std::type_info& type, const char* name, std::atomic<const char*>& known) {
   const char* found = type.name();
   if (found == known.load(std::memory_order_relaxed)) {
@@ -53,10 +53,10 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
     Mismatch("the executor that runs graphs is torch's own");
   }
   const auto& host = static_cast<const HostExecutor&>(executor);
-  // As bytes: what is not there may be no valid bool.
+  // Read as bytes, because with another layout they may not be valid bools.
   unsigned char switches[2];
   std::memcpy(switches, &host.use_eager_mode, sizeof switches);
-  // A string of libstdc++: where it is, its size, then either its characters, to which it points, or its capacity.
+  // libstdc++'s string: a pointer, the size, then the short text itself (which the pointer points to) or the capacity.
   std::uintptr_t name[3];
   std::memcpy(name, &host.current_graph_name, sizeof name);
   const bool inside = name[0] == reinterpret_cast<std::uintptr_t>(&host.current_graph_name) + 2 * sizeof name[0];

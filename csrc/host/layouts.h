@@ -1,7 +1,7 @@
 // The memory layouts of torch_xla's classes. Only files of this folder include this; verify.h has the checks.
 //
 // The stock wheel ships no headers and hides its C++ symbols. Its classes derive from torch's, so a layout here adds
-// what follows torch's part.
+// the members after torch's part.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace torch_xla_donate::abi {
 
 [[noreturn]] void Mismatch(const std::string& what);
 
-// The names of the types, as typeid() has them.
+// The names of the types, as in typeid().
 inline constexpr const char* kAsyncType = "N9torch_xla16XLAGraphExecutor5AsyncE";
 inline constexpr const char* kComputationType = "N9torch_xla7runtime21PjRtComputationClient15PjRtComputationE";
 
@@ -27,18 +27,18 @@ struct HostCachedComputation {
   std::shared_ptr<HostComputation> computation;
   bool is_sharded;
 };
-// torch_xla::XLAGraphExecutor::Async: what it adds to torch's own part.
+// torch_xla::XLAGraphExecutor::Async: the members after torch's part.
 struct HostAsync : Executor::Async {
   std::shared_ptr<HostCachedComputation> cached_computation;
 };
 
-// torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace: there
-// the compiler would conclude that nobody overrides it.
+// torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace, because
+// the compiler would then assume that no class overrides it.
 struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
 };
 
-// torch_xla::XLAGraphExecutor: what it adds to torch's own part, up to what is needed here.
+// torch_xla::XLAGraphExecutor: the members after torch's part, as far as needed here.
 struct HostExecutor : lazy::LazyGraphExecutor {
   void* computation_cache;
   bool use_eager_mode;
@@ -46,7 +46,7 @@ struct HostExecutor : lazy::LazyGraphExecutor {
   std::string current_graph_name;
 };
 
-// torch_xla::XLATensor::Data: what it adds to torch's own part.
+// torch_xla::XLATensor::Data: the members after torch's part.
 struct HostTensorData : TensorData {
   std::shared_ptr<void> view;
   std::optional<at::ScalarType> logical_element_type;
@@ -55,18 +55,17 @@ struct HostTensorData : TensorData {
   bool is_cloned;
 };
 
-// torch_xla::XLATensor: the first that it adds is a pointer of its own type to the same data.
+// torch_xla::XLATensor: the first member after torch's part, a pointer of another type to the same data.
 struct HostTensor : lazy::LazyTensor {
   std::shared_ptr<TensorData> data;
 };
 
 inline const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
 
-// Where a tensor, which may be functionalization's wrapper, has its value.
+// The impl that has the tensor's value, inside functionalization's wrapper if there is one.
 const c10::TensorImpl& ValueImplOf(const at::Tensor& tensor);
 
-// The pointer to the lazy tensor that torch_xla::XLATensorImpl has after c10::TensorImpl. Null if the tensor is of
-// another class.
+// The pointer to the lazy tensor, which torch_xla::XLATensorImpl has after c10::TensorImpl. Null for another class.
 const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl);
 
 }  // namespace torch_xla_donate::abi

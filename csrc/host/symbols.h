@@ -1,6 +1,6 @@
 // The functions of torch_xla and libtorch that the hooks replace: mangled names and types.
 //
-// third_party/host_facts.md lists the versions for which each name was compared.
+// third_party/host_facts.md lists the versions in which each name was compared.
 #pragma once
 
 #include <ATen/FunctionalTensorWrapper.h>
@@ -17,25 +17,25 @@ namespace lazy = torch::lazy;
 using TensorData = lazy::LazyTensor::Data;
 using DeviceDataInfo = lazy::LazyGraphExecutor::DeviceDataInfo;
 
-// The executor's nested types are protected; deriving is the way to name them.
+// The executor's nested types are protected, so only a derived class can name them.
 struct Executor : lazy::LazyGraphExecutor {
   using LazyGraphExecutor::Async;
   using LazyGraphExecutor::DeviceContextArena;
   using LazyGraphExecutor::PostOrderData;
   using LazyGraphExecutor::SyncTensorCollection;
 
-  // Torch's own function, whatever hooks there are.
+  // Calls torch's own function, even while hooks are installed.
   void PassBarrier(SyncTensorCollection* collection) { LazyGraphExecutor::TensorCollectionBarrier(collection); }
 };
 
-// Member functions as the free functions they are in the Itanium C++ ABI: `this` comes first.
+// Member functions as free functions, as in the Itanium C++ ABI: `this` comes first.
 using RunPostOrderFn = Executor::PostOrderData (*)(lazy::LazyGraphExecutor*, const std::vector<lazy::Value>&,
                                                    Executor::SyncTensorCollection*);
 using AsyncConstructorFn = void (*)(Executor::Async*, Executor::SyncTensorCollection*,
                                     std::vector<lazy::BackendDataPtr>, std::vector<lazy::BackendDataPtr>,
                                     lazy::LazyGraphExecutor::ComputationCache::TypePtr);
 // Declared by value, which both supported ABIs (Itanium, on x86-64 and aarch64) pass as a reference to the caller's
-// object. Taken as that it need not be moved.
+// object. Declared as a reference here, so that hooks need not move it.
 using LazyTensorConstructorFn = void (*)(lazy::LazyTensor*, std::shared_ptr<TensorData>&);
 using CurrentDataHandleFn = lazy::BackendDataPtr (*)(const lazy::LazyTensor*);
 using CreateTensorNodeFn = lazy::Value (*)(const lazy::LazyTensor*, const lazy::BackendDataPtr&, bool);
@@ -44,7 +44,7 @@ using TensorCollectionBarrierFn = void (*)(lazy::LazyGraphExecutor*, Executor::S
 using MarkStepFn = void (*)(void* arena, const lazy::BackendDevice&);
 using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<void()>);
 using CommitUpdateFn = void (*)(at::FunctionalTensorWrapper*);
-// The last argument is a reference to what describes the view, of a type that differs between versions.
+// The last argument refers to the description of the view, whose type differs between versions.
 using ViewConstructorFn = void (*)(at::FunctionalTensorWrapper*, const at::Tensor&, const at::FunctionalTensorWrapper*,
                                    const void*);
 using CopyTensorMetadataFn = void (*)(const at::FunctionalTensorWrapper*, at::FunctionalTensorWrapper*,

@@ -53,7 +53,7 @@ Resolution Resolve(const at::Tensor& tensor) {
     result.state = TensorState::kViewed;
     return result;
   }
-  // A clone has its source's graph until a step gives it a buffer of its own.
+  // A clone has the graph of its source until a step gives it a separate buffer.
   const bool is_clone = result.tensor->handle == nullptr && AsHost(*result.tensor).is_cloned;
   result.buffer = is_clone ? nullptr : BufferOf(*result.tensor);
   if (result.buffer == nullptr) {
@@ -121,7 +121,7 @@ StandIn::StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data) {
   if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
     Mismatch("only an XLA tensor can stand for another one");
   }
-  // The member is not const, only torch's view of it is.
+  // The member is not const. Only torch's accessor returns it as const.
   places_[0] = const_cast<std::shared_ptr<TensorData>*>(&(*lazy_tensor)->data());
   places_[1] = &static_cast<HostTensor*>(lazy_tensor->get())->data;
   before_ = *places_[0];

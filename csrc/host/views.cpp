@@ -1,4 +1,4 @@
-// Reads and changes the notes of torch's functionalization.
+// Reads and changes functionalization's state.
 #include "host/views.h"
 
 #include "host/layouts.h"
@@ -8,7 +8,7 @@ namespace torch_xla_donate::abi {
 
 namespace {
 
-// The counter that is_up_to_date() compares is private, and an explicit instantiation may name private members.
+// The counter that is_up_to_date() compares is private. An explicit instantiation may name private members.
 struct Generation {
   friend std::size_t& CounterOf(Generation, at::FunctionalTensorWrapper& tensor);
 };
@@ -18,7 +18,7 @@ struct Open {
 };
 template struct Open<&at::FunctionalTensorWrapper::generation_>;
 
-// The same for what a storage has noted and not applied yet.
+// The same for a storage's noted updates.
 using Group = at::functionalization::FunctionalStorageImpl;
 struct Noted {
   friend void DropLastWrite(Noted, Group& group);
@@ -53,7 +53,7 @@ void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
     group.apply_updates();
   } catch (...) {
     DropLastWrite(Noted(), group);
-    CounterOf(Generation(), written) = group.generation() - 1;  // it holds what it should not have got
+    CounterOf(Generation(), written) = group.generation() - 1;  // it has the value of the dropped write
     throw;
   }
 }
@@ -92,7 +92,7 @@ void InvalidateViews(const at::Tensor& tensor) {
   if (wrapper->storage().use_count() == 1) {
     return;
   }
-  // A tensor and its views have one storage. The base is replaced by itself, which makes the views out of date.
+  // A tensor and its views share a storage. Replacing the base by the same tensor makes the views out of date.
   const at::Tensor base = GroupOf(*wrapper).base();
   if (base.unsafeGetTensorImpl() == wrapper->value().unsafeGetTensorImpl()) {
     GroupOf(*wrapper).add_update(base, {});

@@ -1,32 +1,32 @@
-// Functionalization: a base tensor and its views share a storage, which notes the writes that each has to follow.
+// Functionalization: a base tensor and its views share a storage, which notes the writes that each must apply.
 //
-// Threads: all functions may be called from any thread, with or without the GIL.
+// Threads: any thread may call all functions, with or without the GIL.
 #pragma once
 
 #include "host/symbols.h"
 
 namespace torch_xla_donate::abi {
 
-// The buffer of a storage's base tensor, to which writes that have not been applied yet will be added; null if it is
-// still to be computed, or not torch_xla's.
+// The buffer of a storage's base tensor, without the writes noted since. Null if it is not computed yet or does not
+// belong to torch_xla.
 lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
-// The buffer of the value that the tensor has itself; null likewise.
+// The buffer of the tensor's own value; null in the same cases.
 lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
-// The value that the tensor has counts as that of its storage, so that it is not worked out again.
+// Declares the tensor's value up to date with its storage, so that torch does not compute it again.
 void SetUpToDate(at::FunctionalTensorWrapper& tensor);
-// The write that the tensor's storage has noted last reaches the base now. If it cannot, the storage and the other
-// views are as before, and the next use of the tensor written raises, too.
+// Applies the storage's last noted write to the base. If that fails, the storage and the other views are unchanged, and
+// the next use of `written` raises, too.
 void ApplyLastWrite(at::FunctionalTensorWrapper& written);
-// As SetUpToDate, for any tensor that has been resolved.
+// The same as SetUpToDate for any resolved tensor.
 void KeepValue(const at::Tensor& tensor);
 
-// The buffer that a tensor holds, or from which it will be computed when it is used, if it is a view that is out of
-// date; null if there is none. Computes nothing, unlike Resolve().
+// The buffer that a tensor holds, or, for a view that is out of date, the buffer it will be computed from. Null if it
+// has neither. Computes nothing, unlike Resolve().
 lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor);
 
-// Makes every view of the tensor compute itself anew, from the tensor, when it is used next. A view that was computed
-// before has a buffer of its own in torch_xla, and would not notice that its base is gone. Does nothing without
-// functionalization, and to a tensor that is a view itself.
+// Makes every view of the tensor recompute its value from the tensor at its next use. A view computed earlier has a
+// separate buffer in torch_xla and would not notice that its base is gone. Does nothing without functionalization, or
+// if the tensor is a view.
 void InvalidateViews(const at::Tensor& tensor);
 
 }  // namespace torch_xla_donate::abi

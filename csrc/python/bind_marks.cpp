@@ -32,7 +32,7 @@ const char* Obstacle(const abi::Resolution& resolved) {
     case abi::TensorState::kReadOnly: return "read_only";
     case abi::TensorState::kViewed: return "viewed";
     case abi::TensorState::kDynamic: return "dynamic";
-    case abi::TensorState::kNotXla: return "not_xla";
+    case abi::TensorState::kNotXla: break;
   }
   return "not_xla";
 }

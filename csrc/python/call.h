@@ -14,19 +14,19 @@ namespace torch_xla_donate {
 
 // Why a call has marked nothing.
 struct Refusal {
-  std::size_t leaf;                 // the first that cannot be marked
+  std::size_t leaf;                 // the first leaf that cannot be marked
   std::string obstacle;             // as `state` names it, "not_tensor" or "also_kept"
-  std::optional<std::size_t> kept;  // of "also_kept": the position of the other leaf
+  std::optional<std::size_t> kept;  // for "also_kept": the position of the other leaf
 };
 
-// A call's marks, for taking them back. What is still pending of a scope's marks goes with it, as where an interrupt
-// has hit its caller.
+// A call's marks, for cancelling them. The destructor cancels a scope's pending marks, for example after an interrupt
+// in its caller.
 struct Call {
   std::shared_ptr<CallSite> site;
-  std::vector<std::uint32_t> constants;  // positions of leaves in buffers that torch_xla shares between tensors
-  std::vector<std::weak_ptr<lazy::BackendData>> buffers;  // of the leaves, whoever marked them first
-  std::optional<Refusal> refusal;                         // then there are no marks
-  bool is_scope = false;                                  // the marks end with this object, at the latest
+  std::vector<std::uint32_t> constants;  // positions of leaves whose buffers torch_xla shares between tensors
+  std::vector<std::weak_ptr<lazy::BackendData>> buffers;  // of all leaves, also those marked earlier by another call
+  std::optional<Refusal> refusal;                         // set if there are no marks
+  bool is_scope = false;                                  // the marks end with this object at the latest
 
   explicit Call(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
   explicit Call(Refusal why) : refusal(std::move(why)) {}

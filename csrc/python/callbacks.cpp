@@ -13,7 +13,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// What has been raised travels as torch's own exception, which holds it through any host code.
+// Throws the Python error as torch's own exception, which keeps it through any host code.
 [[noreturn]] void PassOn(py::error_already_set& error) {
   error.restore();
   python_error ours;
@@ -27,7 +27,7 @@ std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object
   }
   py::gil_scoped_acquire gil;
   try {
-    // A signal may have come while the step was waited for. It goes first, not within what asks for names.
+    // A signal may have arrived while the thread waited for the step. Its handler must run here, not inside NamesOf().
     if (PyErr_CheckSignals() != 0) {
       throw py::error_already_set();
     }
@@ -37,7 +37,7 @@ std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object
   }
 }
 
-// A filter may make the warning an error.
+// A warning filter may turn the warning into an error.
 void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report) {
   if (Py_IsInitialized() == 0) {
     return;
@@ -61,7 +61,7 @@ std::string NamesOf(const Donor& donor) {
       if (!name.empty()) {
         result += (result.empty() ? "" : ", ") + name;
       }
-    } catch (py::error_already_set& error) {  // of the user's own containers
+    } catch (py::error_already_set& error) {  // from the user's own containers
       if (!error.matches(PyExc_Exception)) {
         throw;
       }
@@ -78,7 +78,6 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
                   py::object auto_sharding) {
   HookCallbacks callbacks;
   callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
-  // Kept for the life of the process, as the hooks are.
   auto* format = new py::object(std::move(format_use));
   auto* reuse = new py::object(std::move(report_reuse));
   auto* ended = new py::object(std::move(step_ended));

@@ -1,4 +1,4 @@
-// Python objects whose last owner let them go without the GIL.
+// Defers the release of Python objects whose last owner has no GIL.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,8 +11,8 @@ namespace torch_xla_donate {
 
 namespace py = pybind11;
 
-// A call's `names` object may lose its last owner on a thread without the GIL. It is parked here, and dropped by
-// the next call that marks tensors.
+// A call's `names` object may lose its last owner on a thread without the GIL. This list then keeps it until the next
+// call that marks tensors.
 struct DeferredDecrefs {
   std::mutex mutex;
   std::vector<PyObject*> objects;

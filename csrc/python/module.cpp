@@ -1,4 +1,4 @@
-// The Python module torch_xla_donate._C: typed in _C.pyi, every function documented beside its binding.
+// The Python module torch_xla_donate._C. _C.pyi has its types, and each binding its documentation.
 #include "python/bind.h"
 
 PYBIND11_MODULE(_C, m) {

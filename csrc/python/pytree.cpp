@@ -14,8 +14,8 @@ namespace torch_xla_donate {
 
 namespace {
 
-// Appends what a builtin container holds; false if anything in it needs more than that. The tokens tell structures
-// apart: types, keys and sizes in preorder.
+// Appends the leaves of a builtin container; false if the tree has anything else. The tokens identify the structure:
+// types, keys and sizes in preorder.
 bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
   if (THPVariable_Check(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree)) {
     leaves.append(py::handle(tree));
@@ -58,7 +58,7 @@ bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
   return false;
 }
 
-// The inverse: takes tokens from `token` on, and leaves from `leaf` on.
+// The inverse. Reads tokens from `token` on, and leaves from `leaf` on.
 py::object UnflattenFrom(const py::list& leaves, const py::tuple& tokens, py::ssize_t& leaf, py::ssize_t& token) {
   const py::handle type = tokens[static_cast<std::size_t>(token++)];
   if (type.is_none()) {

@@ -1,4 +1,4 @@
-// Trees of builtin containers: leaves and structure, and what a graph is compiled for.
+// Trees of builtin containers: leaves, structure, and the key of a compiled graph.
 //
 // The caller holds the GIL.
 #pragma once
@@ -9,18 +9,18 @@ namespace torch_xla_donate {
 
 namespace py = pybind11;
 
-// Leaves and tokens of a tree; None if anything in it is no builtin container or leaf.
+// Leaves and tokens of a tree; None if anything in it is not a builtin container or leaf.
 py::object Flatten(py::handle tree);
 // The inverse, with other leaves.
 py::object Unflatten(const py::list& leaves, const py::tuple& tokens);
 
-// What a graph is compiled for, of its inputs: of the tensors sizes, dtype, device, whether a gradient is wanted, and
-// which of them share a buffer.
+// The properties of inputs that a compiled graph depends on: sizes, dtype, device and requires_grad of each tensor, and
+// which tensors share a buffer.
 struct Signature {
   py::bytes key;
-  bool pending = false;  // one of them has no value yet
-  bool dynamic = false;  // one of them has a size that only the device knows: no graph is compiled for it
-  py::list others;       // what is not a tensor
+  bool pending = false;  // a tensor has no value yet
+  bool dynamic = false;  // only the device knows the size of a tensor, so no graph is compiled
+  py::list others;       // the leaves that are not tensors
 };
 Signature SignatureOf(const py::list& leaves);
 

@@ -1,4 +1,4 @@
-// What a donor's holders ask for.
+// The members of Donor, which combine the wishes of its holders.
 #include "registry/donor.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Why a donor was not donated, or why a step has no donors: a code, and what the sentence needs beyond it.
+// Why a donor was not donated, or why a step has no donors: a code, and details for the sentence.
 //
-// The sentences are in torch_xla_donate/_report/reasons.py; C++ carries none.
+// torch_xla_donate/_report/reasons.py has the sentences.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ namespace torch_xla_donate {
 
 enum class ReasonCode : std::uint8_t {
   kNone,
-  kGiven,  // details: the sentence, which Python has given
-  // Of one donor.
+  kGiven,  // details: the whole sentence, written by Python
+  // Of one donor:
   kAnotherBuffer,
   kHeldByOthers,
   kHasViews,
   kConstant,
   kReadEagerly,
-  // Of a step and all its donors.
+  // Of a step and all its donors:
   kUnmatched,
   kIgnored,  // details: the setting
   kAutoSharding,
@@ -31,7 +31,7 @@ enum class ReasonCode : std::uint8_t {
   kDeviceLocked,
   kTokenKept,   // details: the error
   kPlanFailed,  // details: the error
-  // Of a step that did not run, or failed.
+  // Of a step that failed or did not run:
   kGivenUp,
   kNotCompiled,
   kEarlierStepFailed,
@@ -45,7 +45,7 @@ struct Reason {
 
   Reason() = default;
   Reason(ReasonCode of, std::string more = {}) : code(of), details(std::move(more)) {}
-  // The text of Python; none if it is empty.
+  // A sentence from Python; no reason if it is empty.
   static Reason Given(std::string text) {
     return text.empty() ? Reason() : Reason(ReasonCode::kGiven, std::move(text));
   }

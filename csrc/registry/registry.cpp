@@ -17,10 +17,10 @@ DonationRegistry& DonationRegistry::Get() {
 }
 
 DonationRegistry::DonationRegistry() {
-  // A fork while another thread holds the mutex would leave it locked for ever in the child.
+  // Without these handlers, a fork while another thread holds the mutex would leave it locked in the child.
   pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); },
                  [] {
-                   // Steps run on threads that the child does not have: nobody may wait for them there.
+                   // The child does not have the threads that run steps, so waiting for them would never end.
                    Get().running_ = 0;
                    for (auto& entry : Get().consumed_) {
                      entry.second.step->status = Step::Status::kDone;
@@ -56,7 +56,7 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
       const Holder fresh{leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)};
       const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
                                     [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
-      // A held mark is found by its call, so it stands beside an earlier one.
+      // A compiled run finds its mark by the call, so its mark joins an earlier one instead of replacing it.
       if (own == donor->holders.end() || own->site == site || site->for_compiled_run) {
         donor->holders.push_back(fresh);
       } else if (site->strict || leaf.target != nullptr) {
@@ -92,7 +92,7 @@ std::size_t DonationRegistry::Cancel(const std::vector<lazy::BackendDataPtr>& bu
   return cancelled;
 }
 
-// The donors of which the call has been the only holder; the others lose the call's marks. Needs the lock.
+// Removes the call's marks and returns the donors that no other call holds. Needs the lock.
 std::vector<DonorPtr> DonationRegistry::TakeCall(const CallSite* site) {
   std::vector<DonorPtr> taken;
   for (auto it = pending_.begin(); it != pending_.end();) {
@@ -159,7 +159,7 @@ std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site)
       }
       known += tensor->handle == buffer ? 1 : 0;
       if (tensor->ir_value) {
-        // The node of this buffer: kept by the tensor, and by each pending computation that reads it.
+        // The tensor and each pending computation that reads the buffer hold this node.
         known += 1;
         read = read || tensor->ir_value.node.use_count() > 1;
       }
@@ -230,7 +230,7 @@ bool DonationRegistry::IsPending(const lazy::BackendData* buffer) const {
 
 const DonationRegistry::Consumed* DonationRegistry::Lookup(const lazy::BackendData* buffer) const {
   auto found = consumed_.find(buffer);
-  // An expired entry belonged to an earlier object at the same address.
+  // An expired entry belongs to an earlier object at the same address.
   return found == consumed_.end() || found->second.donor->buffer.expired() ? nullptr : &found->second;
 }
 
@@ -280,7 +280,7 @@ void DonationRegistry::RememberWouldBeConsumed(const std::vector<DonorPtr>& dono
 std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindWouldBeConsumed(const lazy::BackendData* buffer) const {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = spared_.find(buffer);
-  // A copy: the caller reads it without the lock.
+  // Returns a copy, because the caller reads it without the lock.
   return found == spared_.end() || found->second.first->buffer.expired()
              ? std::pair<DonorPtr, std::uint64_t>{nullptr, 0}
              : std::pair<DonorPtr, std::uint64_t>{std::make_shared<Donor>(*found->second.first), found->second.second};
@@ -314,8 +314,8 @@ void DonationRegistry::Sweep() {
       ++it;
       continue;
     }
-    // xs.mark_sharding gives a tensor without a sharding one, with the buffer. A tensor that is overwritten has one
-    // after it if it had one before. One that has been marked again is a donor.
+    // xs.mark_sharding replaces the buffer of an unsharded tensor and adds a sharding. An overwritten tensor is sharded
+    // afterwards only if it was before. A tensor that was marked again is a donor.
     const auto is_resharded = [this](const Holder& holder) {
       const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
       const std::weak_ptr<void> none;

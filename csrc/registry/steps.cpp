@@ -1,4 +1,4 @@
-// The life of a step in the registry, from its claim to its outcome, and what readers get of it.
+// The life of a step in the registry, from its claim to its outcome, and the snapshots for readers.
 #include <algorithm>
 
 #include "host/array_text.h"
@@ -14,7 +14,7 @@ StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal
 
 StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused,
                                       bool after_backward_thread) {
-  // Runs of compiled graphs sweep nothing, and every look-up would pass what they leave behind.
+  // Runs of compiled graphs do not call Sweep(), so freed buffers would slow down every look-up.
   if (consumed_.size() > remembered_ + asked.size()) {
     ForgetConsumed();
   }
@@ -25,7 +25,7 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
   for (const DonorPtr& donor : asked) {
     donor->state = DonorState::kClaimed;
     if (donor->automatic) {
-      continue;  // nothing holds it any more, so nobody will ask
+      continue;  // no tensor holds it, so no use can be checked
     }
     const lazy::BackendData* buffer = donor->buffer.lock().get();
     pending_.erase(buffer);
@@ -92,14 +92,14 @@ std::optional<std::string> DonationRegistry::GraphText(const std::string& graph_
 }
 
 void DonationRegistry::Settle(const StepPtr& step, const Reason& failure) {
-  // Asked before the lock is taken: this calls into the host.
+  // Before the lock is taken, because HasValue() calls the host.
   std::vector<lazy::BackendDataPtr> buffers;
   std::vector<bool> used;
   buffers.reserve(step->donors.size());
   used.reserve(step->donors.size());
   for (const DonorPtr& donor : step->donors) {
     buffers.push_back(donor->buffer.lock());
-    // The running step holds its parameters, so the buffer is there; one that were not could not be touched again.
+    // The running step holds its parameters, so the buffer exists. A missing one could not be used anyway.
     used.push_back(buffers.back() == nullptr || !buffers.back()->HasValue());
   }
   const bool all_used = std::all_of(used.begin(), used.end(), [](bool value) { return value; });
@@ -112,7 +112,7 @@ void DonationRegistry::Settle(const StepPtr& step, const Reason& failure) {
       try {
         return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
       } catch (const std::exception&) {
-        return std::string();  // a reason may lack a size; the step must be settled
+        return std::string();  // a reason may lack a size, but the step must be settled
       }
     };
     for (const lazy::BackendDataPtr& buffer : buffers) {

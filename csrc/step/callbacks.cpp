@@ -1,4 +1,4 @@
-// Holds what Python has lent.
+// Holds the callbacks.
 #include "step/callbacks.h"
 
 #include <utility>

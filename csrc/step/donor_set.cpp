@@ -1,4 +1,4 @@
-// From the proposals of a step to its claim; donor_set.h gives the order.
+// Turns the proposals for a step into its claim; donor_set.h describes the order.
 #include "step/donor_set.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 Reason ReasonOf(Obstacle obstacle) {
   switch (obstacle) {
-    case Obstacle::kNone: return {};
+    case Obstacle::kNone: break;
     case Obstacle::kViewed: return ReasonCode::kHasViews;
     case Obstacle::kShared: return ReasonCode::kHeldByOthers;
   }
@@ -78,15 +78,15 @@ void Claim::NoteExecutable(const abi::Executor::Async& run) const {
   try {
     DonationRegistry::Get().NoteExecutable(step_, abi::ExecutableOf(run));
   } catch (const std::exception& error) {
-    // Of another class than expected: the report does not know which output took which donor.
+    // another class than expected: the report does not know which output took which donor
     DonationRegistry::Get().NoteError(error.what());
   }
 }
 
 // ---- DonorSet ----
 
-// The executor has just cleared the graph of each output's tensor (a placeholder will follow), so an output is a live
-// tensor at one of the collection's indices that holds nothing. There are none if they cannot be told for certain.
+// The executor has just cleared the graph of each output's tensor (a placeholder will follow). So an output is a live
+// tensor at one of the collection's indices that holds nothing. Leaves outputs_ empty if any of them does not match.
 void DonorSet::FindOutputs() {
   live_ = list_.Tensors();
   const std::vector<std::size_t>& indices = context_.collection.indices;
@@ -132,7 +132,7 @@ void DonorSet::Triage() {
   }
 }
 
-// What the planner has to know. Without `reach` no input may become a donor.
+// The planner's request. Without `reach` no unmarked input may become a donor.
 PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optional<Liveness>& reach) const {
   const abi::Executor::PostOrderData& graph = *context_.graph;
   const lazy::BackendDevice& device = context_.collection.device;
@@ -173,8 +173,8 @@ PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optiona
   return request;
 }
 
-// Adds to the marks the inputs that the planner chooses, and orders parameters and outputs so that XLA gives each donor
-// to the output computed from it. Returns all donors in the order of the parameters.
+// Adds the inputs that the planner chooses to the marks. Orders parameters and outputs so that XLA gives each donor to
+// the output computed from it. Returns all donors in the order of the parameters.
 std::vector<DonorPtr> DonorSet::Plan(const std::vector<DonorPtr>& marks, Claim& claim) {
   abi::Executor::PostOrderData& graph = *context_.graph;
   DonorsByBuffer donor_of;
@@ -188,7 +188,7 @@ std::vector<DonorPtr> DonorSet::Plan(const std::vector<DonorPtr>& marks, Claim& 
   for (std::size_t i = 0; i < choice.parameters.size(); ++i) {
     const lazy::BackendDataPtr& buffer = graph.parameters_data[choice.parameters[i]];
     auto donor = std::make_shared<Donor>(*choice.prototypes[i]);
-    donor->device = context_.collection.device;  // another may have had this graph before
+    donor->device = context_.collection.device;  // another device may have had this graph before
     donor->buffer = buffer;
     inputs.push_back(donor);
     donor_of.emplace(buffer.get(), std::move(donor));
@@ -220,7 +220,7 @@ std::vector<DonorPtr> DonorSet::Plan(const std::vector<DonorPtr>& marks, Claim& 
   return donors;
 }
 
-// The executor donates a parameter whose info names an output; any output will do, as XLA pairs by size.
+// The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
 void DonorSet::Rewrite(const std::vector<DonorPtr>& donors, Claim& claim) const {
   const auto ours = donors.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), false);
   claim.rewritten_.reserve(donors.size());
@@ -289,7 +289,7 @@ std::shared_ptr<Claim> DonorSet::Commit() {
   } else if (donates && (find_reach_ || !fit.empty())) {
     try {
       donors = Plan(fit, *claim);
-    } catch (const std::exception& error) {  // marks are worth more
+    } catch (const std::exception& error) {  // donates the marks without a plan
       donors = fit;
       registry.NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
     }

@@ -1,17 +1,17 @@
 // The donors of one step, from the proposal to the claim.
 //
-// Features propose marked parameters, and inputs out of the program's reach. Commit() then refuses what another live
-// tensor would miss, lets the planner choose among the inputs and order what is left, puts the donors into torch_xla's
-// donor set and moves the marks to a new step of the registry. Refusals come before the order: a refused donor neither
-// moves a parameter nor makes another graph.
+// Features propose marked parameters, and inputs that the program cannot reach. Commit() refuses donors whose buffer
+// another live tensor needs. The planner chooses among the inputs and orders the rest. Then Commit() adds the donors to
+// torch_xla's donor set and moves the marks to a new step of the registry. Refusals come before the order, so a refused
+// donor neither moves a parameter nor changes the graph.
 //
-// torch_xla donates a parameter whose DeviceDataInfo names one of the step's outputs. A Claim holds the infos that were
-// replaced for that, and gives them back when the graph has been compiled, whatever happens later.
+// torch_xla donates a parameter whose DeviceDataInfo names one of the step's outputs. A Claim replaces these infos, and
+// restores them when the graph has been compiled, or when the claim ends.
 //
-// Ownership: a DonorSet lives inside RunPostOrder. A Claim is shared by the thread's step, the guard on the executor's
-//   stack and the run; the last of them gives infos and arrays back.
-// Threads: belong to one thread; the end of a run, on another one, only settles the step.
-// Errors: Commit() throws nothing of its own; a planner that fails leaves the marks without an order.
+// Ownership: a DonorSet lives inside RunPostOrder. The thread's step, the guard on the executor's stack and the run
+//   share a Claim. The last of them restores infos and releases arrays.
+// Threads: belongs to one thread. The end of a run, on another thread, only settles the step.
+// Errors: Commit() throws none itself. If the planner fails, the marks are donated in the order of the graph.
 #pragma once
 
 #include <functional>
@@ -32,14 +32,14 @@ namespace torch_xla_donate {
 
 using LiveTensors = LiveTensorList<abi::TensorData, lazy::BackendData>;
 
-// An op on the donor, or a read, has to come to the hooks from here on: an op would otherwise go on with the graph node
-// that the tensor has, and a read with the host's copy of the value.
+// Makes the next op on the donor, or the next read, reach the hooks. Otherwise an op would use the tensor's graph node,
+// and a read the host's copy of the value.
 void ForgetCachedValues(const Donor& donor);
 
 class Claim {
  public:
   Claim() = default;
-  // Of a compiled graph, whose donors were fixed when it was compiled.
+  // For a compiled graph, whose donors were fixed when it was compiled.
   explicit Claim(StepPtr step) : step_(std::move(step)), compiled_(true) {}
   ~Claim();
   Claim(const Claim&) = delete;
@@ -48,12 +48,12 @@ class Claim {
   bool HasDonors() const { return step_ != nullptr; }
   bool IsCompiled() const { return compiled_; }
   void Compiled();
-  void Scheduled() { moved_.clear(); }  // torch_xla keeps the outputs from here on
-  // The step is about to run; the end of the run settles it.
+  void Scheduled() { moved_.clear(); }  // from here on torch_xla keeps the outputs
+  // The step is about to run. The end of the run settles it.
   void Commit(RunContext& run, std::string graph_hash);
-  // For the report, which reads the executable's text when the program asks for it.
+  // For the report, which reads the executable's text on request.
   void NoteExecutable(const abi::Executor::Async& run) const;
-  // It will not run. Nothing happens once it has begun to.
+  // The step will not run. Does nothing if the run has begun.
   void Abandon(const Reason& why);
 
  private:
@@ -64,11 +64,11 @@ class Claim {
   };
   void GiveInfosBack();
 
-  StepPtr step_;  // null if it has no donors of ours, and outputs have moved
+  StepPtr step_;  // null if the claim has only moved outputs
   std::vector<RewrittenInfo> rewritten_;
   MovedOutputs moved_;  // until the step is scheduled
   bool compiled_ = false;
-  std::function<void()> settled_;  // called when the step has run
+  std::function<void()> settled_;  // called after a successful run
 };
 
 class DonorSet {
@@ -77,31 +77,31 @@ class DonorSet {
 
   const GraphContext& Context() const { return context_; }
   const LiveTensors& List() const { return list_; }
-  // The live tensors, in the executor's order, and those that will hold the outputs; known when Commit() begins.
+  // The live tensors, in the executor's order. Known when Commit() begins.
   const std::vector<std::shared_ptr<abi::TensorData>>& Live() const { return live_; }
 
-  // A parameter is marked.
+  // Proposes a marked parameter.
   void Ask(lazy::BackendDataPtr buffer, DonorPtr donor) { asked_.push_back({std::move(buffer), std::move(donor), {}}); }
-  // Inputs may become donors. `find` tells which of them the program can reach, if that can be told; it is called when
-  // the step donates.
+  // Proposes unmarked inputs. `find` returns which of them the program can reach, or nullopt if unknown. It is called
+  // if the step donates.
   using FindReach = std::function<std::optional<Liveness>(const DonorSet&)>;
-  // `settled` is called with the planner's answer and its donors when the step has run.
+  // `settled` is called after the run with the planner's answer and its donors.
   using Settled = std::function<void(const PlanResult&, const std::vector<DonorPtr>&)>;
   void OfferInputs(FindReach find, Settled settled) {
     find_reach_ = std::move(find);
     settled_ = std::move(settled);
   }
 
-  // The claim, if the step has to be followed to its end.
+  // Returns the claim, or null if the step needs none.
   std::shared_ptr<Claim> Commit();
-  // Whether the registry has a step for it.
+  // Whether the registry has a step for the graph.
   bool IsRecorded() const { return recorded_; }
 
  private:
   struct Asked {
     lazy::BackendDataPtr buffer;
     DonorPtr donor;
-    Reason refusal;  // empty: may be donated
+    Reason refusal;  // empty if it may be donated
   };
   using DonorsByBuffer = ska::flat_hash_map<const lazy::BackendData*, DonorPtr>;
 

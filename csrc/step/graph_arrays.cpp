@@ -1,4 +1,4 @@
-// Reads sizes from the host's texts, and walks from an output's root towards the parameters.
+// Reads sizes from the host's texts, and searches from an output's root towards the parameters.
 #include "step/graph_arrays.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
@@ -14,8 +14,8 @@ namespace torch_xla_donate {
 
 namespace {
 
-// How far from an output's root a parameter is looked for, in nodes. Updates are short; what is farther away has no
-// place where XLA could write over it early.
+// The number of nodes searched from an output's root. Updates are short graphs, and XLA could not overwrite a more
+// distant parameter early anyway.
 constexpr std::size_t kNodesPerOutput = 64;
 
 }  // namespace

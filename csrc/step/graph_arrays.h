@@ -1,6 +1,6 @@
-// What a graph looks like to the planner of donors: the sizes of its arrays, and which parameters are near an output.
+// A graph as the planner of donors sees it: the sizes of its arrays, and the parameters near an output.
 //
-// Threads: functions of their arguments. Errors: none of its own.
+// Threads: functions of their arguments. Errors: throws none itself.
 #pragma once
 
 #include <string>
@@ -14,19 +14,19 @@ namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
 
-// The size by which XLA pairs an array that is written as by abi::DescribeBuffer. Under SPMD, before a graph is
-// compiled: the compiler shards what the program has not, and two arrays of one size most often end up alike, so the
-// whole array counts there.
+// The size by which XLA pairs an array, given as text of abi::DescribeBuffer. Before a graph is compiled under SPMD,
+// the size of the whole array counts (`unsharded`). The compiler shards the arrays that the program has not sharded,
+// and arrays of equal size mostly get equal shardings.
 //
-// Each comparison of sizes asks this function; a platform that pads its arrays needs another rule here only.
+// All comparisons of sizes use this function. A platform that pads its arrays needs another rule only here.
 ArraySize SizeOf(const std::string& array, bool unsharded);
 
 struct GraphArrays {
   std::vector<std::string> arrays;      // the parameters, as abi::DescribeBuffer writes them
   std::vector<ArraySize> bytes;         // of the parameters
-  std::vector<ArraySize> output_bytes;  // the same of the outputs
-  std::vector<bool> movable;            // by output: an array can be made to take it
-  bool dynamic = false;                 // an output has a size that only the device knows
+  std::vector<ArraySize> output_bytes;  // of the outputs
+  std::vector<bool> movable;            // by output: torch_xla can make an array for it, so it may move
+  bool dynamic = false;                 // only the device knows the size of some output
 };
 GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
                           bool sharded);
@@ -41,7 +41,7 @@ class NearParameters {
  private:
   const std::vector<lazy::BackendDataPtr>& parameters_;
   const std::vector<lazy::Value>& roots_;
-  std::unordered_map<const lazy::BackendData*, std::size_t> position_of_;  // made when it is needed
+  std::unordered_map<const lazy::BackendData*, std::size_t> position_of_;  // filled by the first call
 };
 
 }  // namespace torch_xla_donate

@@ -1,4 +1,4 @@
-// The intercepts of the step and of uses, a few lines each; then the table, and the slots that it patches.
+// The intercepts, a few lines each; the table of hooks; and installing them.
 #include "step/hooks.h"
 
 #include <dlfcn.h>
@@ -30,8 +30,8 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
   for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
 }
 
-// The part of a hook that has something to look for stands apart from it in the two hooks that each live tensor passes
-// in each step: with nothing to look for they are a test and a jump.
+// Each live tensor passes the next two hooks in each step. The code for watched tensors is a separate function, so that
+// without watches the hook is a test and a jump.
 [[gnu::noinline]] void WatchedConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
   ThreadStep::Get().TensorMade(data);
   lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
@@ -144,13 +144,13 @@ Installation& TheInstallation() {
   return *installation;
 }
 
-// A hook's function in libtorch: the one that the dynamic linker must have put into the slots, of libtorch too.
+// A hook's function in libtorch. The dynamic linker must have put this address into the slots, also those of libtorch.
 struct Import {
   const char* symbol;
   void* address;
 };
 Import Find(const Hook& hook) {
-  // Python loads extension modules, and what they need, with RTLD_LOCAL: then ask the library this file was linked to.
+  // Python loads extension modules and their libraries with RTLD_LOCAL, so RTLD_DEFAULT may not find the symbol.
   void* torch = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
   Import found{hook.symbols.front(), nullptr};
   for (const char* symbol : hook.symbols) {
@@ -169,7 +169,7 @@ Import Find(const Hook& hook) {
   return found;
 }
 
-// The file of the library that a function lies in.
+// The file of the library that contains the function.
 std::string FileOf(const void* function) {
   Dl_info info;
   if (dladdr(function, &info) == 0 || info.dli_fname == nullptr) {
@@ -186,7 +186,7 @@ void InstallHooks(const std::string& library_path) {
   if (!installation.patches.empty()) {
     return;
   }
-  std::vector<PatchSpec> in_extension, in_torch;  // as the table has them
+  std::vector<PatchSpec> in_extension, in_torch;  // in the order of the table
   for (const Hook& hook : Table()) {
     const Import import = Find(hook);
     if (import.address == nullptr) {

@@ -1,7 +1,7 @@
-// The one table of hooks: which calls of torch_xla and libtorch pass through this package, and how they get there.
+// The table of hooks on calls of torch_xla and libtorch, and their installation.
 //
 // Ownership: the patches belong to this file; UninstallHooks() or the end of the process undoes them.
-// Threads: all functions may be called from any thread.
+// Threads: any thread may call all functions.
 // Errors: InstallHooks() throws std::runtime_error and leaves nothing behind.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace torch_xla_donate {
 
-// The function whose place a hook has taken. Published before the first slot is patched, and never reset: a thread may
-// be inside the hook while it is undone.
+// The function that a hook replaces. Set before the first slot is patched and never reset, because a thread may still
+// run the hook when it is removed.
 struct Original {
   std::atomic<void*> address{nullptr};
   template <typename Function>
@@ -25,14 +25,14 @@ struct Original {
 // The library whose calls a hook intercepts.
 enum class HookedLibrary {
   kExtension,  // torch_xla's extension module
-  kTorch,      // libtorch_cpu, which calls these functions of its own through slots
+  kTorch,      // libtorch_cpu, which calls some of its functions through slots
 };
 
 // A row of the table.
 struct Hook {
   const char* name;  // "LazyGraphExecutor::RunPostOrder"
   HookedLibrary library;
-  std::vector<const char*> symbols;  // mangled; versions of torch differ, and the first that libtorch exports is taken
+  std::vector<const char*> symbols;  // mangled; versions differ, and the first that libtorch exports is used
   void* replacement;
   Original* original;
   const char* purpose;
@@ -47,12 +47,12 @@ struct HookInfo {
   std::size_t in_place = 0;
 };
 
-// Patches the library whose file is given (torch_xla's extension module), and libtorch_cpu. A second call does nothing.
+// Patches torch_xla's extension module, whose file is given, and libtorch_cpu. Does nothing if the hooks are installed.
 void InstallHooks(const std::string& library_path);
-// Puts both back. Marks stay, but no step sees them. Returns the number of slots that a stranger holds.
+// Removes the hooks. Marks stay, but no step sees them. Returns the number of slots that hold another patch.
 std::size_t UninstallHooks();
 bool HooksInstalled();
-// The table, installed or not.
+// The table, whether the hooks are installed or not.
 std::vector<HookInfo> Hooks();
 
 }  // namespace torch_xla_donate

@@ -1,12 +1,11 @@
-// The list of live tensors that the executor makes, as far as this package follows it.
+// The executor's list of live tensors, and the reads of tensors that belong to it.
 //
-// Whoever has made a list (a step, dynamo, a debug report) goes through it from its beginning to its end, each tensor
-// once, and must not be disturbed. A step then asks each of its outputs, which hold nothing, once more. Anybody else
-// reads a tensor, and the list is of no use any more.
+// A step, dynamo and debug reports make such a list and read its tensors in order, each once. A step then reads each of
+// its outputs, which hold nothing, again. Any other read is the program's and ends the list.
 //
-// A template, so that it can be tested without torch.
+// A template, so that tests need no torch.
 //
-// Ownership: holds tensors weakly. Threads: belongs to one thread. Errors: none of its own.
+// Ownership: holds tensors weakly. Threads: belongs to one thread. Errors: throws none itself.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +19,8 @@ namespace torch_xla_donate {
 template <typename Data, typename Buffer>
 class LiveTensorList {
  public:
-  // Forgets the list; `kept` tells whether another one is kept from here on. Decided when it begins: a mark that
-  // another thread makes meanwhile waits for the next step.
+  // Clears the list. `kept` decides whether the next list is recorded. The value is fixed when that list begins, so a
+  // mark made meanwhile by another thread waits for the next step.
   void Reset(bool kept) {
     kept_ = kept;
     entries_.clear();
@@ -30,14 +29,14 @@ class LiveTensorList {
   }
   bool IsKept() const { return kept_; }
 
-  // The next tensor of the list, what it holds, and its number.
+  // Appends a tensor, the buffer that it holds, and its number.
   void Add(const std::shared_ptr<Data>& tensor, const Buffer* buffer, std::int64_t id) {
     entries_.push_back({tensor, tensor.get(), buffer});
     newest_ = std::max(newest_, id);
   }
 
-  // A tensor is asked for what it holds. Whether that belongs to the list. `computes_nothing()` tells whether the
-  // tensor's whole graph is device data: it gets that for its handle on the way, which asks it once more.
+  // A tensor's handle is read. Returns whether the read belongs to the list. `computes_nothing()` returns whether the
+  // tensor's whole graph is device data. The executor reads the handle of such a tensor twice.
   template <typename ComputesNothing>
   bool IsAsked(const Data* tensor, bool holds_data, const ComputesNothing& computes_nothing) {
     if (asked_ < entries_.size() && tensor == entries_[asked_].data) {
@@ -57,11 +56,11 @@ class LiveTensorList {
     return false;
   }
 
-  // Whether a graph with so many outputs is that of the step that made the list: a partial sync that came upon the list
-  // of somebody else would have asked its tensors twice.
+  // Whether a graph with so many outputs belongs to the step that made the list. A partial sync that found the list of
+  // another caller would have read each of its tensors twice.
   bool IsOfStep(std::size_t outputs) const { return kept_ && asked_ == entries_.size() && asked_again_ < 2 * outputs; }
 
-  // In the executor's order; null for what has gone since.
+  // In the executor's order; null for freed tensors.
   std::vector<std::shared_ptr<Data>> Tensors() const {
     std::vector<std::shared_ptr<Data>> result;
     result.reserve(entries_.size());
@@ -70,22 +69,22 @@ class LiveTensorList {
     }
     return result;
   }
-  // What the i-th tensor held when it was listed, for comparing.
+  // The buffer that the i-th tensor held when it was listed, only for comparison.
   const Buffer* BufferOf(std::size_t i) const { return entries_[i].buffer; }
-  // The highest number among them.
+  // The highest number of a listed tensor.
   std::int64_t Newest() const { return newest_; }
 
  private:
   struct Entry {
     std::weak_ptr<Data> tensor;
-    const Data* data;      // the same for comparing, never followed
-    const Buffer* buffer;  // likewise
+    const Data* data;      // the same address; compared only, never dereferenced
+    const Buffer* buffer;  // compared only, never dereferenced
   };
   bool kept_ = false;
   std::vector<Entry> entries_;
   std::int64_t newest_ = 0;
-  std::size_t asked_ = 0;        // how many of them have been asked for what they hold
-  std::size_t asked_again_ = 0;  // how many questions have followed
+  std::size_t asked_ = 0;        // how many entries have been read
+  std::size_t asked_again_ = 0;  // how many reads have followed the list
 };
 
 }  // namespace torch_xla_donate

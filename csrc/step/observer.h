@@ -1,11 +1,11 @@
-// What a feature sees of a step. Each feature is one file in features/ that derives a StepObserver and owns its own
-// thread-local state, and one line in features/all.cpp. Observers are called in the order of that list.
+// The interface between a step and the features. Each feature is one file in features/, which derives a StepObserver
+// and owns its thread-local state, and one line in features/all.cpp. That list is the order in which observers are
+// called.
 //
-// Ownership: observers live as long as the process. The contexts live as long as the call, a RunContext until its run
-//   begins.
-// Threads: all members but the functions given to OnEnd() are called on the thread that steps.
-// Errors: NeedsLiveTensors(), CheckRun() and AtStart() may throw: the step is not begun, or the graph not run. What the
-//   others throw ends donation for this step, but the step goes on.
+// Ownership: observers are never freed. A context lives as long as the call, a RunContext until its run begins.
+// Threads: the stepping thread calls all members, but another thread may call the functions given to OnEnd().
+// Errors: NeedsLiveTensors(), CheckRun() and AtStart() may throw. Then the step does not begin, or the graph does not
+//   run. An exception of another member ends donation for this step, but the step continues.
 #pragma once
 
 #include <functional>
@@ -22,16 +22,16 @@ namespace torch_xla_donate {
 class Claim;
 class DonorSet;
 
-// What may become of a step's donors.
+// Decides whether a step donates.
 struct Gate {
   enum class Verdict { kDonate, kDryRun, kRefuse };
   Verdict verdict = Verdict::kDonate;
-  Reason reason;       // of the first feature that closed it
-  bool notify = true;  // whether the user gets to know of each donor
+  Reason reason;       // of the first feature that closed the gate
+  bool notify = true;  // whether the user gets a report on each donor
 
-  // The user has disabled donation, and wants to know what it would have done.
+  // The user has disabled donation and wants to see its effect.
   void DryRun(Reason why) { Close(Verdict::kDryRun, std::move(why), false); }
-  // Also ends a dry run, as there is nothing to learn from it.
+  // Also ends a dry run, because the step would not have donated anyway.
   void Refuse(Reason why, bool notify_user) { Close(Verdict::kRefuse, std::move(why), notify_user); }
 
  private:
@@ -44,26 +44,26 @@ struct Gate {
   }
 };
 
-// A graph that the executor makes: of a step, of a read, of an operation in eager mode, or of a compiled function.
+// A graph that the executor makes, for a step, a read, an operation in eager mode, or a compiled function.
 struct GraphContext {
   const lazy::LazyGraphExecutor& executor;
   const std::vector<lazy::Value>& roots;
   abi::Executor::SyncTensorCollection& collection;
   bool runs_all;      // not a read (print, .item(), .cpu()) and not a warm-up
-  bool follows_list;  // the first since live tensors were listed
-  bool is_step;       // of the live tensors listed last
+  bool follows_list;  // the first graph since the live tensors were listed
+  bool is_step;       // a step of the live tensors listed last
   Gate gate;
   bool after_backward_thread = false;             // see backward_threads.cpp
-  abi::Executor::PostOrderData* graph = nullptr;  // known in GraphKnown()
+  abi::Executor::PostOrderData* graph = nullptr;  // set before GraphKnown()
 };
 
-// What a step would have donated, in the order of the graph; without a Donor where torch_xla donates.
+// The donations of a dry run, in the order of the graph. A parameter that torch_xla donates has no Donor.
 struct DryRun {
   struct Parameter {
     lazy::BackendDataPtr buffer;
     DonorPtr donor;
   };
-  const abi::Executor::SyncTensorCollection* collection;  // for comparing, never followed
+  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced
   std::uint64_t step;
   std::vector<Parameter> parameters;
 };
@@ -71,14 +71,14 @@ struct DryRun {
 // A graph that is about to run.
 struct RunContext {
   abi::Executor::Async& run;
-  const abi::Executor::SyncTensorCollection* collection;  // for comparing, never followed
+  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced
   bool runs_all;                                          // as in GraphContext
-  bool recorded = false;                                  // the registry has a step for it
-  bool stopped = false;                                   // an observer will end it in AtStart()
-  std::shared_ptr<Claim> claim = nullptr;                 // on its donors
+  bool recorded = false;                                  // the registry has a step for this run
+  bool stopped = false;                                   // an observer will stop it in AtStart()
+  std::shared_ptr<Claim> claim = nullptr;                 // the claim on its donors
 
-  // Called when the run has ended, on the thread that ran it, in this order; the reason is empty if it has not failed.
-  // Dropped with the context if the run never begins.
+  // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
+  // success. If the run never begins, the context drops the functions.
   void OnEnd(std::function<void(const Reason& failure)> function) { ends.push_back(std::move(function)); }
   std::vector<std::function<void(const Reason&)>> ends = {};
 };
@@ -87,9 +87,9 @@ class StepObserver {
  public:
   virtual ~StepObserver() = default;
 
-  // The executor is about to list the live tensors. Whether they have to be noted.
+  // The executor is about to list the live tensors. Returns whether to record the list.
   virtual bool NeedsLiveTensors(void* /*arena*/, const lazy::BackendDevice* /*device*/) { return false; }
-  // Outside a list a tensor is made while the hooks watch: the program goes on. Called if SeesTensors().
+  // The program makes a tensor while the hooks watch, outside a list. Only called if SeesTensors().
   virtual void TensorMade() {}
   virtual bool SeesTensors() const { return false; }
 
@@ -99,23 +99,23 @@ class StepObserver {
   virtual void ProposeDonors(DonorSet&) {}
   virtual void DryRunEnded(const DryRun&) {}
 
-  // A thread waits for the device: before each read, each step and each run.
+  // A thread waits for the device, as before each read, step and run.
   virtual void AtBarrier(const lazy::LazyGraphExecutor&) {}
   virtual void CheckRun() {}
   virtual void BeforeRun(RunContext&) {}
   virtual void AtStart(RunContext&) {}
-  // Whether there is something for HookCallbacks::step_ended.
+  // Returns whether to call HookCallbacks::step_ended.
   virtual bool AfterStep(const lazy::BackendDevice&) { return false; }
 };
 
-// The one object of a feature, as its function in features/all.cpp returns it.
+// The only instance of a feature, for its function in features/all.cpp.
 template <typename Feature>
 StepObserver& TheOnly() {
   static auto* feature = new Feature();
   return *feature;
 }
 
-// All of them, in order; see features/all.cpp.
+// All observers, in order; see features/all.cpp.
 const std::vector<StepObserver*>& Observers();
 
 }  // namespace torch_xla_donate

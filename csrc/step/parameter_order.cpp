@@ -1,4 +1,4 @@
-// Reorders what RunPostOrder has found: the nodes that stand for parameters, the parameters, and their numbers.
+// Reorders the result of RunPostOrder: the nodes of parameters, the parameters, and their numbers.
 #include "step/parameter_order.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
@@ -14,7 +14,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// Salt, so that an order hashes to something else than the equal list of donors that the executor adds later.
+// Salts, so that an order and the equal list of donors that the executor adds later have different hashes.
 constexpr std::size_t kOrderSalt = 0x646f6e617465;
 constexpr std::size_t kOutputSalt = 0x6f7574707574;
 
@@ -23,7 +23,7 @@ constexpr std::size_t kOutputSalt = 0x6f7574707574;
 bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
               abi::Executor::SyncTensorCollection& collection) {
   const std::size_t count = graph.parameters_data.size();
-  // new_number[i] is where parameter i goes.
+  // new_number[i] is the new position of parameter i.
   std::vector<std::size_t> new_number(count, count);
   std::size_t next = 0;
   for (std::size_t position : positions) {
@@ -41,7 +41,7 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     return false;
   }
 
-  // The lowering numbers parameters as it meets their nodes. These are leaves, so they may all come first.
+  // The lowering numbers parameters in the order of their nodes. These are leaves, so they may all come first.
   struct Leaf {
     const lazy::Node* node;
     std::size_t parameter;
@@ -63,8 +63,8 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
   std::stable_sort(leaves.begin(), leaves.end(),
                    [](const Leaf& left, const Leaf& right) { return left.parameter < right.parameter; });
 
-  // Two programs may differ in nothing but which node stands for which parameter (two tensors may share a buffer). The
-  // executor tells them apart by the sequence that it has found, so that goes into the hash before it is replaced.
+  // Two programs may differ only in the node of each parameter, because two tensors may share a buffer. The executor
+  // distinguishes them by the sequence it has found. So the hash gets that sequence before it is replaced.
   const lazy::hash_t order = lazy::HashCombine(lazy::Hash(graph.parameter_sequence), lazy::Hash(new_number));
   collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), order));
 

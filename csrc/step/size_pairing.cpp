@@ -44,7 +44,7 @@ class Matching {
     for (std::size_t i = 0; i < request.bytes.size(); ++i) {
       if (request.donors[i] && request.bytes[i].has_value()) {
         ++classes_[*request.bytes[i]].donors;
-        free_.Take(request.bytes[i]);  // whichever it will be
+        free_.Take(request.bytes[i]);  // of any output
       }
     }
   }
@@ -114,7 +114,7 @@ class Matching {
     }
   }
 
-  // What no output is computed from takes any output of its size, those in the donor set first.
+  // Donors from which no output is computed take any output of their size. Members of the donor set come first.
   void PairTheRest() {
     for (const bool in_set : {true, false}) {
       for (std::size_t i = 0; i < request_.bytes.size(); ++i) {
@@ -129,16 +129,15 @@ class Matching {
         continue;
       }
       auto& waiting = classes_[*request_.output_bytes[output]].waiting;
-      while (!waiting.empty() && !Pair(output, waiting.front())) {
-        waiting.pop_front();  // it is offered, and no output of its size is left for it
-      }
+      // What is only offered comes after the donors: an output that is left then is one that free_ still counts.
       if (!waiting.empty()) {
+        Pair(output, waiting.front());
         waiting.pop_front();
       }
     }
   }
 
-  // XLA gives donors to the first outputs of their size, so the outputs with a donor go before those without.
+  // XLA gives donors to the first outputs of their size, so outputs with a donor move before those without.
   void MoveOutputs() {
     std::vector<std::size_t> order(request_.output_bytes.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
@@ -163,7 +162,7 @@ class Matching {
     }
   }
 
-  // The donor that XLA should give to each output, size by size, and whether it would without any change.
+  // Finds the donor that XLA should give to each output, size by size. The order stays empty if XLA does so anyway.
   void OrderParameters() {
     const auto& order = pairs_.output_order;
     std::vector<Place> donor_at(request_.output_bytes.size());  // by new place of the output
@@ -182,7 +181,7 @@ class Matching {
       const std::vector<std::size_t>& places = classes_[bytes].outputs;
       const std::size_t count = std::min(places.size(), donors.size());
       const auto wanted_at = [&](std::size_t k) { return donor_of_[order.empty() ? places[k] : order[places[k]]]; };
-      // XLA will use the first `count` places. A donor whose output is behind them crosses: it fills a gap.
+      // XLA will use the first `count` places. A donor whose output comes later cannot take it, so it fills a gap.
       std::vector<bool> placed(request_.bytes.size(), false);
       for (std::size_t k = 0; k < count; ++k) {
         if (const Place donor = wanted_at(k)) {

@@ -1,12 +1,12 @@
-// XLA's rule for donors, and the order of parameters and outputs that makes it pair each donor with its next value.
+// XLA's rule for donors, and the order of parameters and outputs by which XLA gives each donor to its next value.
 //
-// XLA pairs donors and outputs of equal bytes per device in their order: the first donor goes to the first output, the
-// second to the second (measured on 2.9.0, test/test_into.py). Where a pair crosses, XLA copies. So each donor gets the
-// output that is computed from it, and the parameters are put into the order of these outputs.
+// XLA pairs donors and outputs of equal bytes per device in order: the first donor takes the first output, the second
+// the second (measured on 2.9.0, test/step/test_into.py). If pairs cross, XLA copies. So each donor gets the output
+// computed from it, and the parameters get the order of these outputs.
 //
-// This is the only copy of the rule. It knows neither torch nor XLA.
+// This file has the only copy of the rule. It uses neither torch nor XLA.
 //
-// Threads: functions of their arguments. Errors: none of its own.
+// Threads: functions of their arguments. Errors: throws none itself.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@
 
 namespace torch_xla_donate {
 
-// Bytes per device; nothing where the size is not known, which fits nothing.
+// Bytes per device; empty if unknown. An unknown size matches no other.
 using ArraySize = std::optional<std::int64_t>;
 
 // The outputs that no donor takes, counted by size.
@@ -26,18 +26,18 @@ class FreeOutputs {
  public:
   FreeOutputs() = default;
   explicit FreeOutputs(const std::vector<ArraySize>& outputs);
-  // A donor takes one; false if no output of its size is left.
+  // A donor takes an output. Returns false if no output of its size is left.
   bool Take(const ArraySize& donor);
-  // How many of a donor's size are left.
+  // How many outputs of the donor's size are left.
   std::size_t Count(const ArraySize& donor) const;
-  // The sizes of which an output is left, sorted.
+  // The sizes of the outputs that are left, sorted.
   std::vector<std::int64_t> Sizes() const;
 
  private:
   std::map<std::int64_t, std::size_t> count_;
 };
 
-// A parameter near the root of an output, in a graph.
+// A parameter near the root of an output.
 struct NearParameter {
   std::size_t distance, parameter;
 };
@@ -45,21 +45,22 @@ struct NearParameter {
 struct PairRequest {
   const std::vector<ArraySize>& bytes;
   const std::vector<ArraySize>& output_bytes;
-  const std::vector<bool>& movable;  // by output: whether it may get another place
+  const std::vector<bool>& movable;  // by output: whether it may move
   // By position of the parameter:
-  const std::vector<bool>& donors;                        // in the donor set already
+  const std::vector<bool>& donors;                        // already in the donor set
   const std::vector<bool>& offered;                       // may join it if an output is left
-  const std::vector<std::optional<std::size_t>>& wanted;  // the output that a donor has been given
-  // The parameters from which an output is computed, nearest first: it is most likely their next value.
+  const std::vector<std::optional<std::size_t>>& wanted;  // the output that a donor was given
+  // The parameters from which an output is computed, nearest first. The output is most likely the next value of the
+  // nearest.
   std::function<std::vector<NearParameter>(std::size_t output)> near;
 };
 
 struct DonorPairs {
-  std::vector<std::size_t> chosen;                    // of those offered, sorted
+  std::vector<std::size_t> chosen;                    // of the offered ones, sorted
   std::vector<std::optional<std::size_t>> successor;  // by parameter: the output wanted or computed from it
-  std::vector<std::size_t> parameter_order;           // the parameters to put first; empty: leave them as they are
-  std::vector<std::size_t> output_order;              // by new place: the output that goes there; empty: as they are
-  std::vector<std::int64_t> room;                     // sizes of outputs that are left without a donor
+  std::vector<std::size_t> parameter_order;           // the parameters to put first; empty to keep the order
+  std::vector<std::size_t> output_order;  // by new place, the output that moves there; empty to keep the order
+  std::vector<std::int64_t> room;         // sizes of the outputs without a donor
 };
 
 DonorPairs PairDonors(const PairRequest& request);

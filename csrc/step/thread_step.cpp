@@ -1,4 +1,4 @@
-// The phases of a step; thread_step.h lists its stations.
+// The phases of a step; thread_step.h lists the hooks that it passes.
 #include "step/thread_step.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ const std::vector<StepObserver*>& TensorObservers() {
   return *observers;
 }
 
-// print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data; both are set only at a step.
+// print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data. Only a step sets both.
 bool RunsAll(const abi::Executor::SyncTensorCollection& collection) {
   return collection.config.force_ltc_data && collection.config.sync_ltc_data;
 }
@@ -65,7 +65,7 @@ void ThreadStep::TensorMade(const std::shared_ptr<abi::TensorData>& data) {
     for (StepObserver* observer : TensorObservers()) {
       observer->TensorMade();
     }
-    list_.Reset(false);  // the program goes on; whoever made the list has finished
+    list_.Reset(false);  // the program continues, so the owner of the list has finished
   } else if (list_.IsKept()) {
     list_.Add(data, data->handle.get(), data->unique_id);
   }
@@ -106,7 +106,7 @@ void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) {
     try {
       Get().ClaimDonors(context_);
     } catch (const std::exception& error) {
-      // Out of memory, at worst: the step must go on, without donation.
+      // such as out of memory: the step must continue, without donation
       DonationRegistry::Get().NoteError(error.what());
       Get().GiveUp();
     }
@@ -130,7 +130,7 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
     return;
   }
   claim_ = claim;
-  // A guard in the host's own stack frame: whatever is thrown before the step is scheduled destroys the collection.
+  // A guard in the host's own stack frame. If the host throws before the step is scheduled, it destroys the collection.
   context.collection.unlocker.emplace_back([claim](lazy::ExceptionCleanup::StatusType&&) {
     if (!claim->IsCompiled()) {
       ThreadStep& step = Get();
@@ -157,13 +157,13 @@ void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Execu
   phase_ = StepPhase::kCompiled;
   const std::shared_ptr<Claim> claim = claim_;
   claim->Compiled();
-  // Our guard. What is before it is the device's lock, if the executor has taken that already; it looks whether the
-  // list is empty.
+  // Removes our guard. If the executor already holds the device's lock, that entry comes before ours, and the executor
+  // checks whether the list is empty.
   collection.unlocker.pop_back();
   try {
     pass();
   } catch (...) {
-    GiveUp(ReasonCode::kEarlierStepFailed);  // the barrier passes on its failure; this one will not run
+    GiveUp(ReasonCode::kEarlierStepFailed);  // the barrier rethrows that step's error; this step will not run
     throw;
   }
   claim->Scheduled();

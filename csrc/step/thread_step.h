@@ -1,18 +1,18 @@
-// One thread's way through a step, and what the hooks call at each of its stations.
+// One thread's step, and the functions that the hooks call in its phases.
 //
 // A step (torch_xla.sync(), xm.mark_step()) passes the hooks in this order:
 //   ForAllDeviceContexts     the executor lists the live tensors
 //   LazyTensor::LazyTensor   ... as fresh objects, which are noted
-//   CurrentDataHandle        asked of every live tensor; outside a step, each read of a tensor comes through here
-//   RunPostOrder             the graph and its parameters are known: donors are chosen and put into the donor set
-//   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are given back
+//   CurrentDataHandle        the executor reads every live tensor; outside a step, programs read tensors through it
+//   RunPostOrder             graph and parameters are known: donors are chosen and put into the donor set
+//   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are restored
 //   Async::Async             the commit point: this graph will run with these parameters
-//   MultiWait::Completer     gives the function that runs the graph: the outcome of the donors is read at its end
+//   MultiWait::Completer     gets the function that runs the graph; at its end the outcome of the donors is read
 //   MarkStep                 the step is over: unusable donations are reported
 //
-// Ownership: the thread's step owns the list, and the claim until the run begins; the run owns it from there on.
+// Ownership: the thread's step owns the list, and the claim until the run begins. Then the run owns the claim.
 // Threads: belongs to one thread.
-// Errors: what an observer throws where torch_xla cannot bear it is caught, and the step runs without donation.
+// Errors: an observer's exception is caught where torch_xla cannot handle it, and the step runs without donation.
 #pragma once
 
 #include <memory>
@@ -27,18 +27,18 @@ namespace torch_xla_donate {
 enum class StepPhase {
   kIdle,
   kListing,   // inside ForAllDeviceContexts
-  kListed,    // no graph has been made of the list yet
-  kOrdering,  // inside RunPostOrder, which passes the barrier itself to wait for parameters
+  kListed,    // no graph has been made from the list yet
+  kOrdering,  // inside RunPostOrder, which itself passes the barrier to wait for parameters
   kClaimed,   // donors are chosen, the graph is being compiled
   kCompiled,  // the executor has passed the barrier
-  kPrepared,  // Async::Async has passed: it will run
+  kPrepared,  // Async::Async has passed: the graph will run
 };
 
 class ThreadStep {
  public:
   static ThreadStep& Get();
 
-  // For as long as it lives, the executor lists the live tensors.
+  // While the object lives, the executor lists the live tensors.
   class Listing {
    public:
     Listing(void* arena, const lazy::BackendDevice* device);
@@ -47,11 +47,10 @@ class ThreadStep {
     Listing& operator=(const Listing&) = delete;
   };
   void TensorMade(const std::shared_ptr<abi::TensorData>& data);
-  // A tensor has been asked for what it holds. Whether that belongs to the list; if not, the list is of no use any
-  // more.
+  // A tensor's handle is read. Returns whether the read belongs to the list; if not, drops the list.
   bool IsAskedForList(const lazy::LazyTensor& tensor, bool holds_data);
 
-  // For as long as it lives, the executor makes a graph.
+  // While the object lives, the executor makes a graph.
   class Graph {
    public:
     Graph(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
@@ -70,11 +69,11 @@ class ThreadStep {
   std::function<void()> Start(const lazy::MultiWait* runner, std::function<void()> run);
   void End(const lazy::BackendDevice& device);
 
-  // A step or run that was claimed on this thread and never reached its end, because the host threw in between.
+  // Ends a step or run that was claimed on this thread and not finished, because the host threw.
   void GiveUp(const Reason& why = ReasonCode::kGivenUp);
 
   const LiveTensors& List() const { return list_; }
-  // The device that this thread has stepped last, or that the program has named since.
+  // The device of this thread's last step, or the device that the program has named since.
   std::optional<lazy::BackendDevice> last_device;
 
  private:
@@ -89,7 +88,7 @@ class ThreadStep {
 
 inline void NoteDevice(const lazy::BackendDevice& device) { ThreadStep::Get().last_device = device; }
 inline std::optional<lazy::BackendDevice> LastDevice() { return ThreadStep::Get().last_device; }
-// The data of this thread's last list of live tensors, as long as nothing has happened since.
+// The data of this thread's last list of live tensors; empty if it has been dropped.
 inline std::vector<std::shared_ptr<abi::TensorData>> ListedTensors() { return ThreadStep::Get().List().Tensors(); }
 
 }  // namespace torch_xla_donate

@@ -1,6 +1,6 @@
-// Which donors of a step somebody would miss. Knows neither torch nor XLA; positions and addresses stand for all else.
+// Finds the donors of a step that another live tensor needs. Uses neither torch nor XLA, only positions and addresses.
 //
-// Threads: a function of its arguments. Errors: none of its own.
+// Threads: a function of its arguments. Errors: throws none itself.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@ enum class Obstacle { kNone, kViewed, kShared };
 struct BufferHolder {
   const void* tensor;
   const void* buffer;
-  bool is_viewed;  // it has views that share its graph, or is one
+  bool is_viewed;  // it is a view, or has views, that share its graph
 };
 
-// For each buffer that has been asked for, what stands in its way. `is_offered(i, tensor)`: the tensor was marked, too.
-// Linear in both lists.
+// Returns for each requested buffer the obstacle to its donation. `is_offered(i, tensor)` returns whether the tensor
+// was marked, too. Linear in both lists.
 template <typename IsOffered>
 std::vector<Obstacle> FindObstacles(const std::vector<const void*>& asked, const std::vector<BufferHolder>& holders,
                                     const IsOffered& is_offered) {

@@ -1,6 +1,6 @@
-// One word that says what the hooks have to look for. With nothing to look for, a hook is one relaxed load and a jump.
+// One word of bits that the hooks check. With no bit set, a hook is one relaxed load and a jump.
 //
-// Threads: any. Each bit is set by its owner only, which serialises its own changes.
+// Threads: any. Only its owner sets a bit, and the owner serialises its changes.
 #pragma once
 
 #include <atomic>
@@ -10,10 +10,10 @@ namespace torch_xla_donate {
 
 enum Watch : std::uint32_t {
   kMarks = 1,      // registry: a mark is pending
-  kConsumed = 2,   // registry: a step has consumed a buffer that somebody may still touch
+  kConsumed = 2,   // registry: a step has consumed a buffer that the program may still use
   kSpared = 4,     // registry: the same, but donation was disabled
   kAutomatic = 8,  // auto_donors: some thread may donate by liveness
-  kAliases = 16,   // outdated_tensors: new aliases of tensors are followed
+  kAliases = 16,   // outdated_tensors: hooks follow new aliases of tensors
 };
 constexpr std::uint32_t kRegistry = kMarks | kConsumed | kSpared;
 

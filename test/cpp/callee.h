@@ -1,5 +1,5 @@
-// The library that the victims import from. Each function takes a pointer first, as a member function does, so that one
-// replacement serves functions and virtual members alike.
+// The library that the victims import from. Each function takes a pointer first, as a member function does. So one
+// replacement works for functions and virtual members.
 #pragma once
 
 extern "C" {

@@ -1,10 +1,10 @@
-// A test is a function whose name is a sentence; a failed check says where, what was compared and both values.
+// A test is a function whose name is a sentence. A failed check prints its place, the comparison and both values.
 //
 //   TEST(a_sentence_about_the_behaviour) { CHECK_EQ(found, expected); }
 //
-// The program runs the test named on its command line, or all of them. Each one runs in a separate child process, so
-// that no test meets what another has left in memory. CMakeLists.txt finds the names by the word TEST at the start of a
-// line. A check throws: in a thread or in a child, catch it there (InChild does) or compare after joining.
+// The program runs the test named on its command line, or all tests. Each runs in a separate child process, so that it
+// sees no memory of another test. CMakeLists.txt finds the names by the word TEST at the start of a line. A check
+// throws, so catch it in a thread or child (as InChild does), or compare after joining.
 #pragma once
 
 #include <sys/wait.h>
@@ -18,6 +18,10 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+// Writes the counters of the lines that ran, which _exit does not do: coverage_dump.cpp, in a build for `make
+// coverage`.
+extern "C" [[gnu::weak]] void torch_xla_donate_dump_coverage();
 
 struct NamedTest {
   const char* name;
@@ -50,7 +54,7 @@ inline void CheckContains(const std::string& text, const std::string& part, cons
   CheckEqual(text.find(part) != std::string::npos ? part : text, part, "the text contains the part", file, line);
 }
 
-// The message of the exception of type Error that `action` throws; "" if it throws none.
+// The message of the Error that `action` throws; "" if it throws none.
 template <typename Error = std::runtime_error>
 std::string MessageOf(const std::function<void()>& action) {
   try {
@@ -61,18 +65,20 @@ std::string MessageOf(const std::function<void()>& action) {
   return "";
 }
 
-// Whether `body` passes in a forked child.
+// Whether `body` succeeds in a forked child.
 inline bool InChild(const std::function<void()>& body) {
   std::cout.flush();
   const pid_t child = fork();
   if (child == 0) {
+    int code = 0;
     try {
       body();
-      _exit(0);
     } catch (const std::exception& error) {
       std::cerr << error.what() << std::endl;
+      code = 1;
     }
-    _exit(1);
+    if (torch_xla_donate_dump_coverage != nullptr) torch_xla_donate_dump_coverage();
+    _exit(code);
   }
   int status = -1;
   if (child < 0 || waitpid(child, &status, 0) != child) throw std::runtime_error("cannot fork or wait for the child");

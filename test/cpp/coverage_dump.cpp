@@ -1,6 +1,6 @@
-// Writes the counters of the lines that ran. Only the module of `make coverage` has it.
+// Writes the counters of the lines that ran. Only the module and the test programs of `make coverage` have it.
 //
-// A child of the fork server ends with os._exit, which skips what libgcov does at the end of a process.
+// The children of the tests end with _exit, which skips libgcov's exit handler.
 
 extern "C" void __gcov_dump();
 

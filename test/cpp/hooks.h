@@ -1,4 +1,4 @@
-// Replacements for the callee's functions, and the two or three steps that every test of a patch begins with.
+// Replacements for the callee's functions, and the first steps of every test of a patch.
 #pragma once
 
 #include <atomic>
@@ -12,7 +12,7 @@ using namespace torch_xla_donate;
 
 using Function = int (*)(const void*, int, int);
 
-// A replacement adds a mark to what the original returns.
+// A replacement adds a mark to the result of the original.
 template <int mark>
 struct Hook {
   static inline std::atomic<void*> original{nullptr};

@@ -39,7 +39,7 @@ struct Step {
   }
 };
 
-// The output that XLA gives to each donor, donors and outputs in the order of the plan.
+// The output that XLA gives to each donor, if donors and outputs have the order of the plan.
 std::vector<Place> AsXlaPairs(const Step& step, const DonorPairs& plan) {
   Positions parameters = plan.parameter_order, outputs = plan.output_order;
   for (std::size_t i = 0; i < step.bytes.size(); ++i) {
@@ -101,6 +101,15 @@ TEST(only_as_many_inputs_join_as_outputs_are_left) {
   const DonorPairs plan = step.Pair();
   CHECK_EQ(Text(plan.chosen), "2 ");
   CHECK(plan.successor[2] == Place(1));
+}
+
+TEST(an_input_leaves_the_donors_what_they_need) {
+  Step step{{4, 4}, {4}, {{1}}};
+  step.donors = {true, false};
+  step.offered = {false, true};
+  const DonorPairs plan = step.Pair();
+  CHECK(plan.chosen.empty() && plan.room.empty());
+  CHECK(AsXlaPairs(step, plan)[0] == Place(0));
 }
 
 TEST(an_input_of_another_size_does_not_join) {

@@ -1,5 +1,7 @@
 // Finding a loaded library and the slots of the functions it imports.
-#include <libgen.h>
+#include <elf.h>
+#include <link.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -12,7 +14,7 @@ using namespace torch_xla_donate;
 
 namespace {
 
-// "JUMP_SLOT ABS64": the kinds of the slots, in no particular order of the tables.
+// The kinds of the slots, sorted, such as "ABS64 JUMP_SLOT".
 std::string Kinds(const std::vector<RelocationSlot>& slots) {
   std::vector<std::string> names;
   for (const RelocationSlot& slot : slots) names.push_back(Name(slot.kind));
@@ -27,6 +29,19 @@ std::string KindsIn(const std::string& mode, const std::string& symbol) {
   return Kinds(ElfImage::Find(victim.path).SlotsOf(symbol));
 }
 
+// What a loaded library says of itself, made writable. In its file it could not be wrong: nothing would load it.
+Elf64_Dyn* DynamicEntry(const Library& library, Elf64_Sxword tag) {
+  link_map* map = nullptr;
+  CHECK_EQ(dlinfo(dlopen(library.path.c_str(), RTLD_LAZY | RTLD_NOLOAD), RTLD_DI_LINKMAP, &map), 0);
+  Elf64_Dyn* entry = map->l_ld;
+  while (entry->d_tag != tag && entry->d_tag != DT_NULL) ++entry;
+  CHECK_EQ(entry->d_tag, tag);
+  const auto size = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  void* const page = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(entry) & ~(size - 1));
+  CHECK_EQ(mprotect(page, 2 * size, PROT_READ | PROT_WRITE), 0);  // the entry may cross into the next one
+  return entry;
+}
+
 }  // namespace
 
 TEST(a_library_is_found_by_its_path_a_symlink_and_a_relative_path) {
@@ -35,13 +50,13 @@ TEST(a_library_is_found_by_its_path_a_symlink_and_a_relative_path) {
   const std::filesystem::path link =
       std::filesystem::temp_directory_path() / ("txd_link_" + std::to_string(getpid()) + ".so");
   std::filesystem::create_symlink(victim.path, link);
-  // WHEN it is looked for by three names
+  // WHEN Find() gets three names of it
   const ElfImage by_path = ElfImage::Find(victim.path);
   const std::string through_link = MessageOf([&] { CHECK_EQ(ElfImage::Find(link).LoadBase(), by_path.LoadBase()); });
   std::filesystem::remove(link);
   std::filesystem::current_path(VICTIM_FOLDER);
   const ElfImage by_relative_path = ElfImage::Find("./libvictim_default.so");
-  // THEN it is the same image, around the library's own functions
+  // THEN all are the same image, which contains the library's own functions
   CHECK_EQ(through_link, "");
   CHECK_EQ(by_relative_path.LoadBase(), by_path.LoadBase());
   CHECK_EQ(by_path.Path(), victim.path);
@@ -60,13 +75,47 @@ TEST(a_file_that_does_not_exist_is_an_error) {
   CHECK_CONTAINS(message, "\"no/such/library.so\": No such file or directory; expected the path of an imported");
 }
 
+TEST(a_dynamic_section_that_cannot_be_read_is_an_error) {
+  constexpr Elf64_Sxword kNothing = DT_LOOS;
+  constexpr Elf64_Xword kOutside = Elf64_Xword{1} << 62;
+  const struct {
+    Elf64_Sxword tag, new_tag;
+    Elf64_Xword value;
+    const char* message;
+  } cases[] = {
+      {DT_SYMTAB, DT_SYMTAB, kOutside, "has an address outside itself in its dynamic section, expected tables inside"},
+      {DT_SYMTAB, kNothing, 0, "has no symbol table, expected DT_SYMTAB"},
+      {DT_STRTAB, kNothing, 0, "has no string table, expected DT_STRTAB and DT_STRSZ"},
+      {DT_STRSZ, DT_STRSZ, 0, "has no string table, expected DT_STRTAB and DT_STRSZ"},
+      {DT_RELAENT, DT_RELAENT, 16, "has relocations of another size, expected the 24 bytes of Elf64_Rela"},
+      {DT_PLTREL, DT_PLTREL, DT_REL, "has PLT relocations without addends, expected DT_PLTREL to be DT_RELA"},
+      {DT_RELA, kNothing, 0, "has DT_RELASZ alone, expected DT_RELA too"},
+      {DT_JMPREL, kNothing, 0, "has DT_PLTRELSZ alone, expected DT_JMPREL too"},
+  };
+  const Library victim("victim_default");
+  for (const auto& one : cases) {
+    // GIVEN a loaded library with one entry that is not as it should be
+    Elf64_Dyn* const entry = DynamicEntry(victim, one.tag);
+    const Elf64_Dyn before = *entry;
+    entry->d_tag = one.new_tag;
+    entry->d_un.d_val = one.value;
+    // WHEN it is read
+    const std::string message = MessageOf([&] { ElfImage::Find(victim.path); });
+    *entry = before;
+    // THEN the error names the file, and says what was found and what to do
+    CHECK_CONTAINS(message, "the library \"" + victim.path + "\" " + one.message);
+    CHECK_CONTAINS(message, "; it cannot be patched: report which build of it this is");
+  }
+  CHECK_EQ(KindsIn("default", kAdd), "JUMP_SLOT");
+}
+
 TEST(a_call_has_a_jump_slot_in_every_mode_of_binding) {
   for (const char* mode : {"default", "norelro", "relro_lazy", "relro_now"}) CHECK_EQ(KindsIn(mode, kAdd), "JUMP_SLOT");
 }
 
 TEST(a_call_without_plt_has_a_glob_dat) { CHECK_EQ(KindsIn("no_plt", kAdd), "GLOB_DAT"); }
 
-// Contains: on aarch64 the GNU linker adds a JUMP_SLOT to every function whose address is taken, called or not.
+// Contains, not equals: on aarch64 the GNU linker adds a JUMP_SLOT to every function whose address is taken.
 TEST(an_address_in_a_table_has_an_absolute_slot) { CHECK_CONTAINS(KindsIn("table", kAdd), "ABS64"); }
 
 TEST(an_inherited_virtual_has_an_absolute_slot) { CHECK_CONTAINS(KindsIn("vtable", kVirtualAdd), "ABS64"); }
@@ -80,7 +129,7 @@ TEST(a_slot_holds_the_function_or_leads_to_the_own_plt) {
   const Library now("victim_relro_now"), lazy("victim_relro_lazy");
   const ElfImage now_image = ElfImage::Find(now.path), lazy_image = ElfImage::Find(lazy.path);
   // WHEN nothing has been called yet
-  // THEN the first holds the function and the second a separate address
+  // THEN the slot of the first holds the function, and that of the second an address in its own library
   CHECK_EQ(*now_image.SlotsOf(kAdd).at(0).address, CalleeFunction(kAdd));
   CHECK(lazy_image.Contains(*lazy_image.SlotsOf(kAdd).at(0).address));
 }
@@ -98,9 +147,9 @@ TEST(relro_covers_the_slots_that_the_linker_has_protected) {
 }
 
 TEST(functions_that_are_not_imported_have_no_slots) {
-  CHECK_EQ(KindsIn("both", "victim_multiply"), "");  // defined by the library itself, which does not call it
+  CHECK_EQ(KindsIn("both", "victim_multiply"), "");  // the library defines it and does not call it
   CHECK_EQ(KindsIn("both", "callee_ad"), "");        // the beginning of a name
-  CHECK_EQ(KindsIn("both", kVirtualAdd), "");        // imported by another victim only
+  CHECK_EQ(KindsIn("both", kVirtualAdd), "");        // only another victim imports it
   CHECK_EQ(KindsIn("both", "callee_values"), "");    // a pointer into an array is not a function slot
   CHECK_EQ(KindsIn("both", ""), "");
 }
@@ -115,9 +164,9 @@ TEST(a_batch_finds_what_single_searches_find) {
   // GIVEN a library that imports two of three functions
   const Library victim("victim_both");
   const ElfImage image = ElfImage::Find(victim.path);
-  // WHEN a program looks up all three, one of them twice
+  // WHEN one call looks for all three, one of them twice
   const auto slots = image.SlotsOfEach({kAdd, kMultiply, "absent", kAdd});
-  // THEN each has its own entry
+  // THEN each has an entry
   CHECK_EQ(slots.size(), 3u);
   CHECK_EQ(Kinds(slots.at(kAdd)), "ABS64 JUMP_SLOT");
   CHECK_EQ(Kinds(slots.at(kMultiply)), "JUMP_SLOT");

@@ -1,4 +1,4 @@
-// Patching the slots of one function: what is intercepted and what is put back.
+// Patching the slots of one function: intercepted calls, and restored slots.
 #include <type_traits>
 
 #include "check.h"
@@ -18,7 +18,7 @@ void InterceptAndUndo(const std::string& mode, const char* symbol) {
     {
       // WHEN the function is patched
       GotPatch patch(image, First::Spec(symbol), slots);
-      // THEN calls reach the replacement, which can call the original, and pages are as protected as before
+      // THEN calls reach the replacement, which can call the original, and the pages have their old protection
       CHECK_EQ(victim.Add(2, 3), 1005);
       CHECK_EQ(First::original.load(), CalleeFunction(symbol));
       CHECK_EQ(patch.Symbol(), symbol);
@@ -26,7 +26,7 @@ void InterceptAndUndo(const std::string& mode, const char* symbol) {
       CHECK_EQ(patch.InPlace(), slots.size());
       CHECK_EQ(ProtectionsOf(victim.path), protections);
     }
-    // WHEN the patch is gone THEN every byte of the slots and all protections are as they were
+    // WHEN the patch is gone THEN every slot has its old bytes, and every page its old protection
     CHECK(Contents(slots) == contents);
     CHECK_EQ(ProtectionsOf(victim.path), protections);
     CHECK_EQ(victim.Add(2, 3), 5);
@@ -61,7 +61,7 @@ static int OwnAdd(int a, int b) { return 100 + reinterpret_cast<int (*)(int, int
 
 TEST(a_function_of_the_library_itself_is_intercepted_and_undone) {
   for (const char* mode : {"default", "relro_lazy", "relro_now"}) {
-    // GIVEN a library that calls its exported function, before and after the first call has bound the slot
+    // GIVEN a library that calls its own exported function, before and after the first call has bound the slot
     const Library victim(VictimName(mode));
     const ElfImage image = ElfImage::Find(victim.path);
     const std::vector<RelocationSlot> slots = image.SlotsOf("victim_add");
@@ -101,7 +101,7 @@ TEST(a_slot_bound_over_the_patch_counts_as_undone) {
   const Library victim("victim_relro_lazy");
   const ElfImage image = ElfImage::Find(victim.path);
   GotPatch patch = Install(image, First::Spec(kAdd));
-  // WHEN a binding that was under way writes the function, as the dynamic linker does
+  // WHEN a binding that has begun writes the function, as the dynamic linker does
   *image.SlotsOf(kAdd).at(0).address = CalleeFunction(kAdd);
   // THEN the patch reports it, and has nothing to restore
   CHECK_EQ(patch.InPlace(), 0u);
@@ -118,7 +118,7 @@ TEST(installing_and_undoing_may_be_repeated) {
     CHECK_EQ(patch.Undo(), 0u);
     CHECK_EQ(patch.Undo(), 0u);
     CHECK_EQ(victim.Add(2, 3), 5);
-    // An undone patch keeps a later one, although both have the same replacement.
+    // An undone patch does not touch a later one, even with the same replacement.
     const GotPatch later = Install(image, First::Spec(kAdd));
     CHECK_EQ(patch.Undo(), 0u);
     CHECK_EQ(victim.Add(2, 3), 1005);
@@ -131,7 +131,7 @@ TEST(two_patches_may_share_a_page) {
   const Library victim("victim_relro_now");
   const ElfImage image = ElfImage::Find(victim.path);
   const std::string protections = ProtectionsOf(victim.path);
-  // WHEN both are patched and undone in the order of installation THEN each goes its own way
+  // WHEN both are patched and undone in the order of installation THEN neither affects the other
   GotPatch add = Install(image, First::Spec(kAdd));
   GotPatch multiply = Install(image, Second::Spec(kMultiply));
   CHECK_EQ(ProtectionsOf(victim.path), protections);
@@ -158,7 +158,7 @@ TEST(a_patch_can_be_moved) {
   GotPatch add = Install(image, First::Spec(kAdd));
   GotPatch moved = std::move(add);
   CHECK_EQ(victim.Add(2, 3), 1005);
-  // Assigning undoes what was there before.
+  // Assignment first undoes the old patch.
   moved = Install(image, Second::Spec(kMultiply));
   CHECK_EQ(victim.Add(2, 3), 5);
   CHECK_EQ(victim.Multiply(2, 3), 20006);

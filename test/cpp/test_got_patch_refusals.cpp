@@ -1,4 +1,4 @@
-// A patch refuses wrong functions and unwritable pages, and keeps the patches of other tools.
+// Refusals of a patch, and the slots that it leaves: wrong functions, unwritable pages, other patches.
 #include <fcntl.h>
 #include <sys/mman.h>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Makes the slot's page one that the kernel never lets become writable: a shared mapping of a file opened for reading.
+// Makes the slot's page permanently read-only: a shared mapping of a file that was opened for reading.
 void SealPageOf(void** slot) {
   const auto size = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   char* const page = reinterpret_cast<char*>(reinterpret_cast<std::uintptr_t>(slot) & ~(size - 1));
@@ -83,7 +83,7 @@ TEST(an_own_address_in_a_data_slot_is_not_taken_for_a_lazy_one) {
 }
 
 TEST(a_page_that_cannot_be_made_writable_is_an_error_and_everything_is_undone) {
-  // GIVEN a writable slot and one in a page that the kernel refuses to make writable
+  // GIVEN a writable slot, and one in a page that cannot become writable
   const Library victim("victim_both");
   const ElfImage image = ElfImage::Find(victim.path);
   const RelocationSlot jump = SlotOfKind(image, RelocationKind::kJumpSlot);
@@ -92,7 +92,7 @@ TEST(a_page_that_cannot_be_made_writable_is_an_error_and_everything_is_undone) {
   SealPageOf(sealed.address);
   // WHEN they are patched, the writable one first
   const std::string message = MessageOf([&] { GotPatch(image, First::Spec(kAdd), {jump, sealed}); });
-  // THEN the error gives the kernel's reason, and the first slot has been put back
+  // THEN the error gives the kernel's reason, and the first slot has its old contents
   CHECK_CONTAINS(message, "cannot replace the ABS64 at ");
   CHECK_CONTAINS(message, "protection gave \"Permission denied\"");
   CHECK_EQ(message.find("could not be put back"), std::string::npos);
@@ -102,14 +102,25 @@ TEST(a_page_that_cannot_be_made_writable_is_an_error_and_everything_is_undone) {
 }
 
 TEST(a_slot_that_can_no_longer_be_written_is_reported_by_undo) {
-  // GIVEN a patch whose page the kernel refuses to make writable from now on
+  // GIVEN a patch whose page can no longer become writable
   const Library victim("victim_relro_now");
   GotPatch patch = Install(ElfImage::Find(victim.path), First::Spec(kAdd));
   SealPageOf(ElfImage::Find(victim.path).SlotsOf(kAdd).at(0).address);
-  // WHEN it is undone THEN the slot is reported, and the replacement goes on working
+  // WHEN it is undone THEN Undo() counts the slot, and the replacement still works
   CHECK_EQ(patch.Undo(), 1u);
   CHECK_EQ(patch.InPlace(), 1u);
   CHECK_EQ(victim.Add(2, 3), 1005);
+}
+
+TEST(a_slot_that_is_not_aligned_is_an_error) {
+  const Library victim("victim_relro_now");
+  const ElfImage image = ElfImage::Find(victim.path);
+  RelocationSlot slot = image.SlotsOf(kAdd).at(0);
+  slot.address = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(slot.address) + 4);
+  const std::string message = MessageOf([&] { GotPatch(image, First::Spec(kAdd), {slot}); });
+  CHECK_CONTAINS(message, "is not aligned to 8 bytes as expected; it cannot be replaced while other threads use it");
+  CHECK_EQ(First::original.load(), nullptr);
+  CHECK_EQ(victim.Add(2, 3), 5);
 }
 
 TEST(a_second_patch_of_the_same_function_is_an_error) {
@@ -121,7 +132,7 @@ TEST(a_second_patch_of_the_same_function_is_an_error) {
 }
 
 TEST(a_strangers_later_patch_is_left_alone) {
-  // GIVEN our patch, and a stranger's on top of it which calls on to ours
+  // GIVEN our patch, and another on top that calls ours
   const Library victim("victim_relro_now");
   const ElfImage image = ElfImage::Find(victim.path);
   GotPatch ours = Install(image, First::Spec(kAdd));
@@ -129,11 +140,11 @@ TEST(a_strangers_later_patch_is_left_alone) {
   on_top.expected = First::Spec(kAdd).replacement;
   GotPatch stranger = Install(image, on_top);
   CHECK_EQ(victim.Add(2, 3), 21005);
-  // WHEN ours is undone first THEN the stranger's slot is reported and untouched, and its way down still works
+  // WHEN ours is undone first THEN Undo() counts the other's slot and does not touch it, and the other still works
   CHECK_EQ(ours.Undo(), 1u);
   CHECK_EQ(ours.InPlace(), 0u);
   CHECK_EQ(victim.Add(2, 3), 21005);
-  // WHEN the stranger leaves THEN ours, which it puts back, can be undone after all
+  // WHEN the other is undone, which restores ours, THEN ours can be undone, too
   CHECK_EQ(stranger.Undo(), 0u);
   CHECK_EQ(victim.Add(2, 3), 1005);
   CHECK_EQ(ours.Undo(), 0u);

@@ -1,4 +1,4 @@
-// Patching while other threads call through the very slots.
+// Patching while other threads call through the slots.
 #include <thread>
 
 #include "check.h"
@@ -8,8 +8,7 @@ namespace {
 
 constexpr int kRounds = 10'000;
 
-// Returns how many slots some Undo() could not put back. A throw ends the program, as it should where nothing may
-// throw.
+// Returns how many slots some Undo() could not restore. An exception ends the program, because none is expected here.
 std::size_t InstallAndUndo(const ElfImage& image, const PatchSpec& spec, int rounds) {
   const std::vector<RelocationSlot> slots = image.SlotsOf(spec.symbol);
   std::size_t left = 0;
@@ -37,11 +36,11 @@ void CallWhilePatching(const std::string& mode, const char* symbol) {
       }
     });
   }
-  // WHEN the patch comes and goes
+  // WHEN the patch is installed and undone repeatedly
   const std::size_t left = InstallAndUndo(image, First::Spec(symbol), kRounds);
   stop = true;
   for (std::thread& caller : callers) caller.join();
-  // THEN each call has given one of the two right results, and both have been seen
+  // THEN each call has returned one of the two right results, and both occurred
   std::cout << original << " calls of the original, " << replaced << " of the replacement" << std::endl;
   CHECK_EQ(wrong.load(), 0);
   CHECK_EQ(left, 0u);
@@ -66,7 +65,7 @@ TEST(neighbours_on_one_page_may_be_patched_at_the_same_time) {
   std::thread other([&] { left_by_other = InstallAndUndo(image, multiply, kRounds); });
   const std::size_t left = InstallAndUndo(image, add, kRounds);
   other.join();
-  // THEN neither has pulled the page from under the other
+  // THEN neither has write-protected the page while the other wrote to it
   CHECK_EQ(left, 0u);
   CHECK_EQ(left_by_other, 0u);
   CHECK_EQ(ProtectionsOf(victim.path), protections);

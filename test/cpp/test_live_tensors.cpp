@@ -1,4 +1,4 @@
-// The list of live tensors: which questions belong to it, and whose step a graph is.
+// The list of live tensors: the reads that belong to it, and the graph of its step.
 #include "check.h"
 #include "step/live_tensors.h"
 

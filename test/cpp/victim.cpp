@@ -1,4 +1,4 @@
-// A library whose imports the tests patch. CMakeLists.txt builds it once per link mode; a VICTIM_ macro says how
+// A library whose imports the tests patch. CMakeLists.txt builds it once per link mode. A VICTIM_ macro selects how
 // victim_add reaches the callee.
 #include "callee.h"
 
@@ -6,8 +6,7 @@ using Function = int (*)(const void*, int, int);
 
 extern "C" {
 
-// Read with an index that only the running program knows: a compiler that could see which entry is meant would call the
-// function directly.
+// The index is only known at run time. If the compiler knew the entry, it would call the function directly.
 #if defined(VICTIM_BY_TABLE) || defined(VICTIM_BY_BOTH)
 extern const Function victim_table[2];
 extern int victim_table_index;
@@ -26,7 +25,7 @@ int victim_multiply(int a, int b) { return callee_multiply(nullptr, a, b); }
 #if defined(VICTIM_BY_TABLE)
 int victim_add(int a, int b) { return victim_table[victim_table_index](nullptr, a, b); }
 #elif defined(VICTIM_BY_VTABLE)
-// Inherits Add, so that its vtable, which is in this library, holds a pointer into the other one.
+// Inherits Add, so this library's vtable holds a pointer into the other library.
 struct Derived : Adder {
   int Scale() const override;
 };
@@ -39,7 +38,7 @@ int victim_add(int a, int b) { return victim_adder->Add(a, b); }
 int victim_add(int a, int b) { return callee_add(nullptr, a, b); }
 #endif
 
-// A call of an own exported function passes a slot too, which is not one of an import.
+// A call of an own exported function passes a slot, too, although the library does not import it.
 int victim_add_twice(int a, int b) { return 2 * victim_add(a, b); }
 
 #if defined(VICTIM_BY_BOTH)

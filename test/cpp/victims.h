@@ -1,4 +1,4 @@
-// Loads the victims (one shared library per link mode) and looks at their memory from outside.
+// Loads the victims (one shared library per link mode) and reads their memory.
 #pragma once
 
 #include <dlfcn.h>
@@ -42,13 +42,13 @@ class Library {
 
 inline std::string VictimName(const std::string& mode) { return "victim_" + mode; }
 
-// The function as the dynamic linker must have bound it. Not `&callee_add`: the test program must not import it itself.
+// The function that the dynamic linker must have bound. Not `&callee_add`, because the test program must not import it.
 inline void* CalleeFunction(const char* name) {
   static const Library callee("callee");
   return callee.Symbol(name);
 }
 
-// The protection of every page of the file's mappings, neighbours with the same one joined: "begin-end rw-p\n...".
+// The protection of every page of the file's mappings, equal neighbours joined: "begin-end rw-p\n...".
 inline std::string ProtectionsOf(const std::string& path) {
   char real[PATH_MAX];
   if (realpath(path.c_str(), real) == nullptr) throw std::runtime_error("no such file: " + path);

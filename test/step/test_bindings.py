@@ -1,0 +1,71 @@
+"""What the extension module says of arguments that do not fit. The package itself passes none of these."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+
+from torch_xla_donate import _C
+
+PENDING = "an uploaded tensor has no device data"
+FIELDS = "view, element type, sharding, alias id or clone flag are not where they were expected in the data of a fresh"
+
+
+def uploaded(*values, dtype=torch.int32):
+    t = torch.tensor(values, dtype=dtype).to("xla")
+    torch_xla.sync(wait=True)
+    return t
+
+
+def number_of(t) -> int:
+    return torch_xla._XLAC._xla_get_tensor_id(t)
+
+
+@pytest.mark.parametrize(
+    "function", ["has_graph", "has_value", "holds", "identity", "is_donated", "state", "updated_in_place"]
+)
+def test_what_is_no_tensor_is_named_by_its_type(function):
+    with pytest.raises(TypeError, match="expected a torch.Tensor, got int"):
+        getattr(_C, function)(3)
+
+
+@pytest.mark.parametrize("function", ["cancel", "order_parameters"])
+def test_a_list_with_something_else_in_it_is_refused(function):
+    with pytest.raises(TypeError, match="expected a torch.Tensor, got NoneType"):
+        getattr(_C, function)([uploaded(1, 2), None])
+
+
+def test_a_tensor_elsewhere_is_no_probe():
+    with pytest.raises(RuntimeError, match="an XLA tensor is a N3c1010TensorImplE, expected N9torch_xla13XLATensorImpl"):
+        _C.verify_layouts(torch.zeros(3, dtype=torch.int32), 0)
+
+
+def test_the_probe_of_another_number_is_named():
+    probe = uploaded(0, 0, 0)
+    number = number_of(probe)
+    with pytest.raises(RuntimeError, match=f"a lazy tensor has id {number}, torch_xla says {number + 1}"):
+        _C.verify_layouts(probe, number + 1)
+
+
+@pytest.mark.parametrize(
+    ("make_probe", "message"),
+    [
+        (lambda: uploaded(0.0, 0.0, 0.0, dtype=torch.float32), FIELDS),
+        (lambda: uploaded(0, 0, 0) + 1, PENDING),
+        (lambda: uploaded(0, 0, 0, 0), r"device data describes itself as 's32\[4\]', expected a text that starts with"),
+    ],
+    ids=["float", "pending", "four"],
+)
+def test_a_probe_that_is_not_three_uploaded_integers(make_probe, message):
+    probe = make_probe()
+    with pytest.raises(RuntimeError, match=message):
+        _C.verify_layouts(probe, number_of(probe))
+
+
+def test_a_switch_that_the_executor_does_not_have_is_a_mismatch():
+    torch_xla.sync()
+    allowed = torch_xla._XLAC._get_allow_execution()
+    _C.verify_executor(False, allowed)
+    with pytest.raises(RuntimeError, match="does not keep the switch of eager mode where it was expected"):
+        _C.verify_executor(False, not allowed)
