@@ -29,7 +29,7 @@ std::string KindsIn(const std::string& mode, const std::string& symbol) {
   return Kinds(ElfImage::Find(victim.path).SlotsOf(symbol));
 }
 
-// What a loaded library says of itself, made writable. In its file it could not be wrong: nothing would load it.
+// An entry of a loaded library's dynamic section, made writable. With a wrong entry in its file it would not load.
 Elf64_Dyn* DynamicEntry(const Library& library, Elf64_Sxword tag) {
   link_map* map = nullptr;
   CHECK_EQ(dlinfo(dlopen(library.path.c_str(), RTLD_LAZY | RTLD_NOLOAD), RTLD_DI_LINKMAP, &map), 0);

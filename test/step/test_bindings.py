@@ -1,4 +1,4 @@
-"""What the extension module says of arguments that do not fit. The package itself passes none of these."""
+"""Errors of the extension module for arguments that do not fit, which the package never passes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_list_with_something_else_in_it_is_refused(function):
 
 
 def test_a_tensor_elsewhere_is_no_probe():
-    with pytest.raises(RuntimeError, match="an XLA tensor is a N3c1010TensorImplE, expected N9torch_xla13XLATensorImpl"):
+    with pytest.raises(RuntimeError, match="an XLA tensor is a N3c1010TensorImplE, expected N9torch_xla13XLATensor"):
         _C.verify_layouts(torch.zeros(3, dtype=torch.int32), 0)
 
 
