@@ -21,14 +21,14 @@ from torch_xla import _XLAC
 
 from torch_xla_donate import DonationReport
 
-# The first steps compile, which takes additional memory and time.
+# The first steps compile, which takes extra memory and time.
 WARM_UP = 2
 _SAMPLE_SECONDS = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The measurements of one run. All bytes are above the process's resident memory before the state was made.
+    """The result of one run. All bytes are above the process's resident memory before the state was made.
 
     Attributes:
         losses: of each step, exact (`float.hex`).
@@ -168,7 +168,7 @@ def _named(state: object) -> Mapping[str, torch.Tensor]:
 
 
 def _places(state: object) -> dict[str, int]:
-    """The address of each tensor. torch_xla has only a private function for it, which works on CPU and GPU."""
+    """The address of each tensor. Only a private function of torch_xla has it, on CPU and GPU."""
     return {name: _XLAC._unsafe_buffer_pointer(tensor) for name, tensor in _named(state).items()}
 
 

@@ -42,7 +42,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Demo:
-    """A script to run, and its texts in the output.
+    """The script to run, and the names for its output.
 
     Attributes:
         script: takes the arguments of a mode, and `--result FILE`, to which it writes its `Result`.
@@ -165,7 +165,7 @@ def _print_values(console: Console, runs: Sequence[Run]) -> bool:
 
 
 def _print_hlo(console: Console, runs: Sequence[Run]) -> None:
-    """Prints the donors and the aliases in XLA's dump of the step."""
+    """The donors and aliases in XLA's own dump of the step."""
     table = _table("In the HLO of the step", runs)
     _row(table, "buffer_donor, before optimisation", [f"{len(run.step.donors)}" for run in runs])
     _row(table, "input_output_alias, after it", [f"{len(run.step.aliases)}" for run in runs])
@@ -235,7 +235,7 @@ def _mib(count: int) -> str:
 
 
 def _numbers(run: Run) -> dict[str, object]:
-    """The results of the runs as JSON, for tests and scripts."""
+    """The numbers of a run, for tests and scripts."""
     result = run.result
     return {
         "mode": run.mode,

@@ -1,9 +1,8 @@
 """Trains a GAN on scikit-learn's digits: two optimizers and a moving average of the generator, donated as one state.
 
 Each step makes a new state: generator and discriminator, the two moments of an Adam for each, and the average (EMA) of
-the generator's weights. The step updates nothing in place, so torch_xla aliases none of it automatically.
-`donate_buffer(state, into=updated)` donates the whole old state. Each new tensor gets the memory of its old one. With
-so many tensors of one size XLA's default pairs cross, and XLA has to copy.
+the generator's weights. Nothing is updated in place, so torch_xla aliases none of it automatically.
+`donate_buffer(state, into=updated)` donates the whole old state, and names the new tensor for each old one's memory.
 
     python examples/ema_and_gan.py             # with and without donation, compared; pictures in out/
     python examples/ema_and_gan.py --donate    # one run, which ends with the donation report

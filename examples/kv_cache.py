@@ -107,7 +107,7 @@ def run(mode: str, size: gpt.Size, batch: int, tokens: int, sequences: int, dump
     for number in range(sequences):
         caches = [[torch.zeros(shape).to(device) for _ in range(2)] for _ in range(size.layers)]
         first = torch.tensor(list(text[number * batch : (number + 1) * batch])).to(device)
-        torch_xla.sync(wait=True)  # Only what is materialised can be donated.
+        torch_xla.sync(wait=True)  # A tensor needs a buffer before it can be donated.
         result, took = write_sequence(params, caches, first, positions, mode, size)
         written.append(result)
         seconds.append(took)

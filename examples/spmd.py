@@ -1,8 +1,8 @@
-"""A sharded training step with donation, on four virtual CPU devices: what each device holds decides.
+"""A sharded training step with donation, on four virtual CPU devices: the bytes on each device decide.
 
-The weights are sharded by their rows. The momenta come from `zeros` without a sharding, so each device holds them as a
-whole. The first step makes sharded momenta of other sizes, which cannot reuse the old buffers. From the second step on
-everything is donated.
+The weights are sharded by their rows. The momenta come from `zeros` without a sharding, so each device holds them
+as a whole. The first step makes sharded momenta, which have other sizes and cannot take the old buffers over. From the
+second step on everything is donated.
 """
 
 import os

@@ -23,9 +23,8 @@ from torch_xla_donate import auto_donate, donate_buffer, donation_report
 Tensors = dict[str, torch.Tensor]
 State = dict[str, Tensors]
 
-# Each run calls one of these between the trace of the new state and the step. In your loop the second line is the
-# whole change. `into=` names the new tensor for each old tensor's memory, so that no moment moves to the memory of a
-# parameter.
+# Each run does this with the old state once the new one is recorded. In your loop the second line is the whole change.
+# `into=` names the new tensor for each old one's memory.
 MODES: dict[str, Callable[[State, State], None]] = {
     "plain": lambda state, updated: None,
     "donate": lambda state, updated: donate_buffer(state, into=updated),
@@ -72,10 +71,10 @@ def loss_of(params: Tensors, images: torch.Tensor, labels: torch.Tensor) -> torc
 def update(state: State, step: int, images: torch.Tensor, labels: torch.Tensor) -> tuple[State, torch.Tensor]:
     """One step of Adam: the new state, and the loss. The old state is only read.
 
-    A separate function, so that the gradients are gone when it returns. A tensor that is still alive when the step runs
-    becomes an output, takes memory, and competes with the new state for the donated buffers.
+    A separate function, so that the gradients are gone when it returns. A tensor that is still alive when the step
+    runs becomes an output of it, takes memory, and competes with the new state for the donated buffers.
     """
-    # Autograd's own thread may hold gradients for a moment longer, now and then into the step. This one does not.
+    # Autograd's own thread may hold gradients into the step. The calling thread does not.
     with torch.autograd.set_multithreading_enabled(False):
         grads, loss = torch.func.grad_and_value(loss_of)(state["params"], images, labels)
     rate = LEARNING_RATE * (1 - BETA2**step) ** 0.5 / (1 - BETA1**step)
@@ -90,14 +89,14 @@ def train(mode: str, steps: int, hidden: int) -> Result:
     """Trains for some steps, donating the old state at each or not."""
     give_away = MODES[mode]
     if mode == "auto":
-        auto_donate()  # Here this is the whole change: the loop has no line of donation.
+        auto_donate()  # This is the whole change. The loop has no line of donation.
     device = torch_xla.device()
     (images, labels), (test_images, test_labels) = load_data(device)
     torch_xla.sync(wait=True)
 
     meter = Meter(mode, steps)
     state = new_state(hidden, images.shape[1], device)
-    torch_xla.sync()  # Only what is materialised can be donated; without this the first step could not.
+    torch_xla.sync()  # A tensor needs a buffer before it can be donated.
     meter.start(state)
 
     rows = torch.Generator().manual_seed(1)
@@ -126,7 +125,7 @@ def main() -> int:
     if options.steps < 3 or options.hidden < 1:
         parser.error(f"--steps is {options.steps} and --hidden {options.hidden}; they must be 3 and 1 or more")
     if options.mode is None:
-        # Each run in a separate process: memory is measured per process, and XLA reads its flags once.
+        # Each run has a separate process. Memory is measured per process, and XLA reads its flags once.
         size = ("--steps", str(options.steps), "--hidden", str(options.hidden))
         demo = _show.Demo(
             script=Path(__file__),

@@ -1,8 +1,8 @@
 """Trains a small GPT on the sources of the running Python: a scan over the layers, gradient accumulation, AdamW.
 
-AdamW is a function here. It makes new parameters and moments and does not change the old ones, so torch_xla aliases
-nothing automatically. `--donate` donates the old state, and `--no-donate` does not. Without either the script runs
-both, each in a separate process, and compares them.
+AdamW is a function here. It makes new parameters and moments and keeps the old ones. torch_xla aliases none of them
+automatically. With `--donate` the old state is donated, with `--no-donate` it is not; without either both are run,
+each in a separate process, and compared.
 
     python examples/train_transformer.py             # both: values, HLO, bytes per device, pictures in out/
     python examples/train_transformer.py --donate    # one run, which ends with the donation report
@@ -67,7 +67,7 @@ def train(donate: bool, steps: int, batch: int, accumulate: int, size: gpt.Size,
 
     meter = Meter("donate" if donate else "plain", steps)
     state = new_state(size, device)
-    torch_xla.sync()  # Only what is materialised can be donated; without this the first step could not.
+    torch_xla.sync()  # A tensor needs a buffer before it can be donated.
     meter.start(state)
     for step in range(1, steps + 1):
         starts = torch.randint(len(text) - size.context, (accumulate, batch, 1), generator=places)
@@ -75,7 +75,7 @@ def train(donate: bool, steps: int, batch: int, accumulate: int, size: gpt.Size,
         with meter.step():
             updated, loss = update(state, step, batches, size)
             if donate:
-                donate_buffer(state, into=updated)  # Each new tensor takes the memory of its old one.
+                donate_buffer(state, into=updated)  # Each new tensor takes its old one's memory.
             state = updated
             torch_xla.sync()
         meter.note(state, loss)

@@ -573,6 +573,20 @@ def test_a_loop_with_a_loader_thread_compiles_once(make):
     assert pointer(p) == place
 
 
+def test_an_input_that_no_output_can_take_compiles_nothing(make):
+    counts, kept = [], []
+    for keep in (False, True):
+        p, g = make(5), make(5)
+        kept += [g] if keep else []
+        p = p + g
+        del g
+        torch_xla.sync()
+        counts.append(compiles())
+        assert donated() == ["f32[5]"]
+    assert counts[0] == counts[1]
+    assert kept[0].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_plans_do_not_pile_up(make):
     t = make(3)
     before = _C.sizes()
@@ -618,6 +632,19 @@ def test_the_report_says_where_liveness_is_unknown(name, value, reason):
     report = donation_report()
     assert report.donors == ()
     assert f"auto_donate skipped 2 steps: {reason}" in str(report)
+
+
+@in_process(env=SWITCHED_ON)
+def test_nothing_is_donated_where_torch_keeps_the_nodes():
+    torch._C._lazy._set_reuse_ir(True)
+    t = torch.arange(4.0).to("xla")
+    t = t + 1
+    torch_xla.sync()
+    assert t.tolist() == [1, 2, 3, 4]
+    assert donation_report().donors == ()
+    assert "auto_donate skipped 1 step: torch keeps nodes for later graphs (torch_lazy_reuse_ir)" in str(
+        donation_report()
+    )
 
 
 @in_process(env=SWITCHED_ON)

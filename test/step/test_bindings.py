@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
+from children import in_process
 
 from torch_xla_donate import _C
 
@@ -69,3 +70,31 @@ def test_a_switch_that_the_executor_does_not_have_is_a_mismatch():
     _C.verify_executor(False, allowed)
     with pytest.raises(RuntimeError, match="does not keep the switch of eager mode where it was expected"):
         _C.verify_executor(False, not allowed)
+
+
+def test_a_tensor_without_pending_work_is_not_updated():
+    assert not _C.updated_in_place(uploaded(1))
+
+
+def test_a_scope_without_functions_of_its_own_does_nothing():
+    with _C.Scope() as scope:
+        assert isinstance(scope, _C.Scope)
+
+
+def test_an_error_while_a_scope_is_left_is_raised_once():
+    calls = []
+
+    class Failing(_C.Scope):
+        def leave(self, raised):
+            calls.append(raised)
+            raise ValueError("not left")
+
+    with pytest.raises(ValueError, match="not left"), Failing():
+        pass
+    assert calls == [False]
+
+
+@in_process()
+def test_there_is_no_executor_before_the_first_step():
+    with pytest.raises(RuntimeError, match="no executor has passed the barrier"):
+        _C.verify_executor(False, True)

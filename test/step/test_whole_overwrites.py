@@ -376,6 +376,15 @@ def test_is_donated_answers_for_every_kind_of_tensor(make):
     torch_xla.sync()
 
 
+def test_a_list_beside_a_donation_is_overwritten(make):
+    old, others = make(4), [make(3), make(2)]
+    donate_buffer(old)
+    torch._foreach_zero_(others)
+    new = old + 1
+    torch_xla.sync(wait=True)
+    assert [t.tolist() for t in others] == [[0, 0, 0], [0, 0]] and new.tolist() == [1, 2, 3, 4]
+
+
 class InterruptedNames:
     """Names of leaves whose text comes with an interrupt, as if a signal had come while an error is described."""
 

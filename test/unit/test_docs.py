@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import inspect
 import io
 import re
 import sys
@@ -107,7 +109,15 @@ def test_the_blocks_of_a_page_run_and_say_what_the_page_says(process: Process) -
 
 def test_every_page_with_a_message_shows_it_running() -> None:
     shown = {page.name for page in PAGES if any(block.expected for p in processes(page) for block in p.blocks)}
-    assert shown == {page.name for page in PAGES} - {"README.md", "how_it_works.md", "benchmarks.md", "support.md"}
+    assert shown == {page.name for page in PAGES} - {
+        "README.md",
+        "benchmarks.md",
+        "examples.md",
+        "glossary.md",
+        "how_it_works.md",
+        "support.md",
+        "troubleshooting.md",
+    }
 
 
 # --- The README ---
@@ -254,9 +264,122 @@ def test_every_page_is_in_the_index() -> None:
     assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
 
 
-def test_the_figure_has_a_background_and_names_the_hooks() -> None:
-    figure = ROOT / "docs" / "path_of_a_mark.svg"
+FIGURES = [ROOT / "docs" / f"{name}.svg" for name in ("auto", "path_of_a_mark", "step")]  # drawn by hand
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=[figure.name for figure in FIGURES])
+def test_a_figure_has_a_background_in_light_and_in_dark(figure: Path) -> None:
     root = ElementTree.parse(figure).getroot()
-    assert any(rect.get("fill") == "#ffffff" for rect in root.iter("{http://www.w3.org/2000/svg}rect"))
-    text = figure.read_text(encoding="utf-8")
+    pages = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "page"]
+    assert [page.get("fill") for page in pages] == ["#ffffff"]
+    dark = figure.read_text(encoding="utf-8").partition("@media (prefers-color-scheme: dark)")[2]
+    assert ".page { fill: #0d1117; }" in dark
+
+
+def test_the_figure_of_a_mark_names_the_hooks() -> None:
+    text = (ROOT / "docs" / "path_of_a_mark.svg").read_text(encoding="utf-8")
     assert all(hook["name"].rpartition("::")[2] in text for hook in _C.hooks())
+
+
+def test_the_figure_of_a_step_names_phases_and_features() -> None:
+    text = (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
+    phases = re.search(r"enum class StepPhase \{(.*?)\};", read("csrc/step/thread_step.h"), re.DOTALL)
+    assert phases is not None
+    observer = read("csrc/step/observer.h").partition("class StepObserver")[2].partition("};")[0]
+    members = set(re.findall(r"virtual \w+ (\w+)\(", observer)) - {"SeesTensors"}
+    features = re.findall(r"FEATURE\((\w+)Feature\)", read("csrc/features/all.cpp"))
+    assert len(members) >= 10
+    assert len(features) >= 13
+    for name in [phase.lower() for phase in re.findall(r"\bk(\w+),", phases[1])] + [*members] + features:
+        assert name in text, name
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+# --- Words ---
+
+PROSE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+# test/prose.py, which `make lint` runs, finds words; this finds long sentences.
+
+
+def sentences_of(text: str) -> Iterator[str]:
+    """Without code, the tables that come from the code, and the targets of links."""
+    text = re.sub(
+        r"^ *```.*?^ *```$|<!-- table -->.*?<!-- end of table -->", "\n", text, flags=re.MULTILINE | re.DOTALL
+    )
+    text = re.sub(r"^\| function \| what for \|\n(\|.*\n)+", "", text, flags=re.MULTILINE)
+    text = re.sub(r"`[^`]*`", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text))
+    for unit in re.split(r"\n\s*(?=\n|- |#|\d+\. |\|)| \| ", text):
+        yield from re.split(r"(?<=[.!?]) ", words(re.sub(r"^\s*(- |#+ |\d+\. |\|)|\|$", "", unit)))
+
+
+def long_sentences(text: str) -> list[str]:
+    return [sentence for sentence in sentences_of(text) if len(sentence.split()) > 25]
+
+
+def test_long_sentences_are_found() -> None:
+    long = " ".join(["word"] * 26)
+    assert long_sentences(f"# A page\n\nXLA reuses `t`.\n- Fine. {long}.\n\n| a | {long} |\n") == [f"{long}.", long]
+    assert long_sentences(f"`{long}`\n\n```text\n{long}\n```\n\nOne fact. [Another](of_its_own.md).\n") == []
+
+
+@pytest.mark.parametrize("page", PROSE, ids=[str(page.relative_to(ROOT)) for page in PROSE])
+def test_a_page_has_sentences_of_at_most_25_words(page: Path) -> None:
+    assert long_sentences(page.read_text(encoding="utf-8")) == []
+
+
+# --- The reference ---
+
+
+def sections() -> dict[str, tuple[str, str]]:
+    """For each name of the reference, its heading and the text below."""
+    parts = re.split(r"^### `(.+)`$", read("docs/reference.md"), flags=re.MULTILINE)[1:]
+    return {
+        heading.partition("(")[0]: (heading, re.split(r"^## ", text, flags=re.MULTILINE)[0])
+        for heading, text in zip(parts[::2], parts[1::2])
+    }
+
+
+def public() -> dict[str, object]:
+    names = {name: getattr(torch_xla_donate, name) for name in torch_xla_donate.__all__}
+    return names | {f"hlo.{name}": getattr(torch_xla_donate.hlo, name) for name in torch_xla_donate.hlo.__all__}
+
+
+def plain(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Without annotations; a default that is a function has its name."""
+    default = parameter.default
+    if inspect.isfunction(default):
+        default = Named(default.__name__)
+    return parameter.replace(annotation=inspect.Parameter.empty, default=default)
+
+
+class Named(str):
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def test_the_reference_lists_the_public_names() -> None:
+    assert sorted(sections()) == sorted(public())
+
+
+@pytest.mark.parametrize("name", sorted(public()))
+def test_the_reference_gives_signatures_and_fields(name: str) -> None:
+    thing = public()[name]
+    heading, text = sections()[name]
+    if dataclasses.is_dataclass(thing):
+        fields = {field.name for field in dataclasses.fields(thing)}
+        members = fields | {member for member in dir(thing) if not member.startswith("_")}
+        assert members - {field for field in fields if field.startswith("_")} == set(
+            re.findall(r"`(\w+)`", text.partition("Fields:")[2])
+        )
+    elif heading != name:
+        found = inspect.signature(thing)  # type: ignore[arg-type]
+        parameters = [plain(parameter) for parameter in found.parameters.values()]
+        shown = found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        assert heading == f"{name}{shown}"
+    else:
+        assert inspect.ismodule(thing) or (isinstance(thing, type) and issubclass(thing, Exception))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,7 +12,18 @@ from pathlib import Path
 
 import pytest
 from line_coverage import run
-from line_coverage.run import BEGIN, END, Lines, cpp_lines, percentage, python_lines, ranges, with_result
+from line_coverage.run import (
+    BEGIN,
+    END,
+    REASONS,
+    Lines,
+    cpp_lines,
+    percentage,
+    python_lines,
+    ranges,
+    reasons_to_correct,
+    with_result,
+)
 
 
 def test_neighbours_are_joined() -> None:
@@ -35,6 +47,22 @@ def test_a_line_of_a_template_runs_if_one_instance_does() -> None:
     lines += [{"line_number": 7, "count": 0, "gcovr/excluded": True}]
     report = {"files": [{"file": "csrc/a.h", "lines": lines}]}
     assert cpp_lines(json.dumps(report)) == [Lines("csrc/a.h", 2, (5,))]
+
+
+def test_lines_without_a_reason_and_reasons_without_lines(tmp_path: Path) -> None:
+    code = "one();\ntwo();\n\nthree();\nfour();\nfive();\nsix();\nseven();\n"
+    (tmp_path / "a.cpp").write_text(code, encoding="utf-8")
+    page = "| `a.cpp` | `two()` | never |\n| `a.cpp` | `five()` | it runs |\n| `b.cpp` | `x()` | it is gone |\n"
+    assert reasons_to_correct([Lines("a.cpp", 5, (2, 4, 8))], page, tmp_path) == [
+        "a.cpp: no reason for 8",
+        "a.cpp: no line with `five()` is left out",
+        "b.cpp: no line with `x()` is left out",
+    ]
+
+
+def test_the_reasons_quote_lines_that_there_are() -> None:
+    rows = re.findall(r"^\| `(csrc/[^`]+)` \| `([^`]+)` \|", REASONS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert rows and [(path, piece) for path, piece in rows if piece not in (run.ROOT / path).read_text("utf-8")] == []
 
 
 def test_the_result_is_rounded_down_and_stands_in_its_place() -> None:
