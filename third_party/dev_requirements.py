@@ -1,4 +1,4 @@
-"""Prints the pinned packages of pyproject.toml's extra "dev", for make; reads TOML without a library on Python 3.10."""
+"""Prints the pinned packages of pyproject.toml's extra "dev" for make. Python 3.10 has no TOML library."""
 
 import re
 from pathlib import Path

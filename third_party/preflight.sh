@@ -1,4 +1,4 @@
-# Called by make before anything is installed: one clear line for each thing a machine may lack.
+# make runs this before it installs anything. It prints one line for the first thing that the machine lacks.
 #   preflight.sh PYTHON GIGABYTES VENV
 python=$1 needed=$2 venv=$3
 fail() { echo "torch_xla_donate: $*" >&2; exit 1; }

@@ -1,9 +1,8 @@
-# How torch's and pybind11's headers enter the build: the target interpreter is asked where they are.
+# Gets torch's and pybind11's headers from the target interpreter.
 #
-# find_package(Torch) is not used: with the CUDA wheel (the one PyPI has for Linux) it insists on a
-# complete CUDA toolkit, of which nothing is needed here. pybind11 is the copy inside torch's
-# headers: torch_xla's module was built with it, and C++ exceptions cross between the two only
-# when both use one pybind11 ABI.
+# With the CUDA wheel (which PyPI has for Linux) find_package(Torch) requires a complete CUDA toolkit, which this build
+# does not need. pybind11 is the copy inside torch's headers. torch_xla's module was built with it, and C++ exceptions
+# can only pass between modules with one pybind11 ABI.
 execute_process(
   COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/query_torch.py"
   OUTPUT_VARIABLE host_torch_answer
@@ -13,7 +12,7 @@ if(host_torch_failed)
   message(FATAL_ERROR "torch and torch_xla must be installed for ${Python_EXECUTABLE} before "
     "torch_xla_donate is built (see the message above). With pip: add --no-build-isolation.")
 endif()
-# One NAME=value a line; lists are separated by semicolons, as CMake likes them.
+# One NAME=value a line. Semicolons separate the elements of a list, as in CMake.
 foreach(name TORCH_VERSION TORCH_XLA_VERSION TORCH_INCLUDE_DIRS TORCH_LIB_DIR TORCH_CXX11_ABI)
   if(NOT "${host_torch_answer}" MATCHES "${name}=([^\n]*)")
     message(FATAL_ERROR "third_party/query_torch.py did not print ${name}")

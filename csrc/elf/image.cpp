@@ -44,7 +44,7 @@ const RelocationKind* KindOf(std::uint64_t number) noexcept {
   return nullptr;
 }
 
-// What the callback below copies out. It must not throw: the frames between are the dynamic linker's.
+// The result of the callback below. The callback must not throw, because the dynamic linker calls it.
 struct Search {
   struct stat wanted;
   bool found = false;
@@ -110,7 +110,7 @@ ElfImage ElfImage::Find(const std::string& path) {
   image.path_ = path;
   image.base_ = search.base;
   image.mapped_ = {search.mapped_begin, search.mapped_end};
-  // Rounded down at both ends as the dynamic linker does: a last page that is only partly RELRO stays writable.
+  // Rounds both ends down, as the dynamic linker does, so a last page that is only partly RELRO stays writable.
   const std::uintptr_t page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
   image.relro_ = {search.relro_begin & ~(page - 1), search.relro_end & ~(page - 1)};
   image.ReadDynamicSection(search.dynamic);
@@ -124,7 +124,7 @@ void ElfImage::ReadDynamicSection(const void* dynamic) {
                                "; it cannot be patched: report which build of it this is");
     }
   };
-  // Some C libraries store relocated addresses here, others (and glibc on some architectures) leave the file's.
+  // Some C libraries store relocated addresses here. Others, and glibc on some architectures, keep those of the file.
   const auto pointer = [&](std::uint64_t value) {
     const auto as_is = reinterpret_cast<const void*>(value);
     const auto moved = reinterpret_cast<const void*>(base_ + value);
@@ -136,7 +136,7 @@ void ElfImage::ReadDynamicSection(const void* dynamic) {
   require(dynamic != nullptr, "has no dynamic section", "one (PT_DYNAMIC)");
   std::uint64_t entry_size = sizeof(Elf64_Rela);
   std::uint64_t plt_type = DT_RELA;
-  // DT_RELR needs no reading: it packs relative relocations, which name no symbol.
+  // DT_RELR is not read, because it packs relative relocations, which name no symbol.
   for (const auto* entry = static_cast<const Elf64_Dyn*>(dynamic); entry->d_tag != DT_NULL; ++entry) {
     switch (entry->d_tag) {
       case DT_SYMTAB: symbols_ = pointer(entry->d_un.d_ptr); break;

@@ -37,9 +37,8 @@ class ElfImage {
  public:
   // Returns the loaded library whose file is `path`. It compares device and inode, so a symlink or a relative path
   // works. It cannot find a library that was loaded by a relative path before the working directory changed: the
-  // dynamic linker keeps only that name. It never matches the main program.
-  // Throws if the file does not exist, the library is not loaded (import it first), or its dynamic section lacks a
-  // table.
+  // dynamic linker keeps only that name. It never matches the main program. Throws if the file does not exist, the
+  // library is not loaded (import it first), or it lacks a dynamic table.
   static ElfImage Find(const std::string& path);
 
   // Returns every slot of the function `symbol` (mangled name); empty if it has none. The library may define the

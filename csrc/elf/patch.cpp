@@ -1,4 +1,4 @@
-// Exchanges slots atomically, page protection and all, and puts them back.
+// Exchanges slots atomically, with the protection of their pages, and restores them.
 #include "elf/patch.h"
 
 #include <dlfcn.h>
@@ -20,10 +20,10 @@
 namespace torch_xla_donate {
 namespace {
 
-// Two patches may share a page: without this lock one would write-protect it between the other's mprotect and store.
+// Two patches may share a page. Without this lock one could write-protect it between the other's mprotect and store.
 std::mutex g_pages;
 
-// The PROT_ bits of the page at `address`, or -1 and errno. Allocates nothing, as Undo() must not fail.
+// Returns the PROT_ bits of the page at `address`, or -1 with errno. Allocates nothing, because Undo() must not fail.
 int ProtectionOf(const void* address) noexcept {
   const int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
   if (file < 0) return -1;
@@ -54,8 +54,8 @@ int ProtectionOf(const void* address) noexcept {
   return found;
 }
 
-// Stores `wanted` if the slot holds `held`; afterwards `held` is what the slot did hold. Returns 0 or an errno.
-// `protection` is used if that of the page cannot be read (-1: there is none to use), and updated otherwise.
+// Stores `wanted` if the slot holds `held`, and sets `held` to the slot's old value. Returns 0 or an errno.
+// `protection` is used if the protection of the page cannot be read (-1 if unknown), and otherwise receives it.
 int ExchangeSlot(void** slot, void*& held, void* wanted, int& protection) noexcept {
   const int now = ProtectionOf(slot);
   if (now < 0 && protection < 0) return errno;
@@ -68,8 +68,8 @@ int ExchangeSlot(void** slot, void*& held, void* wanted, int& protection) noexce
   return read_only && mprotect(page, size, protection) != 0 ? errno : 0;
 }
 
-// A caller loads the slot without a barrier, so on a weakly ordered machine it could see the replacement there and
-// still read the old `*original`. No store on this side can prevent that; a barrier in every running thread does.
+// A caller loads the slot without a barrier. On a weakly ordered machine it could see the replacement but read the old
+// `*original`. No store here prevents that, only a barrier in every running thread.
 void FenceAllThreads() noexcept {
 #if defined(__aarch64__)
   syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0);
@@ -99,7 +99,7 @@ std::string Where(const ElfImage& image, const PatchSpec& spec, const Relocation
 }
 
 bool Holds(const ElfImage& image, const RelocationSlot& slot, const void* value, const void* expected) noexcept {
-  // A slot that has been bound holds `expected`, so another address inside the image can only be the PLT's.
+  // A bound slot holds `expected`, so another address inside the image can only be the PLT's.
   return value == expected || (slot.kind == RelocationKind::kJumpSlot && image.Contains(value));
 }
 
@@ -112,7 +112,7 @@ void RequireExpected(const ElfImage& image, const PatchSpec& spec, const Relocat
 
 }  // namespace
 
-// Delegating: from the first line of the body on, any throw runs the destructor, which undoes.
+// Delegates, so that an exception in the body runs the destructor, which undoes the patch.
 GotPatch::GotPatch(const ElfImage& image, const PatchSpec& spec, const std::vector<RelocationSlot>& slots)
     : GotPatch() {
   if (spec.expected == nullptr || spec.replacement == nullptr || spec.original == nullptr) {
@@ -154,7 +154,7 @@ void GotPatch::Install(const ElfImage& image, const PatchSpec& spec, const std::
   FenceAllThreads();
   for (const RelocationSlot& slot : slots) {
     PatchedSlot& patched = slots_.emplace_back(PatchedSlot{slot.address, nullptr, -1, true});
-    while (patched.settled) {  // more than once only where another thread's first call binds the slot right now
+    while (patched.settled) {  // repeats only if another thread's first call binds the slot meanwhile
       patched.before = Load(slot.address);
       RequireExpected(image, spec, slot, patched.before);
       void* held = patched.before;
@@ -190,10 +190,10 @@ std::size_t GotPatch::Undo() noexcept {
     if (slot.settled) continue;
     void* held = replacement_;
     if (Load(slot.address) == replacement_) {
-      ExchangeSlot(slot.address, held, slot.before, slot.protection);  // judged by the outcome
+      ExchangeSlot(slot.address, held, slot.before, slot.protection);  // the check below decides
     }
     const void* const now = Load(slot.address);
-    // `expected_`: a lazy slot that the dynamic linker has bound over us, or just after us.
+    // The dynamic linker may have bound a lazy slot over the replacement, or just after it was restored.
     slot.settled = now == slot.before || now == expected_;
     if (!slot.settled) ++left;
   }

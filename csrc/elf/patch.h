@@ -2,8 +2,8 @@
 //
 // Ownership: a GotPatch owns only what it has put into the slots. The patched library must stay loaded until the patch
 //   is undone. `*original` and the replacement's code must outlive every call, because a thread may still run the
-//   replacement after Undo(). Undo() therefore never resets `*original`. Use static storage in a library that is never
-//   unloaded.
+//   replacement after Undo(). Undo() therefore never resets `*original`. Use static storage in a permanently loaded
+//   library.
 // Threads: other threads may call through the slots meanwhile. Each slot changes by one aligned atomic 8-byte exchange,
 //   so a call reaches either the function or the replacement. `*original` is set before the first exchange. The slots
 //   change one after another, so for a moment the patch intercepts only some calls. Any thread may install and undo,
@@ -45,8 +45,7 @@ class GotPatch {
   //   - `slots` is empty,
   //   - a slot holds another function than expected; then nothing has changed, not even `*original`,
   //   - a page cannot be made writable or read-only again. Then every slot has its old contents, but `*original` stays
-  //     set, because a thread may have entered the replacement. The text ends with the number of slots that could not
-  //     be restored.
+  //     set, because a thread may have entered the replacement. The text ends with the number of unrestored slots.
   GotPatch(const ElfImage& image, const PatchSpec& spec, const std::vector<RelocationSlot>& slots);
 
   // Undoes the patch. Slots that Undo() would count stay unchanged.
@@ -57,12 +56,10 @@ class GotPatch {
 
   // Restores the slots and returns how many it could not restore. Such a slot lies in a page that can no longer be
   // written, or holds a pointer that another patch has put there later. That patch may call ours, so Undo() leaves its
-  // pointer. A repeated call retries only these slots. Once the other patch has restored ours, Undo() removes ours and
-  // leaves no trace.
+  // pointer. A repeated call retries only these slots. Once the other patch has restored ours, Undo() leaves no trace.
   [[nodiscard]] std::size_t Undo() noexcept;
 
-  // How many slots lead to the replacement now. Equals SlotCount() unless another patch or the dynamic linker has
-  // interfered.
+  // How many slots lead to the replacement now; SlotCount() unless another patch or the linker has changed some.
   std::size_t InPlace() const noexcept;
 
   // How many slots were patched; 0 for a moved-from object.

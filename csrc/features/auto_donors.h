@@ -1,7 +1,6 @@
 // Automatic donation: the switch, and donors that the program has not marked.
 //
-// An input that nothing can reach after the step (liveness.h) may become a donor. The planner chooses among them
-// (donor_plans.h).
+// An input that nothing can reach after the step (liveness.h) may become a donor. donor_plans.h chooses among them.
 //
 // Threads: any. A context's request belongs to its thread.
 #pragma once

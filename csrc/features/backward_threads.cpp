@@ -1,8 +1,7 @@
 // Steps that follow a backward pass on a thread of autograd.
 //
 // Such a thread may still hold gradients when the backward pass has returned. Each is an output of a step that begins
-// meanwhile, so steps of one loop differ at random. The hooks cannot see the gradients, only that such a thread has
-// run.
+// meanwhile, so steps of one loop differ at random. The hooks see only that such a thread has run.
 //
 // Threads: atomics of the process. If several threads step, a step may count a backward pass of another thread.
 // Errors: none.

@@ -2,8 +2,8 @@
 //
 // The token depends on the inputs of the step, so a collective of a later step would read them through it.
 // torch_xla.sync() drops the token after the step closures; a plain sync of the live tensors keeps it. Here the graph
-// of the step is complete, so the token is not needed. The executor does not hold a lock yet, for which a thread with
-// the GIL might wait.
+// of the step is complete, so the token is not needed. The executor does not hold a lock yet that a thread with the GIL
+// could wait for.
 #include <utility>
 
 #include "features/switches.h"

@@ -18,7 +18,6 @@ namespace torch_xla_donate {
 
 namespace {
 
-// The donors of the next run of a compiled graph.
 struct AnnouncedRun {
   std::shared_ptr<const CallSite> call;
   std::vector<RunDonor> donors;

@@ -2,8 +2,7 @@
 //
 // It decides once for each graph and dead set. Of each size it chooses as many inputs as there are outputs without
 // another donor, each close to the output computed from it. The dead set of a loop may change, for example when the
-// garbage collector frees a cycle. Then the planner makes at most kMaxChoices graphs and afterwards uses a choice that
-// fits.
+// garbage collector frees a cycle. Then the planner makes at most kMaxChoices graphs and reuses one that fits.
 //
 // Ownership: the process keeps the last kKeptPlans plans, or fewer if together they exceed kKeptParameters. A plan
 //   takes some hundred bytes for each parameter.
@@ -42,7 +41,6 @@ struct PlanRequest {
   std::vector<std::optional<std::size_t>> wanted;  // the output that such a donor was given
 };
 
-// The chosen inputs.
 struct DonorChoice {
   std::vector<std::size_t> parameters;
   std::vector<DonorPtr> prototypes;  // the report's entry for each; without a buffer
@@ -78,8 +76,7 @@ class DonorPlanner {
   // The compiler has not used these parameters, so the graph does not ask for them again.
   void OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters);
 
-  // The held inputs of each device's last step; none if that step has not called Choose(). A step begins with
-  // BeginStep().
+  // The held inputs of each device's last step, from BeginStep() on; none if that step has not called Choose().
   std::vector<HeldInput> LastHeld() const;
   void BeginStep(const lazy::BackendDevice& device);
 

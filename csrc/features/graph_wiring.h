@@ -15,8 +15,7 @@ namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
 
-// Hashes the numbers of each node's operands, in post-order, then the numbers of the roots. Linear in nodes and
-// operands.
+// Hashes the numbers of each node's operands, in post-order, then those of the roots. Linear in nodes and operands.
 lazy::hash_t HashWiring(const std::vector<const lazy::Node*>& post_order, const std::vector<lazy::Value>& roots);
 
 }  // namespace torch_xla_donate

@@ -1,11 +1,11 @@
-// Which inputs of a step the program can still reach once the graph has run.
+// Finds the inputs of a step that the program can still reach after the run.
 //
 // At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
-// So a parameter that no live tensor holds, by its data or by a graph that the step leaves pending, is out of reach.
-// Reference counts of buffers do not help: what earlier runs still hold flips with their timing, and each flip would be
-// another graph.
+// So the program can reach a parameter only if a live tensor holds it, by its data or by a graph that stays pending.
+// Reference counts of buffers do not help, because earlier runs release buffers at varying times and each change would
+// make another graph.
 //
-// Ownership: belongs to one step. Threads: belongs to one thread. Errors: none of its own.
+// Ownership: belongs to one step. Threads: belongs to one thread. Errors: throws none itself.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -23,11 +23,11 @@ class Liveness {
  public:
   explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);
 
-  // Somebody holds the buffer, whichever it is.
+  // Notes that the program holds the buffer, which may belong to no parameter.
   void Hold(const lazy::BackendData* buffer);
-  // Somebody may still run the graph, and read what it reads.
+  // Notes that the graph may still run and read its inputs.
   void HoldGraph(const lazy::Value& root);
-  // By position of the parameter: what Hold() was called with, and what only a graph reads.
+  // By position of the parameter: those given to Hold(), and those that a graph of HoldGraph() reads.
   const std::vector<bool>& Held() const { return held_; }
   const std::vector<bool>& Read() const { return read_; }
 

@@ -59,8 +59,7 @@ bool HidesBase(const at::Tensor& value, const FunctionalTensorWrapper& base) {
   return !impl.has_symbolic_sizes_strides() && !base.has_symbolic_sizes_strides() && impl.sizes() == base.sizes();
 }
 
-// A tensor that cannot get its new value keeps the old one, as in stock torch_xla. Its next use raises this error
-// again.
+// A tensor that cannot get its new value keeps the old one, as in stock torch_xla. Its next use raises again.
 void GiveNewValue(FunctionalTensorWrapper& tensor) {
   if (!tensor.isBaseTensor()) {
     return;

@@ -12,8 +12,8 @@
 // and is then an output of the step.
 //
 // Ownership: base tensors are noted by address. Each carries a tag that removes the note with the tensor.
-// Threads: the hooks run on any thread, with or without the GIL. OutdatedTensors has one mutex, and never releases a
-//   tensor while it holds it.
+// Threads: the hooks run on any thread, with or without the GIL. OutdatedTensors never releases a tensor under its
+//   mutex.
 // Errors: a hook passes on torch's error while a view takes its value, at the line that makes the view.
 #pragma once
 
@@ -42,8 +42,8 @@ class OutdatedTensors {
   static OutdatedTensors& Get();
 
   // From now on also notes the base of each new alias. After a write in inference mode, or through `t.data` or
-  // `t.detach()`, the base cannot be found from the written tensor. Called when a program first donates; otherwise a
-  // hook costs one relaxed load.
+  // `t.detach()`, the base cannot be found from the written tensor. Called at a program's first donation; before, a
+  // hook is one relaxed load.
   static void FollowAliases() { SetWatch(kAliases, kAliases); }
 
   // An alias of the tensor is being made. Does nothing unless the tensor is a base of torch_xla.

@@ -48,8 +48,7 @@ void Fetch(Output& output) {
   output.buffer = nullptr;
 }
 
-// The executor has waited for the earlier runs. torch_xla donates inputs that are updated in place, so later these
-// outputs may be gone.
+// The earlier runs have ended. torch_xla donates inputs updated in place, so these outputs may be gone later.
 void FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& parameters) {
   if (Runs().empty()) {
     return;

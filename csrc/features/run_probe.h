@@ -14,8 +14,7 @@ namespace torch_xla_donate {
 struct InspectedRun : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// Describes and stops this thread's next run of a compiled graph. Ends with TakeInspected(), which returns nullopt if
-// there was no run.
+// Describes and stops this thread's next run of a compiled graph. TakeInspected() ends this; nullopt if no run came.
 void InspectNextRun();
 std::optional<abi::CompiledGraph> TakeInspected();
 

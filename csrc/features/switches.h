@@ -1,5 +1,4 @@
-// The switches that keep steps from donating: contexts of the program, a debugging mode of the process, a setting of
-// torch_xla.
+// The switches that keep steps from donating: contexts, a debugging mode of the process, a setting of torch_xla.
 //
 // While a thread's depth is above zero, this package donates nothing in its steps. Each wish has a separate depth, so
 // an inner context adds to the wishes of the outer one.

@@ -15,7 +15,6 @@ namespace torch_xla_donate {
 // XLA's name of an element type, such as "f32"; torch's name if XLA does not have the type.
 const char* ElementName(at::ScalarType dtype);
 
-// The element type of an array in this form.
 std::optional<at::ScalarType> ElementType(const std::string& array);
 
 // The text up to the layout: "f32[8,4]".
@@ -30,7 +29,6 @@ bool IsDynamic(const std::string& array);
 // Bytes of the largest shard, which XLA compares when it pairs donors with outputs.
 std::optional<std::int64_t> BytesPerDevice(const std::string& array);
 
-// Whether the text has a sharding.
 bool IsSharded(const std::string& array);
 
 // Whether all pieces of the sharding have one size. Otherwise XLA pads them.

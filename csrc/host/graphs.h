@@ -29,8 +29,7 @@ bool KeepsNodes();
 // must not hold the GIL. Throws the error of an earlier failed step, as torch_xla does when it waits.
 void WaitForHandOver(const lazy::BackendDevice& device);
 
-// Whether eager mode is on in the executor that passes the hooks. (The executor registered with torch is another
-// object.)
+// Whether eager mode is on in the executor that passes the hooks, which is not the one registered with torch.
 bool InEagerMode(const lazy::LazyGraphExecutor& executor);
 
 // The outputs of a step, by the ids that mark the inputs which torch_xla donates automatically.
@@ -49,8 +48,7 @@ class OutputIds {
   std::size_t added_ = 0;
 };
 
-// The device as torch and torch_xla's Python functions know it, such as xla:0. Throws std::runtime_error if this
-// process does not have it.
+// The device as Python knows it, such as xla:0. Throws std::runtime_error if this process does not have it.
 at::Device TorchDevice(const lazy::BackendDevice& device);
 
 // Whether a device stands for all devices of an SPMD program.

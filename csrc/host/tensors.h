@@ -48,8 +48,7 @@ void GiveArray(TensorData& tensor, lazy::BackendDataPtr array);
 // Whether the tensor is a view, or has a view, that shares its graph. False under functionalization.
 bool HasView(const TensorData& tensor);
 
-// The object that describes a tensor's sharding, for comparison; null if not sharded. Another sharding is another
-// object.
+// The object of a tensor's sharding, for comparison; null if not sharded. Another sharding is another object.
 const std::shared_ptr<void>& ShardingOf(const TensorData& tensor);
 
 // The id by which the executor recognises an output that replaces an input. It donates each parameter whose

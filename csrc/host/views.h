@@ -7,8 +7,7 @@
 
 namespace torch_xla_donate::abi {
 
-// The buffer of a storage's base tensor, without the writes noted since. Null if it is not computed yet or does not
-// belong to torch_xla.
+// The buffer of a storage's base tensor, without the writes noted since. Null if not computed yet or not torch_xla's.
 lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
 // The buffer of the tensor's own value; null in the same cases.
 lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
@@ -25,8 +24,8 @@ void KeepValue(const at::Tensor& tensor);
 lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor);
 
 // Makes every view of the tensor recompute its value from the tensor at its next use. A view computed earlier has a
-// separate buffer in torch_xla and would not notice that its base is gone. Does nothing without functionalization, or
-// if the tensor is a view.
+// separate buffer in torch_xla and would not notice that its base is gone. Does nothing for a view, or without
+// functionalization.
 void InvalidateViews(const at::Tensor& tensor);
 
 }  // namespace torch_xla_donate::abi

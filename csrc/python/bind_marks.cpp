@@ -1,4 +1,4 @@
-// Marking tensors, taking marks back, and what a tensor holds.
+// Marks tensors, cancels marks, and describes what a tensor holds.
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/lazy/core/ir_util.h>
@@ -24,7 +24,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// What stands in the way of marking a leaf; "" is nothing.
+// The obstacle to marking a leaf; "" if there is none.
 const char* Obstacle(const abi::Resolution& resolved) {
   switch (resolved.state) {
     case abi::TensorState::kMaterialized: return "";
@@ -37,7 +37,7 @@ const char* Obstacle(const abi::Resolution& resolved) {
   return "not_xla";
 }
 
-// Whether the tensor has work that replaces a buffer which it had before, and which that work reads.
+// Whether pending work replaces the tensor's value and reads the buffer that it had before.
 bool UpdatedInPlace(const at::Tensor& tensor) {
   const abi::Resolution resolved = abi::Resolve(tensor);
   if (resolved.state != abi::TensorState::kPending || !resolved.tensor->ir_value) {
@@ -62,10 +62,10 @@ std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::obje
   return site;
 }
 
-// Marks leaves that have been found fit, of which the items are the tensors.
+// Marks leaves that have no obstacle. `items` has their tensors.
 void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** items,
             const std::shared_ptr<const CallSite>& site) {
-  // One look at all of them. Where a step is still running with one, its end tells whether the buffer was used.
+  // Looks up all leaves at once. If a step with one of them is running, only its end shows whether it used the buffer.
   for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
   }
@@ -159,7 +159,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   call.is_scope = true;
   call.site->for_compiled_run = for_compiled_run;
   Commit(resolved, items, call.site);
-  // An argument that is a view has its value, which it would work out again from a base that the call consumes.
+  // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
     for (const py::handle argument : *arguments) {
       if (THPVariable_Check(argument.ptr())) {
@@ -170,7 +170,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   return call;
 }
 
-// Takes back the marks of the buffers that the outputs hold.
+// Cancels the marks of the buffers that the outputs hold.
 void KeepReturned(const py::list& outputs) {
   std::vector<lazy::BackendDataPtr> buffers;
   for (py::handle item : outputs) {
@@ -190,22 +190,22 @@ void KeepReturned(const py::list& outputs) {
 void BindMarks(py::module_& m) {
   py::class_<Refusal>(m, "Refusal", "Why a call has marked nothing.")
       .def_readonly("leaf", &Refusal::leaf, "Position of the first leaf that cannot be marked.")
-      .def_readonly("obstacle", &Refusal::obstacle, "What state says of it, or 'not_tensor' or 'also_kept'.")
-      .def_readonly("kept", &Refusal::kept, "Of 'also_kept': position of the leaf of kept that holds the same buffer.");
+      .def_readonly("obstacle", &Refusal::obstacle, "As state names it, or 'not_tensor' or 'also_kept'.")
+      .def_readonly("kept", &Refusal::kept,
+                    "For 'also_kept': position of the leaf of kept that holds the same buffer.");
   py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, or why there are none.")
       .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
         "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
-        "should take the buffers over. The first leaf that cannot be marked is the refusal of the call. "
-        "Raises DonatedBufferError for a leaf that was donated before.");
-  m.def(
-      "mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
-      py::arg("for_compiled_run"), py::arg("names"),
-      "Marks the tensors of a call's donated leaves, all or none; what is no tensor is passed over. Held marks are for "
-      "arm_run alone, steps pass them over. The first leaf that cannot be marked, or whose buffer a leaf of kept "
-      "holds, "
-      "too, is the refusal of the call. Cached constants are marked; the step refuses them, with a reason.");
+        "should take the buffers. The first leaf that cannot be marked is the refusal of the call. Raises "
+        "DonatedBufferError for a leaf that was donated before.");
+  m.def("mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
+        py::arg("for_compiled_run"), py::arg("names"),
+        "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
+        "marks are only for arm_run, and steps ignore them. The refusal of the call is the first leaf that cannot be "
+        "marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses them with a "
+        "reason.");
   m.def(
       "cancel",
       [](const py::sequence& leaves) {
@@ -218,10 +218,10 @@ void BindMarks(py::module_& m) {
         }
         return DonationRegistry::Get().Cancel(buffers);
       },
-      py::arg("leaves"), "Takes the marks of the tensors' buffers back; how many were pending.");
+      py::arg("leaves"), "Cancels the marks of the tensors' buffers; returns how many were pending.");
   m.def(
       "cancel_call", [](const Call& call) { DonationRegistry::Get().CancelCall(call.site.get()); }, py::arg("call"),
-      "Takes back what is still pending of a call's marks.");
+      "Cancels the pending marks of a call.");
   m.def(
       "cancel_marks",
       [](const Call& call) {
@@ -233,7 +233,8 @@ void BindMarks(py::module_& m) {
         }
         DonationRegistry::Get().Cancel(buffers);
       },
-      py::arg("call"), "Takes back what is still pending of the marks of the buffers that a call of mark was given.");
+      py::arg("call"),
+      "Cancels the pending marks of the buffers that a call of mark was given, even those of another call.");
   m.def(
       "end_call",
       [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
@@ -245,14 +246,14 @@ void BindMarks(py::module_& m) {
         DonationRegistry::Get().EndCall(call.site.get(), given, Reason::Given(reason), notify);
       },
       py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("notify"),
-      "What is still pending of a call's marks was unusable, for the reason of its position or for the general one.");
+      "Ends the pending marks of a call as unusable, for the reason of the leaf's position or the general one.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
-        "Takes back the marks of buffers that these leaves hold: a function that returns its argument keeps it.");
+        "Cancels the marks of buffers that these leaves hold, because a function that returns its argument keeps it.");
   m.def(
       "state",
       [](py::handle tensor) -> std::string {
         const DonationRegistry& registry = DonationRegistry::Get();
-        // To resolve a view of a consumed tensor is to compute it, which is an error.
+        // Resolving a view of a consumed tensor would compute it, which raises.
         if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
           return "donated";
         }
@@ -274,14 +275,15 @@ void BindMarks(py::module_& m) {
         const lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(tensor));
         return buffer != nullptr && DonationRegistry::Get().IsConsumed(buffer.get());
       },
-      py::arg("tensor"), "Whether a step has consumed what a tensor holds, or is computed from. Never waits.");
+      py::arg("tensor"),
+      "Whether a step has consumed the buffer that a tensor holds or is computed from. Never waits.");
   m.def(
       "has_value",
       [](py::handle tensor) {
         const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
         return resolved.buffer != nullptr && resolved.buffer->HasValue();
       },
-      py::arg("tensor"), "Whether the device has computed the tensor's buffer, and it is still there.");
+      py::arg("tensor"), "Whether the device has computed the tensor's buffer and still has it.");
   m.def(
       "identity",
       [](py::handle tensor) {
@@ -289,14 +291,15 @@ void BindMarks(py::module_& m) {
         return std::make_pair(reinterpret_cast<std::uintptr_t>(resolved.tensor.get()),
                               reinterpret_cast<std::uintptr_t>(resolved.buffer.get()));
       },
-      py::arg("tensor"), "Numbers that tell apart what a tensor shares with its aliases, and its buffer; 0 for none.");
+      py::arg("tensor"),
+      "Two numbers that identify the data that a tensor shares with its aliases, and its buffer; 0 for none.");
   m.def(
       "holds",
       [](py::handle tensor) {
         const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
         return reinterpret_cast<std::uintptr_t>(data == nullptr ? nullptr : abi::BufferOf(*data).get());
       },
-      py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying what is pending; or 0.");
+      py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying pending updates; or 0.");
   m.def(
       "has_graph",
       [](py::handle tensor) {
@@ -306,7 +309,7 @@ void BindMarks(py::module_& m) {
       py::arg("tensor"), "Whether the tensor is the result of operations that have not run.");
   m.def(
       "updated_in_place", [](py::handle tensor) { return UpdatedInPlace(TensorOf(tensor)); }, py::arg("tensor"),
-      "Whether pending work replaces the tensor's value, and reads the buffer that it had before.");
+      "Whether pending work replaces the tensor's value and reads the buffer that it had before.");
 }
 
 }  // namespace torch_xla_donate

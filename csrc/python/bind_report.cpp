@@ -1,4 +1,4 @@
-// What became of the donors, as the report reads it.
+// The outcomes of donors, predictions and checked outputs, for the report.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -25,7 +25,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// A donor as XLA writes it. What is consumed is not looked at.
+// A donor as XLA writes it. Does not read a consumed buffer.
 std::string ArrayOf(const Donor& donor) {
   const lazy::BackendDataPtr buffer =
       donor.array.empty() && donor.state != DonorState::kDonated ? donor.buffer.lock() : nullptr;
@@ -122,7 +122,7 @@ py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
 void BindReport(py::module_& m) {
   m.def(
       "hook_errors", [] { return DonationRegistry::Get().Errors(); },
-      "How often a hook has gone on without donation, or without a check, after an error, by error.");
+      "How often a hook has continued without donation, or without a check, after an error, by error.");
   m.def(
       "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
       "The last steps that read marked buffers, oldest first.");
@@ -142,14 +142,13 @@ void BindReport(py::module_& m) {
         return StepDicts(DonationRegistry::Get().TakeNotices(everywhere ? std::nullopt : LastDevice()));
       },
       py::arg("everywhere") = true,
-      "Steps with unusable donations that nobody was told of yet. Donors told before carry told=True. Not everywhere: "
-      "those of the device that this thread has stepped last, if it has.");
+      "Returns and clears the steps with unusable donations that were not reported yet. Donors reported before have "
+      "reported=True. Without everywhere, only steps of the device of this thread's last step, if it has one.");
   m.def(
-      "has_notices", [] { return DonationRegistry::Get().HasNotices(); },
-      "Whether take_notices has something to give.");
-  m.def("look_for_copies", &LookForCopies, "Notes from now on which graphs with donors run for the first time.");
-  m.def("has_new_graphs", &HasNewGraphs, "Whether this thread has run one since forget_new_graphs.");
-  m.def("forget_new_graphs", &ForgetNewGraphs, "Their copies have been looked for.");
+      "has_notices", [] { return DonationRegistry::Get().HasNotices(); }, "Whether take_notices would return a step.");
+  m.def("look_for_copies", &LookForCopies, "From now on notes the graphs with donors that run for the first time.");
+  m.def("has_new_graphs", &HasNewGraphs, "Whether this thread has run such a graph since forget_new_graphs.");
+  m.def("forget_new_graphs", &ForgetNewGraphs, "Forgets these graphs, after Python has searched them for copies.");
   m.def(
       "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
       "Waits until the outcome of every step is known.");
@@ -158,17 +157,19 @@ void BindReport(py::module_& m) {
       "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
   m.def("look_ahead", &LookAhead, py::arg("stand_in"), py::arg("sharding_of"),
-        "Right after a list of live tensors: the arrays that their pending work will make, and of its parameters the "
-        "donors, each with its buffer (as in identity), its bytes per device and whether an output is to take it over. "
-        "sharding_of (None without SPMD) is called while stand_in, a tensor of nobody else, stands for an output.");
+        "Predicts the next step, right after a list of live tensors. outputs: the arrays of pending work. inputs: "
+        "buffer (as in identity) and bytes per device of each donor, in step order. shared: marked buffers that an "
+        "unmarked tensor holds. complete: whether all pending work is visible. sharding_of (None without SPMD) is "
+        "called while stand_in, a tensor that only the caller uses, represents an output.");
   py::class_<FreeOutputs>(m, "FreeOutputs", "The outputs of a graph that no donor takes, by XLA's rule: equal bytes.")
       .def(py::init<const std::vector<ArraySize>&>(), py::arg("bytes_per_device"))
-      .def("take", &FreeOutputs::Take, py::arg("bytes_per_device"), "A donor takes an output; whether one was left.")
+      .def("take", &FreeOutputs::Take, py::arg("bytes_per_device"),
+           "A donor takes an output; returns whether one was left.")
       .def("count", &FreeOutputs::Count, py::arg("bytes_per_device"), "How many outputs of this size are left.")
-      .def("sizes", &FreeOutputs::Sizes, "The sizes of which an output is left, sorted.");
+      .def("sizes", &FreeOutputs::Sizes, "The sizes of the outputs that are left, sorted.");
   m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
-        "Of an array as XLA writes it, with its sharding; None if the text is not understood.");
-  m.def("is_even", &IsEven, py::arg("array"), "Whether its sharding cuts such an array into pieces of one size.");
+        "Of an array as XLA writes it, with its sharding; None if the text cannot be parsed.");
+  m.def("is_even", &IsEven, py::arg("array"), "Whether the sharding of such an array cuts it into pieces of one size.");
   m.def(
       "take_bad_outputs",
       [](bool infs) {
@@ -180,7 +181,7 @@ void BindReport(py::module_& m) {
         return BadOutputDicts(bad);
       },
       py::arg("infs"),
-      "The outputs of this thread's runs since the last call that hold a NaN (or infinity); waits for them.");
+      "The outputs of this thread's runs since the last call that hold a NaN (or infinity). Waits for the runs.");
 }
 
 }  // namespace torch_xla_donate

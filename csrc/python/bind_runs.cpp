@@ -1,4 +1,4 @@
-// Runs of compiled graphs: their donors, their order, and the arguments they are called with.
+// Runs of compiled graphs: their donors, the order of their parameters, and their arguments.
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/stl.h>
 
@@ -22,22 +22,22 @@
 namespace torch_xla_donate {
 
 void BindRuns(py::module_& m) {
-  py::class_<abi::CompiledGraph>(m, "CompiledGraph", "What XLA says of a graph that it has compiled.")
+  py::class_<abi::CompiledGraph>(m, "CompiledGraph", "A compiled graph as XLA describes it.")
       .def_readonly("text", &abi::CompiledGraph::text, "Its optimised HLO.")
       .def_readonly("memory", &abi::CompiledGraph::memory, "Its memory statistics.");
-  py::class_<Signature>(m, "Signature", "What a graph is compiled for, of its inputs.")
-      .def_readonly("key", &Signature::key, "Bytes that differ if a graph traced for these tensors does.")
+  py::class_<Signature>(m, "Signature", "The properties of inputs that a compiled graph depends on.")
+      .def_readonly("key", &Signature::key, "Bytes that differ if the graphs traced for the tensors differ.")
       .def_readonly("pending", &Signature::pending, "Whether a tensor has no value yet.")
-      .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of one.")
-      .def_readonly("others", &Signature::others, "What is not a tensor.");
+      .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of a tensor.")
+      .def_readonly("others", &Signature::others, "The leaves that are not tensors.");
   m.def(
       "perhaps_shared",
       [](const Call& call) {
         const DonationRegistry& registry = DonationRegistry::Get();
         std::vector<std::uint32_t> leaves = registry.PerhapsShared(call.site.get());
         if (!leaves.empty()) {
-          // A run that is being started holds its outputs, which are the donors of the next call in a loop. That call's
-          // own run would wait for it here, too.
+          // A run that is starting holds its outputs, which are the donors of the next call in a loop. The run of that
+          // call would wait for it anyway.
           py::gil_scoped_release released;
           registry.WaitForHandOver(call.site.get());
           leaves = registry.PerhapsShared(call.site.get());
@@ -45,12 +45,14 @@ void BindRuns(py::module_& m) {
         return leaves;
       },
       py::arg("call"),
-      "Positions of a call's leaves whose buffers may have another holder or a pending reader. Complete, not exact.");
+      "Positions of a call's leaves whose buffers may have another holder or a pending reader. May have too many, "
+      "never too few.");
   m.def(
       "shared_with_listed",
       [](const Call& call) { return DonationRegistry::Get().SharedWith(ListedTensors(), call.site.get()); },
       py::arg("call"),
-      "Positions of a call's leaves whose buffers an unmarked live tensor holds. Right after a list of live tensors.");
+      "Positions of a call's leaves whose buffers an unmarked live tensor holds. Call it right after a list of live "
+      "tensors.");
   m.def(
       "marked_by",
       [](const Call& call, const py::sequence& arguments) {
@@ -68,7 +70,7 @@ void BindRuns(py::module_& m) {
         return result;
       },
       py::arg("call"), py::arg("arguments"),
-      "Which arguments hold buffers that the call has marked: (position, position among the call's leaves).");
+      "The arguments that hold buffers marked by the call: (position, position among the call's leaves).");
   m.def(
       "arm_run",
       [](const Call& call, const py::sequence& donors, const std::string& graph,
@@ -86,14 +88,11 @@ void BindRuns(py::module_& m) {
         DonateToNextRun(call.site, std::move(buffers), graph);
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
-      "The next run of a compiled graph on this thread consumes the buffers of these tensors, which the call has "
-      "marked. "
-      "places: for each its number among the graph's parameters and that of the output computed from it, as far as "
-      "they "
-      "are known.");
-  m.def("disarm_run", &DisarmRun, "Ends arm_run, whether the graph has run or not.");
+      "This thread's next run of a compiled graph consumes the buffers of these tensors, which the call has marked. "
+      "places has for each the number of its parameter, and of the output computed from it, if known.");
+  m.def("disarm_run", &DisarmRun, "Ends arm_run, whether or not the graph has run.");
   m.def("expect_run", &ExpectRun,
-        "Donors have been refused before the run on this thread that would have read them: it is not a step without.");
+        "The donors of this thread's next run were refused before it, so it does not count as a step without donors.");
   m.def(
       "order_parameters",
       [](const py::sequence& donors) {
@@ -104,8 +103,8 @@ void BindRuns(py::module_& m) {
         OrderParameters(std::move(buffers));
       },
       py::arg("donors"),
-      "Until take_order, graphs that this thread hashes or compiles have their parameters in an order with which XLA "
-      "gives each of these donors to the output computed from it.");
+      "Until take_order, this thread orders the parameters of each graph that it hashes or compiles. With that order "
+      "XLA gives each of these donors to the output computed from it.");
   m.def(
       "take_order",
       [] {
@@ -115,24 +114,24 @@ void BindRuns(py::module_& m) {
         }
         return result;
       },
-      "Ends order_parameters. For each parameter of the last graph, in its order: the buffer (as in identity), and the "
-      "number of the output computed from it if it is a donor.");
+      "Ends order_parameters. Returns for each parameter of the last graph, in its order, the buffer (as in identity), "
+      "and for a donor the number of the output computed from it.");
   m.def("inspect_next_run", &InspectNextRun,
-        "The next run of a compiled graph on this thread raises RuntimeError instead of running.");
+        "This thread's next run of a compiled graph raises RuntimeError instead of running.");
   m.def("take_inspected", &TakeInspected,
         "The graph of the run that inspect_next_run has stopped; None if there was none.");
   m.def("refuse_runs", &BlockRuns, py::arg("on"),
-        "Whether graphs that this thread is about to run are refused: RuntimeError, 'Unexpected execution ...'.");
+        "Whether running a graph on this thread raises RuntimeError, 'Unexpected execution ...'.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,
-        "How often this thread has waited for a device, as for a read or a step. Counted while runs are refused.");
+        "How often this thread has waited for a device while its runs were refused, as for a read or a step.");
   m.def("flatten", &Flatten, py::arg("tree"),
-        "Leaves and structure (hashable) of dicts, lists and tuples, in the order of torch's pytrees; None for a tree "
-        "with "
-        "anything else in it.");
+        "Leaves and structure (hashable) of dicts, lists and tuples, in the order of torch's pytrees; None if the tree "
+        "has anything else.");
   m.def("unflatten", &Unflatten, py::arg("leaves"), py::arg("tokens"),
-        "The tree of a structure that flatten gave, with other leaves.");
-  m.def("signature", &SignatureOf, py::arg("leaves"), "What a graph of these inputs is compiled for.");
+        "The tree of a structure that flatten returned, with other leaves.");
+  m.def("signature", &SignatureOf, py::arg("leaves"),
+        "The properties of these inputs that a compiled graph depends on.");
 }
 
 }  // namespace torch_xla_donate

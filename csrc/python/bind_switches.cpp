@@ -19,7 +19,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-// The names of the codes, in the order of ReasonCode; a test finds one that is missing.
+// The names of the codes, in the order of ReasonCode. A test finds missing ones.
 constexpr std::array<const char*, static_cast<std::size_t>(ReasonCode::kFailedForeign) + 1> kReasonCodes = {
     "none",           "given",         "another_buffer",
     "held_by_others", "has_views",     "constant",
@@ -30,7 +30,7 @@ constexpr std::array<const char*, static_cast<std::size_t>(ReasonCode::kFailedFo
     "given_up",       "not_compiled",  "earlier_step_failed",
     "failed",         "failed_foreign"};
 
-// One wish for donation to be disabled.
+// One request to disable donation.
 class DisablingScope {
  public:
   DisablingScope(bool report_reuse, bool check_outputs) : wishes_{report_reuse, check_outputs} {}
@@ -50,12 +50,12 @@ class DisablingScope {
   bool on_ = false;
 };
 
-// A context whose entering and leaving no interrupt can cut in two. Python looks for signals between calls and at the
-// begin of each function, so that a context manager written in Python may be interrupted after it has done its work and
-// before `with` knows of it, or before the first line of its __exit__. Here Python enters and leaves functions that are
-// none of its own. `leave` is called again if an interrupt stops it, and so has to bear that.
+// A context that an interrupt cannot leave half entered or half left. Python checks for signals between calls and at
+// the start of each function. So it may interrupt a context manager written in Python before `with` knows that it has
+// been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If an interrupt stops
+// `leave`, they call it again, so `leave` must allow that.
 struct Scope {
-  py::object lock;  // held inside; None for none
+  py::object lock;  // held inside the context; None if not needed
   int held = 0;
 
   void Acquire() {
@@ -119,17 +119,17 @@ void Exit(const py::object& self, const py::object& kind, const py::object&, con
 }  // namespace
 
 void BindSwitches(py::module_& m) {
-  py::class_<Reason>(m, "Reason", "Why a donor was not donated, or a step has none.")
+  py::class_<Reason>(m, "Reason", "Why a donor was not donated, or why a step has no donors.")
       .def_property_readonly(
           "code", [](const Reason& reason) { return kReasonCodes[static_cast<std::size_t>(reason.code)]; },
           "One of reason_codes.")
-      .def_readonly("details", &Reason::details, "What the sentence needs beyond the code.")
+      .def_readonly("details", &Reason::details, "Details for the sentence.")
       .def("__bool__", [](const Reason& reason) { return !reason.empty(); });
   m.def("reason_codes", [] { return kReasonCodes; }, "All codes; _report/reasons.py has a sentence for each.");
   py::class_<Scope>(m, "Scope", py::dynamic_attr(),
-                    "Base of contexts that an interrupt cannot leave half entered or half left: subclasses have "
-                    "enter(), leave(raised), which may be called again, and finish(), before leave() if nothing was "
-                    "raised. A lock is held inside.")
+                    "Base of contexts that an interrupt cannot leave half entered or half left. Subclasses have "
+                    "enter(), finish() and leave(raised). finish() runs before leave() if nothing was raised; leave() "
+                    "may be called again. The context holds the lock.")
       .def(py::init([](py::object lock) { return Scope{std::move(lock)}; }), py::arg("lock") = py::none())
       .def("enter", [](const py::object&) {})
       .def(
@@ -138,28 +138,29 @@ void BindSwitches(py::module_& m) {
       .def("__enter__", &Enter)
       .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
   py::class_<DisablingScope>(m, "Disabling",
-                             "While it is on, this thread's steps donate nothing; both switches may be thrown again.")
+                             "While it is on, this thread's steps donate nothing. on() and off() may be repeated.")
       .def(py::init<bool, bool>(), py::arg("report_reuse"), py::arg("check_outputs"))
       .def("on", &DisablingScope::On)
       .def("off", &DisablingScope::Off);
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
-  m.def("disabled_reason", &DisabledReason, "Who has disabled donation on this thread; empty if nobody has.");
+  m.def("disabled_reason", &DisabledReason,
+        "The context that has disabled donation on this thread; empty if none has.");
   m.def(
       "set_switched_off",
       [](const std::string& setting) {
         SetSwitchedOff(setting.empty() ? Reason() : Reason(ReasonCode::kIgnored, setting));
       },
-      py::arg("setting"), "Names the setting that makes torch_xla ignore every donor; an empty text is none.");
-  m.def("switched_off", &SwitchedOffReason, "What set_switched_off has set.");
+      py::arg("setting"), "Names the setting that makes torch_xla ignore every donor; empty for none.");
+  m.def("switched_off", &SwitchedOffReason, "The reason that set_switched_off has set.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
-        "Whether donation is disabled, uses are reported and outputs noted on every thread.");
+        "Whether every thread disables donation, reports uses and notes outputs.");
   m.def(
       "environment",
       [](const std::string& name) {
         const char* const value = std::getenv(name.c_str());
         return value == nullptr ? std::nullopt : std::optional<std::string>(value);
       },
-      py::arg("name"), "A variable of the environment, where torch_xla reads it; None if it is not set.");
+      py::arg("name"), "An environment variable as torch_xla reads it; None if it is not set.");
 }
 
 }  // namespace torch_xla_donate

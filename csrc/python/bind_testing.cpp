@@ -1,4 +1,4 @@
-// Counts by which tests see that nothing is left behind.
+// Counts by which tests check that nothing is left behind.
 #include <string>
 
 #include "features/donor_plans.h"
@@ -11,7 +11,7 @@ namespace torch_xla_donate {
 void BindTesting(py::module_& m) {
   m.def(
       "note_error", [](const std::string& error) { DonationRegistry::Get().NoteError(error.c_str()); },
-      py::arg("error"), "As a hook does that goes on after an error.");
+      py::arg("error"), "Notes an error, as a hook does that continues after it.");
   m.def(
       "sizes",
       [] {

@@ -19,8 +19,7 @@ struct Refusal {
   std::optional<std::size_t> kept;  // for "also_kept": the position of the other leaf
 };
 
-// A call's marks, for cancelling them. The destructor cancels a scope's pending marks, for example after an interrupt
-// in its caller.
+// A call's marks. The destructor cancels a scope's pending marks, for example after an interrupt in its caller.
 struct Call {
   std::shared_ptr<CallSite> site;
   std::vector<std::uint32_t> constants;  // positions of leaves whose buffers torch_xla shares between tensors

@@ -11,8 +11,8 @@ namespace torch_xla_donate {
 
 namespace py = pybind11;
 
-// A call's `names` object may lose its last owner on a thread without the GIL. This list then keeps it until the next
-// call that marks tensors.
+// A call's `names` object may lose its last owner on a thread without the GIL. The next call that marks tensors then
+// releases it.
 struct DeferredDecrefs {
   std::mutex mutex;
   std::vector<PyObject*> objects;

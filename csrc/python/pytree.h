@@ -14,8 +14,7 @@ py::object Flatten(py::handle tree);
 // The inverse, with other leaves.
 py::object Unflatten(const py::list& leaves, const py::tuple& tokens);
 
-// The properties of inputs that a compiled graph depends on: sizes, dtype, device and requires_grad of each tensor, and
-// which tensors share a buffer.
+// The inputs of a compiled graph: sizes, dtype, device and requires_grad of tensors, and which share a buffer.
 struct Signature {
   py::bytes key;
   bool pending = false;  // a tensor has no value yet

@@ -101,8 +101,7 @@ class DonationRegistry {
   // Called once per step; linear in the number of entries.
   void Sweep();
 
-  // The pending donors among a graph's parameters, with their positions. Without a call it returns those meant for
-  // steps. Changes nothing.
+  // The pending donors among a graph's parameters, with their positions; without a call, those meant for steps.
   std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters,
                                                              const CallSite* call = nullptr) const;
 
@@ -135,9 +134,7 @@ class DonationRegistry {
 
   // --- For readers ---
 
-  // How many steps automatic donation has skipped, by reason.
   std::map<Reason, std::uint64_t> AutoRefusals() const;
-  // How often a hook has continued after an error, by error.
   std::map<std::string, std::uint64_t> Errors() const;
 
   std::uint64_t PlainSteps() const noexcept { return plain_steps_.load(std::memory_order_relaxed); }

@@ -1,5 +1,4 @@
-// The functions and objects of Python that the hooks use. SetHookCallbacks() sets them once, before the hooks are
-// installed.
+// The functions and objects of Python that the hooks use. They are set once, before the hooks are installed.
 //
 // Signals: Python runs a signal handler, which may raise, before the next bytecode, and a callback may run that
 //   bytecode. So each callback passes on the exceptions raised in it, or runs no bytecode.
@@ -22,8 +21,8 @@ struct HookCallbacks {
   // locks; may take the GIL and throw.
   std::function<void(const Donor&, std::uint64_t step)> report_reuse;
   // Called before the first list of live tensors for automatic donation, to verify its assumptions. Returns why this
-  // process cannot donate automatically; empty if it can. May take the GIL and throw. Then the step does not begin, and
-  // the next one calls it again.
+  // process cannot donate automatically; empty if it can. May take the GIL and throw. Then the step does not begin. The
+  // next step retries.
   std::function<Reason()> prepare_auto;
   // Called before a step chooses its donors. Drops the token that orders the collectives of the device (given by name),
   // and checks whether auto-sharding is on by now. Called without locks. May take the GIL, but runs no bytecode. If it

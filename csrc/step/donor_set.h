@@ -82,8 +82,7 @@ class DonorSet {
 
   // Proposes a marked parameter.
   void Ask(lazy::BackendDataPtr buffer, DonorPtr donor) { asked_.push_back({std::move(buffer), std::move(donor), {}}); }
-  // Proposes unmarked inputs. `find` returns which of them the program can reach, or nullopt if unknown. It is called
-  // if the step donates.
+  // Proposes unmarked inputs. If the step donates, `find` returns those that the program can reach, nullopt if unknown.
   using FindReach = std::function<std::optional<Liveness>(const DonorSet&)>;
   // `settled` is called after the run with the planner's answer and its donors.
   using Settled = std::function<void(const PlanResult&, const std::vector<DonorPtr>&)>;

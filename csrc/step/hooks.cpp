@@ -118,7 +118,7 @@ std::vector<Hook> ExecutorHooks() {
           "the step will run: donors are committed"),
       row("MultiWait::Completer", abi::kCompleter, &Completer, completer, "the step has run: outcomes are read"),
       row("DeviceContextArena::MarkStep", abi::kMarkStep, &MarkStep, mark_step,
-          "end of the step: unusable donations are told"),
+          "end of the step: reports unusable donations"),
       row("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
           "finds ops on donated tensors"),
   };

@@ -28,7 +28,6 @@ enum class HookedLibrary {
   kTorch,      // libtorch_cpu, which calls some of its functions through slots
 };
 
-// A row of the table.
 struct Hook {
   const char* name;  // "LazyGraphExecutor::RunPostOrder"
   HookedLibrary library;

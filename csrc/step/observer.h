@@ -1,6 +1,5 @@
 // The interface between a step and the features. Each feature is one file in features/, which derives a StepObserver
-// and owns its thread-local state, and one line in features/all.cpp. That list is the order in which observers are
-// called.
+// and owns its thread-local state, and one line in features/all.cpp. Observers are called in that order.
 //
 // Ownership: observers are never freed. A context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all members, but another thread may call the functions given to OnEnd().

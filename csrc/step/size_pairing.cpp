@@ -129,7 +129,7 @@ class Matching {
         continue;
       }
       auto& waiting = classes_[*request_.output_bytes[output]].waiting;
-      // What is only offered comes after the donors: an output that is left then is one that free_ still counts.
+      // Offered inputs come after the donors, so free_ still counts an output that is left then.
       if (!waiting.empty()) {
         Pair(output, waiting.front());
         waiting.pop_front();

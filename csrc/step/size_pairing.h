@@ -37,7 +37,6 @@ class FreeOutputs {
   std::map<std::int64_t, std::size_t> count_;
 };
 
-// A parameter near the root of an output.
 struct NearParameter {
   std::size_t distance, parameter;
 };
@@ -50,8 +49,7 @@ struct PairRequest {
   const std::vector<bool>& donors;                        // already in the donor set
   const std::vector<bool>& offered;                       // may join it if an output is left
   const std::vector<std::optional<std::size_t>>& wanted;  // the output that a donor was given
-  // The parameters from which an output is computed, nearest first. The output is most likely the next value of the
-  // nearest.
+  // The parameters from which an output is computed, nearest first. It is most likely the nearest one's next value.
   std::function<std::vector<NearParameter>(std::size_t output)> near;
 };
 

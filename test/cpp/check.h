@@ -19,8 +19,7 @@
 #include <string>
 #include <vector>
 
-// Writes the counters of the lines that ran, which _exit does not do: coverage_dump.cpp, in a build for `make
-// coverage`.
+// Writes the counters of the lines that ran, because _exit does not. Only `make coverage` links coverage_dump.cpp.
 extern "C" [[gnu::weak]] void torch_xla_donate_dump_coverage();
 
 struct NamedTest {

@@ -29,7 +29,7 @@ std::string KindsIn(const std::string& mode, const std::string& symbol) {
   return Kinds(ElfImage::Find(victim.path).SlotsOf(symbol));
 }
 
-// An entry of a loaded library's dynamic section, made writable. With a wrong entry in its file it would not load.
+// An entry of a loaded library's dynamic section, made writable. The linker would not load a file with a wrong entry.
 Elf64_Dyn* DynamicEntry(const Library& library, Elf64_Sxword tag) {
   link_map* map = nullptr;
   CHECK_EQ(dlinfo(dlopen(library.path.c_str(), RTLD_LAZY | RTLD_NOLOAD), RTLD_DI_LINKMAP, &map), 0);
@@ -94,15 +94,15 @@ TEST(a_dynamic_section_that_cannot_be_read_is_an_error) {
   };
   const Library victim("victim_default");
   for (const auto& one : cases) {
-    // GIVEN a loaded library with one entry that is not as it should be
+    // GIVEN a loaded library with one wrong entry
     Elf64_Dyn* const entry = DynamicEntry(victim, one.tag);
     const Elf64_Dyn before = *entry;
     entry->d_tag = one.new_tag;
     entry->d_un.d_val = one.value;
-    // WHEN it is read
+    // WHEN Find() reads it
     const std::string message = MessageOf([&] { ElfImage::Find(victim.path); });
     *entry = before;
-    // THEN the error names the file, and says what was found and what to do
+    // THEN the error names the file, the finding and the remedy
     CHECK_CONTAINS(message, "the library \"" + victim.path + "\" " + one.message);
     CHECK_CONTAINS(message, "; it cannot be patched: report which build of it this is");
   }

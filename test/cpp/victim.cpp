@@ -1,5 +1,5 @@
-// A library whose imports the tests patch. CMakeLists.txt builds it once per link mode. A VICTIM_ macro selects how
-// victim_add reaches the callee.
+// A library whose imports the tests patch. CMakeLists.txt builds it once per link mode; a VICTIM_ macro selects
+// victim_add's call.
 #include "callee.h"
 
 using Function = int (*)(const void*, int, int);
