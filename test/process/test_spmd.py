@@ -231,14 +231,12 @@ def test_the_reason_names_the_shardings(measured: Any) -> None:
             reasons += 1
             assert reason.startswith(
                 f"an output has its size of {4 * math.prod(case.shape)} bytes, but not per device: "
-                f"the donor, sharded {result['sharding'][1]}, takes {size} bytes on each, the output f32["
+                f"the donor, sharded {result['sharding'][1]}, takes {size} bytes on each device, and the output f32["
                 if case.dtype == "float32"
                 else "an output has"
             )
             whole = case.alone and not case.is_even(case.donor) and case.output != "half"
-            assert reason.endswith(
-                "do not divide it evenly: pad the array" if whole else "shard donor and output alike"
-            )
+            assert reason.endswith("do not divide it evenly, so pad it" if whole else "shard donor and output alike")
             if case.output is not None:
                 assert result["prediction_reason"].endswith(f"; the next one will not use it: {reason}")
     assert reasons > 40
@@ -389,7 +387,7 @@ def test_donors_go_through_a_manual_region(dump_folder):
     assert all(len(module.aliases) == 1 for module in modules[:-1])
     assert mark.prediction == "unusable"
     (warning,) = [str(warning.message) for warning in caught]
-    text = "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each, the output"
+    text = "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each device, and the"
     assert text in warning
 
 

@@ -1,4 +1,4 @@
-"""What the extension module says of arguments that do not fit. The package itself passes none of these."""
+"""Errors of the extension module for arguments that do not fit, which the package never passes."""
 
 from __future__ import annotations
 

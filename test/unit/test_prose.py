@@ -49,6 +49,10 @@ def test_each_pattern_has_a_sample() -> None:
     assert unseen == []
 
 
+def test_a_single_backtick_hides_one_paragraph_at_most() -> None:
+    assert found("A ` here.\n\nCompiled anew, `x`.\n- A ` there.\n- Again anew, `y`.") == ["anew", "anew"]
+
+
 def test_code_and_plain_sentences_pass() -> None:
     assert found("`nobody.tell()` and ``anew``, self.tell, tell_all, tell=True, there is no other, is no longer.") == []
     assert found("What is it? A report shows what XLA did. Tensors that you donate.") == []

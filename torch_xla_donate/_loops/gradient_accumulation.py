@@ -87,8 +87,8 @@ def _refuse_runs(count: int) -> None:
     if count:
         raise DonationError(
             "the train step has made torch_xla run something (torch_xla.sync(), print of a tensor, .item() or "
-            "torch.compile), and its results would be constants of the loop without gradients. Remove that from the "
-            f"step, and carry the tensors to be printed. {see('loops')}"
+            "torch.compile), whose results would be constants in the loop. Remove that from the step, and carry the "
+            f"tensors to be printed. {see('loops')}"
         )
 
 

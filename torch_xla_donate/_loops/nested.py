@@ -126,8 +126,8 @@ def _loop_in_a_trace(
     if not xs:
         # torch_xla takes the number of iterations from the first array.
         raise NotImplementedError(
-            "a scan in the body of another scan has a backward pass with nothing to go over, because its body returns "
-            f"no output and saves nothing. Return an output from the body, such as the new carry. {see('loops')}"
+            "a scan in the body of another scan has a backward pass with nothing to go over. Return an output from its "
+            f"body, such as the new carry. {see('loops')}"
         )
     loop = Loop(body)
     with _lock:
