@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 
 VIEWS = ("transpose", "row", "tail", "head", "narrow", "diagonal", "unsqueeze", "view_as", "reshape", "expand")
-WRITES = ("assign_row", "assign_slice", "add_in_place", "fill_in_place", "copy_in_place", "index_copy")
+WRITES = ("assign_row", "assign_slice", "add_in_place", "fill_in_place", "copy_in_place", "copy_from", "index_copy")
 BODY = (
     *("update", "update", "add", "mul", "scale", "scale", "matmul", "flip", "concatenate", "total", "where"),
     *("clone", "clone", "cast", "detach", "data", "batch", "closure"),
@@ -202,6 +202,11 @@ class _Writer:
     def storage(self, tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
+    def elsewhere(self, like: torch.Tensor, number: int, names: Iterable[str]) -> str | None:
+        """A tensor of this shape and dtype in other memory."""
+        apart = [name for name in names if self.storage(self.names[name]) != self.storage(like)]
+        return self.alike(like, number, apart)
+
     def view(self, kind: str, name: str, a: int, b: int) -> str | None:
         """The text of a view; None where there is none of that kind."""
         x = self.names[name]
@@ -336,15 +341,20 @@ class _Body(_Writer):
         given = storage in self.given
         if storage in self.copied or (given and not self.writes) or name == "x":
             return
-        text = write_text(kind, name, x, b, c)
+        text = write_text(kind, name, x, b, c, self.elsewhere(x, c, self.names))
         if text is not None:
             self.written.add(storage)
             self.updates = self.updates or given
             self.line(text)
 
 
-def write_text(kind: str, name: str, x: torch.Tensor, b: int, c: int) -> str | None:
-    """A write in place. Its operands are computed first, as tensors that share memory must not meet in one."""
+def write_text(kind: str, name: str, x: torch.Tensor, b: int, c: int, source: str | None) -> str | None:
+    """A write in place. Its operands are computed first, as tensors that share memory must not meet in one.
+
+    source: a tensor of the same shape and dtype in other memory; None if there is none.
+    """
+    if kind == "copy_from":
+        return source and f"{name}.copy_({source})"
     if kind == "add_in_place":
         return f"{name}.copy_({_small(f'{name} + {1 + c % 5}')})"
     if kind == "fill_in_place":
@@ -656,7 +666,7 @@ class _Caller(_Writer):
         elif kind == "hold_result" and sound:
             self.hold(_small(f"{sound[b % len(sound)]} + {1 + c % 3}"))
         elif kind == "write" and self.writes and self.storage(x) not in self.copied:
-            text = write_text(WRITES[b % len(WRITES)], leaf, x, b, c)
+            text = write_text(WRITES[b % len(WRITES)], leaf, x, b, c, self.elsewhere(x, a, [*self.leaves, "x"]))
             if text is not None:
                 exec(text, {"torch": torch}, dict(self.names))
                 self.line(text)

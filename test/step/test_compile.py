@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -682,3 +684,32 @@ def test_the_dump_shows_the_donors_and_where_their_memory_went(dump_folder):
     assert len(module.before.parameters) == 3
     assert len(module.before.donors) == 2
     assert {alias.donor for alias in module.after.aliases} == set(module.before.donors)
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_a_copy_that_has_the_buffer_of_another_argument_is_kept(make, options):
+    """After target.copy_(online) torch_xla keeps one buffer for both, although the program has made no alias."""
+    step = torch_xla_donate.compile(lambda target, online: target + online, donate_argnums=0, **options)
+    target, online = make(3), make(3) + 1
+    torch_xla.sync()
+    target.copy_(online)
+    torch_xla.sync()
+    assert step(target, online).tolist() == [2, 4, 6]
+    assert target.tolist() == online.tolist() == [1, 2, 3]
+    assert "another live tensor" in donation_report().donors[-1].reason
+
+
+def added(x):
+    return x + 1
+
+
+module_level = torch_xla_donate.compile(added)
+module_level.__qualname__ = "module_level"
+
+
+def test_a_compiled_function_is_pickled_by_its_name():
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+    assert copy.deepcopy(module_level)(torch.ones(2, device="xla")).tolist() == [2, 2]
+    with pytest.raises(TypeError, match="the compiled added cannot be pickled, because 'added' is not its name"):
+        pickle.dumps(torch_xla_donate.compile(added))

@@ -37,7 +37,7 @@ def test_a_copied_donor_is_named_once_for_its_graph(make):
     assert re.fullmatch(
         r"XLA reuses the memory of these donated buffers but copies them first, at each run of step 1:\n"
         r"  f32\[6\]: 24 B\.\n"
-        r"  Something still reads the old value after XLA begins to write the new one\. "
+        r"  An operation reads the old value after XLA begins to write the new one\. "
         r"See `python -m torch_xla_donate explain report`\.",
         str(warned.message),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 
@@ -645,3 +646,134 @@ def test_a_graph_of_views_is_computed_from_the_views():
         return found
 
     assert totals(openxla(f, donate_argnums=(0, 1, 2)), "xla") == totals(f, "cpu")
+
+
+@pytest.mark.parametrize("donated", [(), (0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda a, b: a.copy_(b),
+        lambda a, b: a.__setitem__(slice(None), b),
+        lambda a, b: torch._foreach_copy_([a], [b]),
+        lambda a, b: a.copy_(b[:1]),
+        lambda a, b: a.copy_(b.int()),
+    ],
+    ids=["copy_", "slice", "foreach", "broadcast", "cast"],
+)
+def test_a_whole_copy_of_an_argument_is_a_new_value(copy, donated):
+    """torch_xla's functional copy writes into its first operand, which misled the bridge."""
+
+    def f(a, b):
+        copy(a, b)
+        b.add_(1)
+        return a - b, b * 2
+
+    def values(call, device):
+        a, b = torch.zeros(2, 3).to(device), torch.ones(2, 3).to(device)
+        found = []
+        for i in range(4):
+            if device == "xla":
+                torch_xla.sync()
+            results = call(a, b)
+            found.append([one.tolist() for one in (*results, a, b)])
+            b = b + i
+        return found
+
+    def f_of_state(a, b):
+        results = f(a, b)
+        return *results, a, b
+
+    def functional(call, device):
+        a, b = torch.zeros(2, 3).to(device), torch.ones(2, 3).to(device)
+        found = []
+        for i in range(4):
+            if device == "xla":
+                torch_xla.sync()
+            *results, a, b = call(a, b)
+            found.append([one.tolist() for one in (*results, a, b)])
+            b = b + i
+        return found
+
+    assert values(openxla(f), "xla") == values(f, "cpu")
+    assert functional(openxla(f_of_state, donate_argnums=donated), "xla") == functional(f_of_state, "cpu")
+
+
+def test_arguments_that_are_swapped_in_place():
+    def swap(a, b):
+        before = a.clone()
+        a.copy_(b)
+        b.copy_(before)
+        return a - b
+
+    def values(call, device):
+        a, b = torch.arange(4.0).to(device), torch.full((4,), 2.0).to(device)
+        return [[one.tolist() for one in (call(a, b), a, b)] for _ in range(3)]
+
+    assert values(openxla(swap), "xla") == values(swap, "cpu")
+
+
+@torch._dynamo.disable
+def outside(x, kept):
+    kept.append(x.sum())
+    return x * 3
+
+
+def test_work_outside_the_graph_reads_the_donor_first():
+    """Dynamo leaves a disabled function out. Its pending results read the argument that the graph consumes."""
+    kept = []
+    step = openxla(lambda x: (outside(x, kept), x + 1), donate_argnums=0)
+    x = torch.ones(4).to("xla")
+    for i in range(1, 4):
+        tripled, x = step(x)
+        assert tripled.tolist() == [3.0 * i] * 4
+        assert x.tolist() == [i + 1.0] * 4
+    assert [total.item() for total in kept] == [4.0, 8.0, 12.0]
+
+
+def test_a_copy_kept_outside_the_graph_has_its_value():
+    kept = []
+    keep = torch._dynamo.disable(lambda x: kept.append(x.clone()))
+    step = openxla(lambda x: (keep(x), x + 1)[1], donate_argnums=0)
+    x = torch.ones(4).to("xla")
+    for _ in range(3):
+        x = step(x)
+    assert [one.tolist() for one in kept] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
+    assert x.tolist() == [4.0] * 4
+
+
+def test_batch_norm_with_a_cumulative_average():
+    def run(device):
+        norm = torch.nn.BatchNorm1d(3, momentum=None, affine=False).to(device)
+        f = lambda x: norm(x) + x  # noqa: E731
+        call = openxla(f, donate_argnums=0) if device == "xla" else f
+        x = torch.arange(12.0).reshape(4, 3).to(device)
+        for _ in range(3):
+            x = call(x)
+        return x.cpu(), norm.running_mean.cpu(), norm.num_batches_tracked.item()
+
+    (x, mean, count), (expected, expected_mean, expected_count) = run("xla"), run("cpu")
+    assert torch.allclose(x, expected, atol=1e-5)
+    assert torch.allclose(mean, expected_mean, atol=1e-5)
+    assert count == expected_count
+
+
+@dataclasses.dataclass
+class Weights:
+    now: torch.Tensor
+    before: torch.Tensor
+
+
+torch.utils._pytree.register_dataclass(Weights)
+
+
+def test_a_registered_dataclass_among_the_results(make):
+    step = openxla(lambda state, x: Weights(state.now * 2, x), donate_argnums=(0, 1))
+    state = Weights(make(3), make(3) + 1)
+    for i in range(3):
+        x = make(3)
+        torch_xla.sync()
+        old, state = state, step(state, x)
+        assert is_donated(old.now)
+        assert not is_donated(x)
+        assert state.now.tolist() == [0.0, 2.0 ** (i + 1), 2.0 ** (i + 2)]
+        assert state.before.tolist() == [0, 1, 2]

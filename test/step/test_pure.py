@@ -1020,3 +1020,33 @@ def test_gradient_accumulation_is_refused_by_name(make):
     with pytest.raises(DonationError, match="test_pure.py:.* it calls gradient_accumulation, which computes its arg"):
         run(carried, make(3, 2, 4))
     assert carried.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(w=state["w"] + 1),
+        lambda state: state.update(n=state["n"] + 1),
+        lambda state: state["log"].append(state["w"]),
+        lambda state: state.pop("n"),
+    ],
+    ids=["tensor", "number", "list", "removed"],
+)
+def test_a_container_among_the_arguments_is_not_changed(make, change):
+    def f(state):
+        change(state)
+        return state["w"] * 2
+
+    state = {"w": make(3), "n": 0, "log": []}
+    with pytest.raises(
+        DonationError, match=r"f is declared pure, but it changes what state \(argument 0 of f\) contains"
+    ):
+        give_away(f)(state)
+    assert state["w"].tolist() == [0, 1, 2]
+    assert (state["n"], state["log"]) == (0, [])
+
+
+def test_an_argument_that_is_kept_is_named_as_an_argument(make):
+    kept = []
+    with pytest.raises(DonationError, match=r"it gets the argument float32\[3\], which something outside the function"):
+        pure(lambda x: (kept.append(x), x + 1)[1])(make(3))

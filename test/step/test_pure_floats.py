@@ -387,7 +387,7 @@ def test_a_kept_number_is_refused(make):
         kept.append(n)
         return x * n
 
-    with pytest.raises(DonationError, match="makes float64\\[\\], which something outside"):
+    with pytest.raises(DonationError, match="it gets the argument float64\\[\\], which something outside"):
         f(make(3), 0.5)
     kept.clear()
 

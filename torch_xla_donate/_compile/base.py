@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import itertools
 import numbers
+import operator
+import sys
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -44,6 +47,31 @@ class Compiled:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    def __copy__(self) -> Compiled:
+        made: Compiled = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        made = memo[id(self)] = copy.copy(self)
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
+
+    def __reduce__(self) -> str:
+        """Pickles the function by its name, as Python does with functions."""
+        name = getattr(self, "__qualname__", "")
+        try:
+            found = operator.attrgetter(name)(sys.modules[self.__module__])
+        except (AttributeError, KeyError):
+            found = None
+        if found is not self:
+            raise TypeError(
+                f"the compiled {self.function} cannot be pickled, because {name!r} is not its name in a module and its "
+                f"graphs belong to this process. Pickle the function, and compile it where it is loaded. "
+                f"{see('compile')}"
+            )
+        return name
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._arguments.function}>"

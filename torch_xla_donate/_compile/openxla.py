@@ -231,12 +231,13 @@ def _outputs_of(graph: torch.fx.GraphModule) -> Sequence[Any]:
 
 
 def _source_of_view(node: Any) -> Any:
-    """The node whose memory the result of a node shares in PyTorch."""
-    while isinstance(node, torch.fx.Node) and (
-        getattr(node.target, "is_view", False) or node.target is operator.getitem
+    """The node whose memory the result of a node shares in PyTorch; an alias of an input counts as a separate value."""
+    source = node
+    while isinstance(source, torch.fx.Node) and (
+        getattr(source.target, "is_view", False) or source.target is operator.getitem
     ):
-        node = node.args[0]
-    return node
+        source = source.args[0]
+    return node if isinstance(source, torch.fx.Node) and source.op == "placeholder" else source
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:

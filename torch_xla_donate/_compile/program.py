@@ -65,6 +65,7 @@ class TracedProgram:
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
                     del tree
+                proxies.refuse_changed()
                 reads.check()
                 _refuse_gradients(compiled.function, results, recorder)
                 recorder.note_returned(results)

@@ -75,7 +75,25 @@ class ArgumentProxies:
             numbers = put_numbers(self._compiled.function, self._roles, args, kwargs, self.values)
             self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
             self._given += [weakref.ref(one) for one in numbers]
+        self._contents = [
+            (argument, argument.value(args, kwargs)) for argument in self._roles.donated + self._roles.kept
+        ]
+        self._before = [pytree.tree_flatten(value) for _, value in self._contents]
         return args, kwargs, leaves
+
+    def refuse_changed(self) -> None:
+        """Raises DonationError if the trace has changed a container among the arguments, which a replay would not."""
+        contents, self._contents = self._contents, []  # or they would keep the tensors
+        for (argument, value), (leaves, structure) in zip(contents, self._before, strict=True):
+            now, new_structure = pytree.tree_flatten(value)
+            if structure != new_structure or any(one is not other for one, other in zip(leaves, now, strict=True)):
+                raise _trace.impure(
+                    self._compiled.function,
+                    "",
+                    f"changes what {argument.name} ({argument.place}) contains",
+                    "Return a new container",
+                )
+        self._before.clear()
 
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
@@ -109,7 +127,7 @@ class ArgumentProxies:
 
     def note_made(self, made: list[tuple[weakref.ref[torch.Tensor], str]]) -> None:
         """Notes the tensors that the trace has made, and those that replaced arguments."""
-        given = [(reference, "unknown line") for reference in self._given]
+        given = [(reference, "") for reference in self._given]
         self._made = [*made, *given]
         self._buffers = {_C.identity(tensor)[1] for reference, _ in given if (tensor := reference()) is not None}
 
@@ -133,7 +151,7 @@ class ArgumentProxies:
             raise _trace.impure(
                 function,
                 where,
-                f"makes {_trees.dtype_and_shape(tensor)}, which "
+                f"{'makes' if where else 'gets the argument'} {_trees.dtype_and_shape(tensor)}, which "
                 + (f"a result of type {opaque} keeps" if opaque else "something outside the function keeps"),
                 "Return the tensor in a tuple, list or dict, or register the type with torch.utils._pytree"
                 if opaque

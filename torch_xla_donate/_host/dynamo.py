@@ -264,7 +264,13 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
     The outputs of a graph do not include a value that the frame returns unchanged. Bytecode around the graph returns
     it. `inputs` has the names of the graph's inputs, which do not include arguments that the graph does not read.
     """
-    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables import TensorVariable
+    from torch._dynamo.variables.base import AttributeMutationNew, VariableTracker
+
+    def is_new_object(variable: Any) -> bool:
+        """Whether the frame makes it: it has no value yet. The visit comes to its attributes."""
+        made = isinstance(variable.mutation_type, AttributeMutationNew)
+        return made and not isinstance(variable, TensorVariable)
 
     read = set(inputs)
     frame = sys._getframe(1)
@@ -279,7 +285,7 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
                 node = getattr(vars(variable).get("proxy"), "node", None)
                 if node is not None and node.op == "placeholder" and node.name in read:
                     returned.add(node.name)
-                elif variable.source is not None:
+                elif variable.source is not None and not is_new_object(variable):
                     around[variable.source.name()] = None
 
             try:

@@ -17,7 +17,9 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def impure(function: str, where: str, what: str, remedy: str) -> DonationError:
+    """The error. `where` is the line, or empty if no line is known."""
+    at = f"at {where} it" if where else "it"
     return DonationError(
-        f"{function} is declared pure, but at {where} it {what}. {remedy}, or remove pure=True. Nothing was donated. "
+        f"{function} is declared pure, but {at} {what}. {remedy}, or remove pure=True. Nothing was donated. "
         f"{see('pure')}"
     )
