@@ -387,7 +387,9 @@ def test_donors_go_through_a_manual_region(dump_folder):
     assert all(len(module.aliases) == 1 for module in modules[:-1])
     assert mark.prediction == "unusable"
     (warning,) = [str(warning.message) for warning in caught]
-    text = "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each device, and the"
+    text = (
+        "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each device, and the output"
+    )
     assert text in warning
 
 

@@ -47,7 +47,7 @@ def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
         if is_kind(call):
             raise TypeError(
                 f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
-                f"that returns its results, and call that function here. {see('compile')}"
+                f"that returns its results, and call that function here. {see('compile_errors')}"
             )
 
 
@@ -184,7 +184,8 @@ def compile(
         return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)  # type: ignore[return-value]
     if not callable(f):
         raise TypeError(
-            f"f is of type {type(f).__name__}, which cannot be called. Pass a function or a module. {see('compile')}"
+            f"f is of type {type(f).__name__}, which cannot be called. Pass a function or a module. "
+            f"{see('compile_errors')}"
         )
     _refuse_lazy_bodies(f)
     remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
@@ -198,7 +199,7 @@ def _make(
     arguments = Arguments(f, **options)
     if pure and backend != "lazy":
         raise ValueError(
-            f'pure=True needs backend="lazy", but backend is {backend!r}. Remove one of them. {see("pure")}'
+            f'pure=True needs backend="lazy", but backend is {backend!r}. Remove one of them. {see("compile_errors")}'
         )
     if pure:
         return PureCompiled(f, arguments, strict, **kwargs)
@@ -208,4 +209,4 @@ def _make(
         from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
 
         return OpenxlaCompiled(f, arguments, strict, **kwargs)
-    raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile")}')
+    raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile_errors")}')

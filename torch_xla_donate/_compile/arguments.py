@@ -60,7 +60,9 @@ def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:
     try:
         return tuple(operator.index(number) for number in (value if isinstance(value, Iterable) else (value,)))
     except TypeError:
-        raise TypeError(f"{argument} is {value!r}. Pass an int or a sequence of ints. {see('compile')}") from None
+        raise TypeError(
+            f"{argument} is {value!r}. Pass an int or a sequence of ints. {see('compile_errors')}"
+        ) from None
 
 
 def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
@@ -68,7 +70,7 @@ def _names(value: ArgNames, argument: str) -> tuple[str, ...]:
         return ()
     names = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{argument} is {value!r}. Pass a string or a sequence of strings. {see('compile')}")
+        raise TypeError(f"{argument} is {value!r}. Pass a string or a sequence of strings. {see('compile_errors')}")
     return names
 
 
@@ -133,7 +135,7 @@ class Arguments:
         return ValueError(
             f"argument {argument} of {self.function} is both static and donated, but a static argument has no buffer. "
             "Remove it from static_argnums/static_argnames or from donate_argnums/donate_argnames. "
-            f"{see('compile')}"
+            f"{see('compile_errors')}"
         )
 
     def _resolve(self, what: str, argnums: ArgNums, argnames: ArgNames) -> tuple[set[int], set[str]]:
@@ -144,7 +146,7 @@ class Arguments:
             if names:
                 raise ValueError(
                     f"{what}_argnames is {argnames!r}, but {self.function} has no signature to find the names in. "
-                    f"Use {what}_argnums, or wrap it in a function with named parameters. {see('compile')}"
+                    f"Use {what}_argnums, or wrap it in a function with named parameters. {see('compile_errors')}"
                 )
             return numbers, names
         count = len(self._positional)
@@ -152,13 +154,14 @@ class Arguments:
             if self._varargs is None and not -count <= number < count:
                 raise ValueError(
                     f"{what}_argnums is {argnums!r}, and {number} is out of range, because {self.function} accepts "
-                    f"{count} positional argument{'' if count == 1 else 's'}. Name one of these. {see('compile')}"
+                    f"{count} positional argument{'' if count == 1 else 's'}. Name one of these. "
+                    f"{see('compile_errors')}"
                 )
         for name in sorted(names.difference(self._by_name)):
             if not self._has_varkw:
                 raise ValueError(
                     f"{what}_argnames is {argnames!r}, but {self.function} has no keyword parameter {name!r}. "
-                    f"Use one of its keyword parameters: {', '.join(self._by_name) or 'none'}. {see('compile')}"
+                    f"Use one of its keyword parameters: {', '.join(self._by_name) or 'none'}. {see('compile_errors')}"
                 )
         if self._varargs is None:
             numbers = {number % count for number in numbers}
@@ -191,7 +194,7 @@ class Arguments:
                     raise ValueError(
                         f"donate_argnums names argument {number} of {self.function}, but this call has {count} "
                         f"positional argument{'' if count == 1 else 's'}. Pass that argument by position. "
-                        f"{see('compile')}"
+                        f"{see('compile_errors')}"
                     )
             if both := donated_numbers & static_numbers:
                 raise self._static_and_donated(min(both))

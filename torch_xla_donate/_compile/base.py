@@ -208,5 +208,5 @@ def _check_static(argument: Argument, value: Any) -> None:
     except TypeError:
         raise ValueError(
             f"{argument.name} ({argument.place}) is static, but {type(value).__name__} cannot be hashed. Pass a "
-            f"hashable value, such as a tuple. {see('compile')}"
+            f"hashable value, such as a tuple. {see('compile_errors')}"
         ) from None

@@ -21,7 +21,7 @@ def signature_of(leaves: list[Any]) -> _C.Signature:
     if found.dynamic:
         raise ValueError(
             "only the device knows the size of an argument, but a graph is compiled for fixed sizes. Use the lazy "
-            f"backend, without pure=True. {see('pure')}"
+            f"backend, without pure=True. {see('dynamic_sizes')}"
         )
     return found
 

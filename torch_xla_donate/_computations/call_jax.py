@@ -91,8 +91,7 @@ class _Offered:
             ):
                 raise ValueError(
                     f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, but JAX works with 32 bits. Call "
-                    "jax.config.update('jax_enable_x64', True) first, or cast the tensor. "
-                    f"{see('user_computations')}"
+                    f"jax.config.update('jax_enable_x64', True) first, or cast the tensor. {see('call_jax')}"
                 )
 
 
@@ -142,7 +141,7 @@ def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
     if not calls:
         raise DonationError(
             f"{_label(f)} is jitted with static arguments and inline=True, so JAX does not report which arguments it "
-            f"donates. Remove inline=True. Nothing was donated. {see('user_computations')}"
+            f"donates. Remove inline=True. Nothing was donated. {see('call_jax')}"
         )
     place = {id(variable): index for variable, index in zip(program.invars, arrays)}
     return sorted(

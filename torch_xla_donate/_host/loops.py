@@ -127,12 +127,12 @@ def accumulate(
         if tensor is None and _is_known_by_another(carried_tensors[index]):
             raise ValueError(
                 f"carried_tensors[{index}] shares its buffer with another tensor (as after b.copy_(t)), so torch_xla's "
-                f"loop loses its new value. Pass a .clone() of it. {see('loops')}"
+                f"loop loses its new value. Pass a .clone() of it. {see('gradient_accumulation')}"
             )
         if tensor is None:
             raise ValueError(
                 f"carried_tensors[{index}] is not read by the train step, so torch_xla's loop loses its new value. "
-                f"Use it in the step, or make it in the step and do not carry it. {see('loops')}"
+                f"Use it in the step, or make it in the step and do not carry it. {see('gradient_accumulation')}"
             )
     return (loss, *carried)
 

@@ -88,7 +88,7 @@ def _refuse_runs(count: int) -> None:
         raise DonationError(
             "the train step has made torch_xla run something (torch_xla.sync(), print of a tensor, .item() or "
             "torch.compile), whose results would be constants in the loop. Remove that from the step, and carry the "
-            f"tensors to be printed. {see('loops')}"
+            f"tensors to be printed. {see('gradient_accumulation')}"
         )
 
 
@@ -97,7 +97,7 @@ def _refuse_other_precision(loss: Any) -> None:
     if isinstance(loss, torch.Tensor) and loss.dtype != torch.float32:
         raise TypeError(
             f"the train step's loss is {_trees.dtype_and_shape(loss)}, but torch_xla's loop adds up float32 losses. "
-            f"Return loss.float(). {see('loops')}"
+            f"Return loss.float(). {see('gradient_accumulation')}"
         )
 
 
@@ -127,12 +127,12 @@ def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"carried_tensors[{index}] is of type {type(tensor).__name__}, not a tensor. Pass a tensor, or close "
-                f"over the value in the step. {see('loops')}"
+                f"over the value in the step. {see('gradient_accumulation')}"
             )
         for key in _C.identity(_trees.without_wrapper(tensor)):
             first = places.setdefault(key, index) if key else index
             if first != index:
                 raise ValueError(
                     f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}], but each of them gets "
-                    f"a new value. Pass a .clone() as one of them. {see('loops')}"
+                    f"a new value. Pass a .clone() as one of them. {see('gradient_accumulation')}"
                 )

@@ -151,7 +151,7 @@ def cancel_donation(tensors: Any) -> None:
             name = _trees.qualified_name("tensors", names.name(index))
             raise DonationError(
                 f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
-                f"No mark was cancelled. {see('refused')}"
+                f"No mark was cancelled. {see('donate_buffer')}"
             )
         if state == "marked":
             found.append(tensor)
@@ -174,5 +174,7 @@ def is_donated(t: torch.Tensor) -> bool:
     """
     tensor = _trees.without_wrapper(t)
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('refused')}")
+        raise TypeError(
+            f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('donate_buffer')}"
+        )
     return _C.is_donated(tensor)
