@@ -90,10 +90,11 @@ def _judge(expected: Expected, found: tuple[str, Any]) -> list[str]:
     return [] if found == value else [f"{name} is {found}, not {value}"]
 
 
-def _writes_to_view(line: str, scope: dict[str, Any]) -> bool:
-    """Whether a line of the program updates a view in place: it writes to its base, too, which may be consumed."""
-    written = re.match(r"(\w+)(\[.*\] = |\.\w+_\()", line)
-    return written is not None and bool(scope[written[1]]._is_view())
+def _is_of_a_write_to_a_view(error: BaseException, source: str) -> bool:
+    """Whether the program's innermost line, which may be in its function, writes to a view in place."""
+    *_, (frame, line) = (at for at in traceback.walk_tb(error.__traceback__) if at[0].f_code.co_filename == "<program>")
+    written = re.match(r"\s*(\w+)(\[.*\] = |\.\w+_\()", source.splitlines()[line - 1])
+    return written is not None and bool(frame.f_locals[written[1]]._is_view())
 
 
 def _mildness(problem: str) -> tuple[bool, bool, str]:
@@ -126,7 +127,7 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
             for expected in last.values():
                 if expected.name in scope:
                     wrong += [f"{text}, after a refusal" for text in _judge(expected, _look(scope[expected.name]))]
-        elif isinstance(error, DonatedBufferError) and _writes_to_view(text, scope):
+        elif isinstance(error, DonatedBufferError) and _is_of_a_write_to_a_view(error, rendered.source):
             refused = "a write through a view of what was donated"
         else:
             wrong.append(f"{type(error).__name__} at `{text}`: {error}")
