@@ -18,7 +18,7 @@ import torch
 Operation = tuple[str, int, int, int]
 Operations = tuple[Operation, ...]
 
-MODES = ("lazy", "pure", "openxla", "marks", "auto", "stock", "stock_openxla", "stock_marks")
+MODES = ("lazy", "pure", "openxla", "marks", "auto", "stock", "stock_lazy", "stock_openxla", "stock_marks")
 # torch.compile takes ten times as long as the others to trace a function.
 TURNS = ("lazy", "pure", "marks", "auto", "lazy", "pure", "marks", "auto", "lazy", "pure", "marks", "auto", "openxla")
 FORMS = ("arguments", "tuple", "dict", "module", "nested")
@@ -85,7 +85,7 @@ def generate(seed: int, number: int) -> Program:
 
 def stock_of(mode: str) -> str:
     """The mode for torch_xla without this package."""
-    return f"stock_{mode}" if mode in ("openxla", "marks") else "stock"
+    return {"pure": "stock_lazy", "auto": "stock"}.get(mode, f"stock_{mode}")
 
 
 class Expected(NamedTuple):
@@ -519,6 +519,8 @@ class _Caller(_Writer):
             taken = [f"{name} = state.{name}" for name in names]
         if self.mode == "stock_openxla":
             self.line('@torch.compile(backend="openxla")')
+        elif self.mode == "stock_lazy":
+            self.line("@torch_xla.compile")
         elif self.mode in CALL_TEXT:
             self.line(f"@compile(donate_argnums={self.donated_arguments()}{CALL_TEXT[self.mode]})")
         self.line(head)
@@ -616,7 +618,7 @@ class _Caller(_Writer):
                     self.line(f"state.{name} = {name}")
             self.call_lines[len(self.lines) + 1] = call
             self.line(f"({listed}), {target} = f(state, x)")
-        if self.mode not in CALL_TEXT and self.mode != "stock_openxla":
+        if self.mode not in (*CALL_TEXT, "stock_lazy", "stock_openxla"):
             self.line("torch_xla.sync()")
         for name, tensor in zip(names, results):
             self.names[name] = tensor
