@@ -71,8 +71,9 @@ class CompiledRun : public StepObserver {
     if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
       Claim(run, *std::exchange(state.announced, std::nullopt));
     }
-    if (run.runs_all && !run.recorded) {
-      run.recorded = std::exchange(state.expected, false);
+    if (run.runs_all) {
+      const bool expected = std::exchange(state.expected, false);
+      run.recorded = run.recorded || expected;
     }
   }
 

@@ -51,8 +51,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
   auto choice = std::make_shared<DonorChoice>();
   choice->pairs = PairDonors({plan.sizes.bytes, plan.sizes.output_bytes, plan.sizes.movable, request.donors, dead,
                               request.wanted, NearParameters(request.graph.parameters_data, request.roots)});
-  choice->parameters = choice->pairs.chosen;
-  for (std::size_t i : choice->parameters) {
+  for (std::size_t i : choice->pairs.chosen) {
     const std::string& array = (*plan.arrays)[i];
     auto donor = std::make_shared<Donor>(request.graph.parameters_data[i]->device());
     donor->automatic = true;
@@ -70,7 +69,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
 // The answer for a dead set that is not among the last kKnownDeadSets.
 DonorPlanner::ChoicePtr DonorPlanner::Settle(Plan& plan, const PlanRequest& request, const std::vector<bool>& dead) {
   const auto adopt = [&plan](ChoicePtr made) {
-    const auto same = [&made](const ChoicePtr& other) { return other->parameters == made->parameters; };
+    const auto same = [&made](const ChoicePtr& other) { return other->pairs.chosen == made->pairs.chosen; };
     const auto found = std::find_if(plan.choices.begin(), plan.choices.end(), same);
     if (found != plan.choices.end()) {
       return *found;
@@ -83,7 +82,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Settle(Plan& plan, const PlanRequest& requ
   }
   ChoicePtr best;
   for (const ChoicePtr& choice : plan.choices) {
-    if (IsSubset(choice->parameters, dead) && (best == nullptr || choice->bytes > best->bytes)) {
+    if (IsSubset(choice->pairs.chosen, dead) && (best == nullptr || choice->bytes > best->bytes)) {
       best = choice;
     }
   }

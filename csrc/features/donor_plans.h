@@ -42,9 +42,8 @@ struct PlanRequest {
 };
 
 struct DonorChoice {
-  std::vector<std::size_t> parameters;
-  std::vector<DonorPtr> prototypes;  // the report's entry for each; without a buffer
   DonorPairs pairs;
+  std::vector<DonorPtr> prototypes;  // the report's entry for each of pairs.chosen; without a buffer
   std::int64_t bytes = 0;
 };
 

@@ -88,14 +88,8 @@ void Note(RunContext& context) {
 
 class OutputCheck : public StepObserver {
   void BeforeRun(RunContext& run) override {
-    if (!run.runs_all || !ChecksOutputs()) {
-      return;
-    }
-    try {
+    if (run.runs_all && ChecksOutputs()) {
       Note(run);
-    } catch (const std::exception& error) {
-      // Such as out of memory: the run must continue, unchecked.
-      DonationRegistry::Get().NoteError(error.what());
     }
   }
   bool AfterStep(const lazy::BackendDevice&) override { return !Runs().empty(); }

@@ -108,14 +108,8 @@ class ReuseWarnings : public StepObserver {
   }
   void BeforeRun(RunContext& run) override {
     const std::optional<Forecast> forecast = std::exchange(State().forecast, std::nullopt);
-    if (!forecast.has_value() || forecast->collection != run.collection) {
-      return;
-    }
-    try {
+    if (forecast.has_value() && forecast->collection == run.collection) {
       Remember(run, *forecast);
-    } catch (const std::exception& error) {
-      // Such as out of memory: the step must continue, without warnings.
-      DonationRegistry::Get().NoteError(error.what());
     }
   }
 };

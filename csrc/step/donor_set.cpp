@@ -185,8 +185,8 @@ std::vector<DonorPtr> DonorSet::Plan(const std::vector<DonorPtr>& marks, Claim& 
   const PlanResult result = DonorPlanner::Get().Choose(request);
   const DonorChoice& choice = *result.choice;
   std::vector<DonorPtr> inputs;
-  for (std::size_t i = 0; i < choice.parameters.size(); ++i) {
-    const lazy::BackendDataPtr& buffer = graph.parameters_data[choice.parameters[i]];
+  for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
+    const lazy::BackendDataPtr& buffer = graph.parameters_data[choice.pairs.chosen[i]];
     auto donor = std::make_shared<Donor>(*choice.prototypes[i]);
     donor->device = context_.collection.device;  // another device may have had this graph before
     donor->buffer = buffer;

@@ -3,10 +3,12 @@
 //
 // Ownership: observers are never freed. A context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all members, but another thread may call the functions given to OnEnd().
-// Errors: NeedsLiveTensors(), CheckRun() and AtStart() may throw. Then the step does not begin, or the graph does not
-//   run. An exception of another member ends donation for this step, but the step continues.
+// Errors: NeedsLiveTensors(), AtBarrier(), CheckRun() and AtStart() may throw. Then the step does not begin, or the
+// graph
+//   does not run. The report shows an exception of another member, and the step continues.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 #include <string>
@@ -39,7 +41,7 @@ struct Gate {
       reason = std::move(why);
       notify = notify_user;
     }
-    verdict = by;
+    verdict = std::max(verdict, by);
   }
 };
 

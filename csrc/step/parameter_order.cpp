@@ -20,7 +20,7 @@ constexpr std::size_t kOutputSalt = 0x6f7574707574;
 
 }  // namespace
 
-bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
+void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
               abi::Executor::SyncTensorCollection& collection) {
   const std::size_t count = graph.parameters_data.size();
   // new_number[i] is the new position of parameter i.
@@ -28,7 +28,7 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
   std::size_t next = 0;
   for (std::size_t position : positions) {
     if (position >= count || new_number[position] != count) {
-      return false;
+      return;
     }
     new_number[position] = next++;
   }
@@ -38,7 +38,7 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     }
   }
   if (std::is_sorted(new_number.begin(), new_number.end())) {
-    return false;
+    return;
   }
 
   // The lowering numbers parameters in the order of their nodes. These are leaves, so they may all come first.
@@ -54,11 +54,11 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     } else if (leaves.size() < graph.parameter_sequence.size()) {
       leaves.push_back({node, new_number[graph.parameter_sequence[leaves.size()]]});
     } else {
-      return false;
+      return;
     }
   }
   if (leaves.size() != graph.parameter_sequence.size()) {
-    return false;
+    return;
   }
   std::stable_sort(leaves.begin(), leaves.end(),
                    [](const Leaf& left, const Leaf& right) { return left.parameter < right.parameter; });
@@ -80,7 +80,6 @@ bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     graph.parameter_sequence.push_back(leaf.parameter);
   }
   graph.post_order.insert(graph.post_order.end(), others.begin(), others.end());
-  return true;
 }
 
 MovedOutputs MoveOutputs(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,

@@ -17,9 +17,9 @@ namespace torch_xla_donate {
 namespace lazy = torch::lazy;
 
 // Moves the parameters at these positions to the front of the graph, in this order. The others follow in their old
-// order. A graph in another order is another program, so the collection's hash includes the order. Returns whether the
-// order has changed. Linear in the nodes of the graph.
-bool PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
+// order. A graph in another order is another program, so the collection's hash includes the order. Linear in the nodes
+// of the graph.
+void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
               abi::Executor::SyncTensorCollection& collection);
 
 // Reorders the outputs: order[k] becomes the k-th. `live` are the live tensors, in the executor's order. torch_xla has

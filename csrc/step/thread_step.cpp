@@ -25,6 +25,22 @@ const std::vector<StepObserver*>& TensorObservers() {
   return *observers;
 }
 
+// An exception of an observer must not reach torch_xla, which would lose the pending values of the step.
+// Returns whether there was none.
+template <typename Member>
+bool Notify(Member member) {
+  bool succeeded = true;
+  for (StepObserver* observer : Observers()) {
+    try {
+      member(*observer);
+    } catch (const std::exception& error) {
+      DonationRegistry::Get().NoteError(error.what());
+      succeeded = false;
+    }
+  }
+  return succeeded;
+}
+
 // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data. Only a step sets both.
 bool RunsAll(const abi::Executor::SyncTensorCollection& collection) {
   return collection.config.force_ltc_data && collection.config.sync_ltc_data;
@@ -91,17 +107,15 @@ ThreadStep::Graph::Graph(const lazy::LazyGraphExecutor& executor, const std::vec
   context_.is_step = context_.runs_all && step.list_.IsOfStep(roots.size());
   step.GiveUp();
   step.phase_ = StepPhase::kOrdering;
-  for (StepObserver* observer : Observers()) {
-    observer->BeforeGraph(context_);
+  if (!Notify([this](StepObserver& observer) { observer.BeforeGraph(context_); })) {
+    context_.gate.Refuse(ReasonCode::kGivenUp, /*notify_user=*/true);
   }
 }
 
 void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) {
   context_.graph = &graph;
   context_.collection.hash = lazy::HashCombine(context_.collection.hash, HashWiring(graph.post_order, context_.roots));
-  for (StepObserver* observer : Observers()) {
-    observer->GraphKnown(context_);
-  }
+  Notify([this](StepObserver& observer) { observer.GraphKnown(context_); });
   if (context_.is_step) {
     try {
       Get().ClaimDonors(context_);
@@ -179,11 +193,13 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
   if (phase_ == StepPhase::kCompiled) {
     run_->claim = claim_;
   }
-  for (StepObserver* observer : Observers()) {
-    observer->BeforeRun(*run_);
-    if (run_->stopped) {
-      return;
+  Notify([this](StepObserver& observer) {
+    if (!run_->stopped) {
+      observer.BeforeRun(*run_);
     }
+  });
+  if (run_->stopped) {
+    return;
   }
   if (phase_ == StepPhase::kCompiled) {
     claim_->Commit(*run_, lazy::HashToString(collection.hash));
@@ -202,8 +218,15 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
   const std::unique_ptr<RunContext> context = std::move(run_);
   claim_ = nullptr;
   phase_ = StepPhase::kIdle;
-  for (StepObserver* observer : Observers()) {
-    observer->AtStart(*context);
+  try {
+    for (StepObserver* observer : Observers()) {
+      observer->AtStart(*context);
+    }
+  } catch (...) {
+    if (context->claim != nullptr) {
+      context->claim->Abandon(ReasonCode::kGivenUp);
+    }
+    throw;
   }
   if (context->claim != nullptr) {
     context->claim->NoteExecutable(context->run);

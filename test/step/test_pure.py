@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import re
 import threading
@@ -125,6 +126,22 @@ def test_static_numbers_are_told_apart_by_type_and_sign(make):
     g(x, float("nan"))
     g(x, float("nan"))
     assert len(g._programs) == before + 1
+
+
+def test_numbers_in_static_tuples_are_told_apart_too(make):
+    g = pure(lambda x, s: x * s[0], static_argnums=1)
+    x = make(3, dtype=torch.int32) + 1
+    assert g(x, (2,)).dtype is torch.int32
+    assert g(x, (2.0,)).dtype is torch.float32
+    assert str(g(x, (0.0,)).tolist()) == "[0.0, 0.0, 0.0]"
+    assert str(g(x, (-0.0,)).tolist()) == "[-0.0, -0.0, -0.0]"
+
+
+def test_complex_numbers_are_told_apart_by_the_signs_of_their_parts(make):
+    g = pure(lambda x, c: x * math.atan2(c.imag, -3))
+    x = make(2) + 1
+    assert g(x, complex(1, 0.0)).tolist()[0] > 3
+    assert g(x, complex(1, -0.0)).tolist()[0] < -3
 
 
 def test_random_numbers_go_on_as_from_step_to_step(make):

@@ -86,6 +86,7 @@ class Compiled:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = _frames.call_site()
         _marks.prepare(where)
+        self.has_captured = False
         roles = self._arguments.roles(args, kwargs)
         for argument in roles.static:
             _check_static(argument, argument.value(args, kwargs))
@@ -110,7 +111,6 @@ class Compiled:
             if _C.disabled():
                 _modes.check_outputs()
             if compiled.value or self.has_captured:
-                self.has_captured = False
                 self.note_compilation(roles, args, kwargs, where)
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):

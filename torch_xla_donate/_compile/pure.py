@@ -37,6 +37,18 @@ class _Call:
         self.signature, self.pending, self.others = found.key, found.pending, found.others
 
 
+def _exact(value: Any) -> Hashable:
+    """A key that distinguishes equal values of other types or signs: 1, 1.0 and True; 0.0 and -0.0; NaN equals NaN."""
+    if isinstance(value, float):
+        return type(value), value.hex()
+    if isinstance(value, complex):
+        return type(value), value.real.hex(), value.imag.hex()
+    if isinstance(value, (tuple, frozenset)):
+        parts = map(_exact, value)
+        return type(value), frozenset(parts) if isinstance(value, frozenset) else tuple(parts)
+    return type(value), value
+
+
 class PureCompiled(Compiled):
     """Traces the function once for each signature, then runs the compiled graph on the arguments of each call."""
 
@@ -143,12 +155,11 @@ class PureCompiled(Compiled):
                     f"{type(value).__name__}, which is neither a tensor nor hashable. Register its class with "
                     f"torch.utils._pytree, or pass a hashable value. {see('pure')}"
                 ) from None
-        # Floats among the leaves are inputs of the graph. Static floats are compared by hex(): 0.0 == -0.0, and NaN
-        # differs from itself.
+        # Floats among the leaves are inputs of the graph.
         count = len(call.others)
         return (
-            *("float" if _numbers.is_float(value) else (type(value), value) for value in values[:count]),
-            *((type(value), value.hex() if isinstance(value, float) else value) for value in values[count:]),
+            *("float" if _numbers.is_float(value) else _exact(value) for value in values[:count]),
+            *map(_exact, values[count:]),
         )
 
     def note_compilation(
