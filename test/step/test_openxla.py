@@ -657,8 +657,10 @@ def test_a_graph_of_views_is_computed_from_the_views():
         lambda a, b: torch._foreach_copy_([a], [b]),
         lambda a, b: a.copy_(b[:1]),
         lambda a, b: a.copy_(b.int()),
+        lambda a, b: (a.copy_(a + 1), a.copy_(a * b)),
+        lambda a, b: (torch._foreach_copy_([a], [b]), a.copy_(b + a)),
     ],
-    ids=["copy_", "slice", "foreach", "broadcast", "cast"],
+    ids=["copy_", "slice", "foreach", "broadcast", "cast", "twice", "foreach_twice"],
 )
 def test_a_whole_copy_of_an_argument_is_a_new_value(copy, donated):
     """torch_xla's functional copy writes into its first operand, which misled the bridge."""

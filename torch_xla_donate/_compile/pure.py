@@ -43,7 +43,7 @@ def _exact(value: Any) -> Hashable:
         return type(value), value.hex()
     if isinstance(value, complex):
         return type(value), value.real.hex(), value.imag.hex()
-    if isinstance(value, (tuple, frozenset)):
+    if isinstance(value, tuple | frozenset):
         parts = map(_exact, value)
         return type(value), frozenset(parts) if isinstance(value, frozenset) else tuple(parts)
     return type(value), value

@@ -47,7 +47,9 @@ def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
         if source.meta["val"].dtype != dtype["dtype"]:
             source = graph.call_function(aten._to_copy.default, (source,), dtype)
         expanded = graph.call_function(aten.expand_as.default, (source, target))
-        return graph.call_function(aten.clone.default, (expanded,))
+        made = graph.call_function(aten.clone.default, (expanded,))
+        made.meta["val"] = target.meta["val"]
+        return made
 
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         with graph.inserting_before(node):
