@@ -4,8 +4,7 @@
 // Ownership: observers are never freed. A context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all members, but another thread may call the functions given to OnEnd().
 // Errors: NeedsLiveTensors(), AtBarrier(), CheckRun() and AtStart() may throw. Then the step does not begin, or the
-// graph
-//   does not run. The report shows an exception of another member, and the step continues.
+//   graph does not run. The report shows an exception of another member, and the step continues.
 #pragma once
 
 #include <algorithm>
