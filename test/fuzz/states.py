@@ -583,9 +583,10 @@ class _Caller(_Writer):
             for name in kept:
                 storage = self.storage(given[name])
                 group = [other for other in donated if self.storage(given[other]) == storage]
-                whole = max(given[other].numel() for other in group)  # a row has another buffer on the device
-                is_back = any(id(given[other]) in back and given[other].numel() == whole for other in group)
-                if set(group) <= set(kept) and is_back:
+                # A view of another form has another buffer on the device, whatever it is a view of.
+                forms = {(given[other].shape, given[other].stride()) for other in group}
+                returned = {(given[other].shape, given[other].stride()) for other in group if id(given[other]) in back}
+                if set(group) <= set(kept) and forms == returned:
                     consumed.discard(storage)
         self.alive.extend([*results, *extras])
         names = self.leaves
