@@ -137,7 +137,7 @@ def test_numbers_in_static_tuples_are_told_apart_too(make):
     assert str(g(x, (-0.0,)).tolist()) == "[-0.0, -0.0, -0.0]"
 
 
-def test_complex_numbers_are_told_apart_by_the_signs_of_their_parts(make):
+def test_complex_numbers_are_told_apart_by_their_signs(make):
     g = pure(lambda x, c: x * math.atan2(c.imag, -3))
     x = make(2) + 1
     assert g(x, complex(1, 0.0)).tolist()[0] > 3
