@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import threading
+import traceback
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +15,25 @@ from helpers import pointer
 
 import torch_xla_donate
 from torch_xla_donate import DonatedBufferError, auto_donate, donate_buffer, donation_report, is_donated
+
+_rank_main: Callable[[int], None] | None = None
+
+
+def _run_rank(rank: int) -> None:
+    """Runs the function that the forked process inherited: torch_xla.launch pickles what it is given."""
+    try:
+        assert _rank_main is not None
+        _rank_main(rank)
+    except BaseException:
+        # Other ranks may wait for this one, without a limit of time: their process ends.
+        traceback.print_exc()
+        os._exit(1)
+
+
+def launch(rank_main: Callable[[int], None]) -> None:
+    global _rank_main
+    _rank_main = rank_main
+    torch_xla.launch(_run_rank, start_method="fork")
 
 
 def make(*values: float) -> torch.Tensor:

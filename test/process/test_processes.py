@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import runpy
 import sys
 import threading
-import traceback
-from collections.abc import Callable
 
 import pytest
 import ranks
@@ -27,8 +24,6 @@ from torch_xla_donate import (
     donation_report,
     hlo,
     is_donated,
-    scan,
-    scan_layers,
 )
 
 # On CPU torch_xla.launch starts one process, which has a thread for each of CPU_NUM_DEVICES devices.
@@ -70,47 +65,6 @@ def torchrun(path: str) -> None:
 
 # --- Threads of a launch, in a process that is forked from the test's child ---
 
-_rank_main: Callable[[int], None] | None = None
-
-
-def _run_rank(rank: int) -> None:
-    """Runs the function that the forked process inherited: torch_xla.launch pickles what it is given."""
-    try:
-        assert _rank_main is not None
-        _rank_main(rank)
-    except BaseException:
-        # Other ranks may wait for this one, without a limit of time: their process ends.
-        traceback.print_exc()
-        os._exit(1)
-
-
-def launch(rank_main: Callable[[int], None]) -> None:
-    global _rank_main
-    _rank_main = rank_main
-    torch_xla.launch(_run_rank, start_method="fork")
-
-
-@in_process(env={"CPU_NUM_DEVICES": "4"})
-def test_every_thread_of_a_launch_may_scan():
-    # torch.fx traces for one thread at a time; torch_xla's own scan fails in some of them.
-    meet = threading.Barrier(4)
-
-    def rank_main(rank):
-        for count in range(3, 8):
-            init, xs = ranks.make(*[float(rank)] * count), torch.ones(4, count).to(torch_xla.device())
-            layers = [torch.nn.Linear(count, count).to(torch_xla.device()) for _ in range(3)]
-            torch_xla.sync(wait=True)
-            meet.wait()
-            last, _ = scan(lambda carry, x: (carry + x, carry * 2), init, xs, donate="init")
-            out = scan_layers(layers, xs)
-            torch_xla.sync()
-            assert last.tolist() == [rank + 4.0] * count and is_donated(init)
-            for layer in layers:
-                xs = layer(xs)
-            assert torch.allclose(out.cpu(), xs.cpu())
-
-    launch(rank_main)
-
 
 @in_process(env=TWO_DEVICES)
 def test_compiled_functions_donate_on_every_device_of_a_launch():
@@ -133,7 +87,7 @@ def test_compiled_functions_donate_on_every_device_of_a_launch():
                 assert pointer(x) == first
                 assert x.tolist() == [rank + 4.0] * size
 
-    launch(rank_main)
+    ranks.launch(rank_main)
 
 
 @in_process(env=TWO_DEVICES)
@@ -162,7 +116,7 @@ def test_a_trace_on_one_device_leaves_other_devices_alone():
             torch.rand(3)
             stepped.set()
 
-    launch(rank_main)
+    ranks.launch(rank_main)
 
 
 @in_process(env=TWO_DEVICES)
@@ -175,7 +129,7 @@ def test_reads_of_a_traced_function_are_refused_on_every_device():
                 step(x)
         assert x.tolist() == [1, 2] and not is_donated(x)
 
-    launch(rank_main)
+    ranks.launch(rank_main)
 
 
 @in_process(env=TWO_DEVICES)
@@ -191,7 +145,7 @@ def test_a_strict_donation_raises_in_the_thread_that_made_it():
             assert f"f32[{4 - rank}]" not in str(raised.value)
             del total, raised
 
-    launch(rank_main)
+    ranks.launch(rank_main)
 
 
 @in_process(env=TWO_DEVICES)
@@ -217,7 +171,7 @@ def test_steps_on_one_device_leave_the_marks_of_another_pending():
                 assert is_donated(old)
             stepped.set()
 
-    launch(rank_main)
+    ranks.launch(rank_main)
 
 
 # --- MpDeviceLoader ---
