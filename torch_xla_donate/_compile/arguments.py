@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _trees
 from torch_xla_donate._errors import see
@@ -39,9 +40,20 @@ class ArgumentRoles(NamedTuple):
     kept: tuple[Argument, ...]
     static: tuple[Argument, ...]
 
+    @property
+    def nonstatic(self) -> tuple[Argument, ...]:
+        """The arguments that may hold tensors: first the donated ones, then the kept ones."""
+        return self.donated + self.kept
+
+    def replace_leaves(self, replace: Callable[[Any], Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Replaces the leaves of the arguments that are not static, in their order."""
+        for argument in self.nonstatic:
+            into: Any = kwargs if isinstance(argument.key, str) else args
+            into[argument.key] = pytree.tree_map(replace, into[argument.key])
+
 
 class CallNames:
-    """Names of the donated leaves of a call, in the order of the arguments. Holds no tensor."""
+    """Names of leaves of a call, in the order of the arguments. Holds no tensor."""
 
     def __init__(self, parts: Sequence[tuple[Argument, int, _trees.Names]]) -> None:
         self._parts = parts
@@ -52,6 +64,19 @@ class CallNames:
                 return f"{_trees.qualified_name(argument.name, names.name(index), '.')} ({argument.place})"
             index -= count
         raise IndexError(index)
+
+
+def named_leaves(
+    arguments: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[Any], CallNames]:
+    """The leaves of these arguments of a call, and their names."""
+    leaves: list[Any] = []
+    parts = []
+    for argument in arguments:
+        found, names = _trees.flatten(argument.value(args, kwargs))
+        leaves += found
+        parts.append((argument, len(found), names))
+    return leaves, CallNames(parts)
 
 
 def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _frames, _numbers, _trace, _trees
-from torch_xla_donate._compile.arguments import ArgumentRoles, CallNames
+from torch_xla_donate import _frames, _numbers, _trace
+from torch_xla_donate._compile.arguments import ArgumentRoles, named_leaves
 
 
-def upload_floats(leaves: Sequence[Any]) -> torch.Tensor:
-    """Uploads the floats among a call's leaves as one vector. torch_xla would cache a tensor of one number."""
+def upload_floats(leaves: Sequence[Any]) -> torch.Tensor | None:
+    """Uploads the floats among a call's leaves as one vector; None if there are none.
+
+    torch_xla would cache a tensor of one number.
+    """
+    values = _numbers.values_of(leaves)
+    if not values:
+        return None
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "xla")
-    return torch.tensor(_numbers.values_of(leaves), dtype=torch.float64, device="cpu").to(device)
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(device)
 
 
 def put_numbers(
-    function: str, roles: ArgumentRoles, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor
+    function: str, roles: ArgumentRoles, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor | None
 ) -> list[_numbers.Number]:
-    """Replaces the floats among the arguments by numbers, and returns these. `values` is the uploaded vector."""
-    arguments = roles.donated + roles.kept
-    parts = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
-    names = CallNames([(argument, len(found), names) for argument, (found, names) in zip(arguments, parts)])
-    leaves = itertools.chain.from_iterable(found for found, _ in parts)
+    """Replaces the floats among the arguments by numbers, and returns these. `values` is from `upload_floats`."""
+    if values is None:
+        return []
+    leaves, names = named_leaves(roles.nonstatic, args, kwargs)
     texts = [names.name(position) for position, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
     numbers = _numbers.numbers_for(values, texts, lambda used: _reads_float(function, used))
     following = iter(numbers)
-    for argument in arguments:
-        into: Any = kwargs if isinstance(argument.key, str) else args
-        into[argument.key] = pytree.tree_map(
-            lambda leaf: next(following) if _numbers.is_float(leaf) else leaf, into[argument.key]
-        )
+    roles.replace_leaves(lambda leaf: next(following) if _numbers.is_float(leaf) else leaf, args, kwargs)
     return numbers
 
 

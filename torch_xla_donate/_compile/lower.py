@@ -76,20 +76,16 @@ class Lowered:
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """The outputs of a step, and the tensors that it would donate (none if torch_xla ignores donors)."""
         function = self._compiled.function
-        leaves: dict[bool, list[Any]] = {}
-        for donated, arguments in ((True, self._roles.donated), (False, self._roles.kept)):
-            values = [argument.value(self._args, self._kwargs) for argument in arguments]
-            leaves[donated] = [leaf for value in values for leaf in _trees.leaves_of(value)]
-        flat = [*leaves[True], *leaves[False]]
-        takes_floats = self._compiled.traces_floats and any(map(_numbers.is_float, flat))
-        floats = upload_floats(flat) if takes_floats else None
+        donated, kept = (
+            [leaf for argument in arguments for leaf in _trees.leaves_of(argument.value(self._args, self._kwargs))]
+            for arguments in (self._roles.donated, self._roles.kept)
+        )
+        floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
         with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
             args, kwargs = list(self._args), dict(self._kwargs)
-            numbers = put_numbers(function, self._roles, args, kwargs, floats) if floats is not None else []
-            observer = Observer(function, flat)
-            observer.has_numbers = bool(numbers)
-            given = [_host.same_buffer(leaf) for leaf in leaves[True] if _is_materialised(leaf)]
-            observer.reads = _trace.HostReads(function)
+            numbers = put_numbers(function, self._roles, args, kwargs, floats)
+            observer = Observer(function, [*donated, *kept])
+            given = [_host.same_buffer(leaf) for leaf in donated if _is_materialised(leaf)]
             try:
                 with interrupts.Restored(), _trace.Restoring(observer):
                     with observer.reads, observer:
@@ -99,7 +95,7 @@ class Lowered:
                     returned = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(results)} - {0}
                     donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
                     donors += observer.replaced()
-                    yield _pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
+                    yield _host.pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
             finally:
                 # Pending work may depend on placeholders. It must never run.
                 _host.forget_pending()
@@ -188,17 +184,11 @@ class Types:
         self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
     ) -> None:
         static = {argument.key for argument in roles.static}
-        self._inputs = [
-            floats_are_inputs and key not in static and _numbers.is_float(leaf)
-            for key, value in (*enumerate(args), *kwargs.items())
-            for leaf in pytree.tree_leaves(value)
-        ]
         donated = set() if _host.ignores_donors() else {argument.key for argument in roles.donated}
-        self._infos = [
-            _info(leaf, key in donated)
-            for key, value in (*enumerate(args), *kwargs.items())
-            for leaf in pytree.tree_leaves(value)
-        ]
+        arguments = (*enumerate(args), *kwargs.items())
+        leaves = [(key, leaf) for key, value in arguments for leaf in pytree.tree_leaves(value)]
+        self._inputs = [floats_are_inputs and key not in static and _numbers.is_float(leaf) for key, leaf in leaves]
+        self._infos = [_info(leaf, key in donated) for key, leaf in leaves]
         self._spec = pytree.tree_structure((args, kwargs))
 
     def tree(self) -> Any:
@@ -279,15 +269,6 @@ def _optimizers_restored(arguments: Sequence[Any]) -> Iterator[None]:
         for optimizer, states in zip(optimizers, saved):
             optimizer.state.clear()
             optimizer.state.update(states)
-
-
-def _pending(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The pending tensors among these, each once."""
-    found: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.device.type == "xla" and _C.has_graph(tensor):
-            found.setdefault(_C.identity(tensor)[0], tensor)
-    return list(found.values())
 
 
 def _refuse_others(function: str, arguments: Sequence[Any]) -> None:

@@ -53,9 +53,8 @@ class TracedProgram:
             args, kwargs, leaves = proxies.make()
             recorder = _trace.Recorder(compiled.function, leaves)
             recorder.inseparable = proxies.inseparable()
-            recorder.has_numbers = bool(proxies.floats)
             with _trace.Restoring(recorder):
-                reads = recorder.reads = _trace.HostReads(compiled.function)
+                reads = recorder.reads
                 watched = _trace.watched(recorder)
                 refused = _trace.host_reads_refused(compiled.function)
                 with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
@@ -76,11 +75,8 @@ class TracedProgram:
                     leaf if passed_on[id(leaf)] is not None else self._own(_numbers.as_result(leaf), recorder)
                     for leaf in results
                 ]
-                outputs: dict[int, torch.Tensor] = {}
-                for leaf in own:
-                    if isinstance(leaf, torch.Tensor) and _C.has_graph(leaf) and passed_on.get(id(leaf)) is None:
-                        outputs.setdefault(_C.identity(leaf)[0], leaf)
-                places = {identity: place for place, identity in enumerate(outputs)}
+                outputs = _host.pending(leaf for leaf in own if passed_on.get(id(leaf)) is None)
+                places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
                 given: dict[int, int] = {}
                 for i, leaf in enumerate(leaves):
                     if isinstance(leaf, torch.Tensor):
@@ -99,9 +95,9 @@ class TracedProgram:
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
-                pending, given_up = list(outputs.values()), [leaves[i] for i in donors]
-                log.dump_lowered(compiled.function, lambda: _host.hlo_text(pending, given_up))
-                graph = _host.compile_graph(pending, given_up, recorder.seed_buffer)
+                given_up = [leaves[i] for i in donors]
+                log.dump_lowered(compiled.function, lambda: _host.hlo_text(outputs, given_up))
+                graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
         self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
         by_buffer: dict[int, ValueSource] = {}
         if proxies.values is not None:

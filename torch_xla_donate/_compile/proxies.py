@@ -39,7 +39,7 @@ class ArgumentProxies:
                     self._plain[id(leaf)] = tensor
         leaves = compiled.leaves(roles, args, kwargs)
         self._float_positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
-        self.values = upload_floats(leaves) if self._float_positions else None
+        self.values = upload_floats(leaves)
         self.floats: dict[int, int] = {}
         self._spmd = bool(_host.runtime().is_spmd())
         # Constants of the function may share these buffers.
@@ -71,10 +71,9 @@ class ArgumentProxies:
             into: Any = kwargs if isinstance(argument.key, str) else args
             into[argument.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
         leaves = self._compiled.leaves(self._roles, args, kwargs)
-        if self.values is not None:
-            numbers = put_numbers(self._compiled.function, self._roles, args, kwargs, self.values)
-            self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
-            self._given += [weakref.ref(one) for one in numbers]
+        numbers = put_numbers(self._compiled.function, self._roles, args, kwargs, self.values)
+        self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
+        self._given += [weakref.ref(one) for one in numbers]
         self._contents = [
             (argument, argument.value(args, kwargs)) for argument in self._roles.donated + self._roles.kept
         ]

@@ -59,6 +59,7 @@ from torch_xla_donate._host.tensors import (
     forget_pending,
     give_own_buffer,
     list_live_tensors,
+    pending,
     placeholder,
     same_buffer,
     seed_buffer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,15 @@ def seed_buffer() -> int:
     """
     ids, inputs = xlac()._get_tensors_xla_device_data_node([torch.rand(1, device="xla")])
     return int(_C.identity(inputs[ids.index(xlac()._get_seed_info_id())])[1])
+
+
+def pending(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The pending tensors among some values, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.device.type == "xla" and _C.has_graph(value):
+            found.setdefault(_C.identity(value)[0], value)
+    return list(found.values())
 
 
 def list_live_tensors() -> bool:

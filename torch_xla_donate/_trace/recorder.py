@@ -27,15 +27,15 @@ class Recorder(TorchFunctionMode):
         given: the identities of the arguments.
         inseparable: ids of tensors that the function must not close over, because arguments have the same identity.
         seed_buffer: the buffer of the random seed, if a loop may have removed its id.
-        reads: the object that notes random draws on the host; None if there is none.
+        reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
         has_numbers: whether Python floats among the arguments are traced.
     """
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads: HostReads | None = None
-        self.has_numbers = False
+        self.reads = HostReads(function)
+        self.has_numbers = any(map(_numbers.is_float, arguments))
         self.modules = ModulesCalled()
         self._function = function
         self.seed_buffer: int | None = None
@@ -83,16 +83,13 @@ class Recorder(TorchFunctionMode):
             )
         if func in _TEXTS:
             raise numbers[0].refuse(numbers)
-        reads = self.reads
-        if reads is not None:
-            reads.numbers = numbers
+        self.reads.numbers = numbers
         try:
             return _numbers.call(func, args, kwargs)
         except _numbers.HostUse:
             raise numbers[0].refuse(numbers) from None
         finally:
-            if reads is not None:
-                reads.numbers = []
+            self.reads.numbers = []
 
     def uses(self, modules: Iterable[torch.nn.Module]) -> None:
         for module in modules:
@@ -108,7 +105,7 @@ class Recorder(TorchFunctionMode):
         has_numbers = is_torch and self.has_numbers
         result = self._call_with_numbers(func, args, kwargs) if has_numbers else func(*args, **kwargs)
         # Other threads, such as a data loader's, draw from the same generator.
-        if self.reads is None or self.reads.drew:
+        if self.reads.drew:
             self._check_generator(seed)
         if func is torch.Tensor.backward:
             self._check_gradients(_frames.call_site())
