@@ -670,34 +670,26 @@ def test_a_whole_copy_of_an_argument_is_a_new_value(copy, donated):
         b.add_(1)
         return a - b, b * 2
 
-    def values(call, device):
-        a, b = torch.zeros(2, 3).to(device), torch.ones(2, 3).to(device)
-        found = []
-        for i in range(4):
-            if device == "xla":
-                torch_xla.sync()
-            results = call(a, b)
-            found.append([one.tolist() for one in (*results, a, b)])
-            b = b + i
-        return found
-
     def f_of_state(a, b):
         results = f(a, b)
         return *results, a, b
 
-    def functional(call, device):
+    def values(step, device):
         a, b = torch.zeros(2, 3).to(device), torch.ones(2, 3).to(device)
         found = []
         for i in range(4):
             if device == "xla":
                 torch_xla.sync()
-            *results, a, b = call(a, b)
+            *results, a, b = step(a, b)
             found.append([one.tolist() for one in (*results, a, b)])
             b = b + i
         return found
 
-    assert values(openxla(f), "xla") == values(f, "cpu")
-    assert functional(openxla(f_of_state, donate_argnums=donated), "xla") == functional(f_of_state, "cpu")
+    def in_place(call):
+        return lambda a, b: (*call(a, b), a, b)
+
+    assert values(in_place(openxla(f)), "xla") == values(in_place(f), "cpu")
+    assert values(openxla(f_of_state, donate_argnums=donated), "xla") == values(f_of_state, "cpu")
 
 
 def test_arguments_that_are_swapped_in_place():
