@@ -28,17 +28,24 @@ def doctor() -> None:
 @main.command()
 @click.argument("page", required=False)
 def explain(page: str | None) -> None:
-    """Shows a page of the documentation, such as `unusable`. Without PAGE, lists them."""
+    """Shows a page of the documentation, such as `unusable`.
+
+    Without PAGE, lists all pages. For several words of a message, lists the pages that contain them.
+    """
     titles = _pages.titles()
-    if page is None:
-        width = max(map(len, titles))
-        for name, title in titles.items():
-            click.echo(f"{name:<{width}}  {title}")
-        return
     # Both forms are accepted: the name in messages, and the file's path.
-    name = page.removeprefix("docs/").removesuffix(".md")
+    name = (page or "").removeprefix("docs/").removesuffix(".md")
     if name not in titles:
-        raise click.BadParameter(f"page {page!r} does not exist. Choose one of {', '.join(titles)}.", param_hint="PAGE")
+        listed = _pages.containing(name) if " " in name else list(titles) if page is None else []
+        if not listed:
+            raise click.BadParameter(
+                f"page {page!r} does not exist. Choose one of {', '.join(titles)}. To look up a message, run "
+                "`python -m torch_xla_donate explain troubleshooting`.",
+                param_hint="PAGE",
+            )
+        for found in listed:
+            click.echo(f"{found:<{max(map(len, listed))}}  {titles[found]}")
+        return
     if sys.stdout.isatty():
         Console().print(Markdown(_pages.text(name)))
     else:

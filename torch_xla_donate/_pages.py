@@ -22,6 +22,16 @@ def text(page: str) -> str:
     return (_folder() / f"{page}.md").read_text(encoding="utf-8")
 
 
+def containing(words: str) -> list[str]:
+    """The names of the pages that contain a text. Case, line breaks and runs of blanks do not matter."""
+    wanted = _normal(words)
+    return [page for page in titles() if wanted in _normal(text(page))]
+
+
+def _normal(words: str) -> str:
+    return " ".join(words.casefold().split())
+
+
 def _folder() -> Path:
     for folder in FOLDERS:
         if (folder / "unusable.md").is_file():

@@ -67,6 +67,16 @@ def test_explain_names_the_pages_there_are():
     done = run("explain", "donations", exit_code=2)
     assert "page 'donations' does not exist. Choose one of" in done.stderr
     assert "unusable" in done.stderr
+    assert "To look up a message, run `python -m torch_xla_donate explain troubleshooting`." in done.stderr
+
+
+def test_explain_names_the_pages_that_contain_a_message():
+    """Case and line breaks do not matter, and a single word is the name of a page."""
+    found = run("explain", "some donated  buffers\nwere not usable").stdout.splitlines()
+    assert {"unusable", "troubleshooting"} < {line.split()[0] for line in found} < set(_pages.titles())
+    assert any(line.endswith("  Troubleshooting by message") for line in found)
+    done = run("explain", "no page says this", exit_code=2)
+    assert "page 'no page says this' does not exist" in done.stderr
 
 
 def test_every_message_names_a_page_there_is():
