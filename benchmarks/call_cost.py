@@ -15,6 +15,7 @@ import torch_xla
 
 import torch_xla_donate
 from torch_xla_donate import _C
+from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._compile.donated import DonatedArguments
 
 AIM_MS = 1.0
@@ -57,10 +58,8 @@ def arguments_alone(leaves: int) -> _common.Timed:
 
     def run() -> float:
         start = time.thread_time_ns()
-        roles = compiled._arguments.roles((state,), {})
-        marks = DonatedArguments(compiled, roles, (state,), {}).mark(
-            (state,), {}, "call_cost.py:1", for_compiled_run=False
-        )
+        call = CallArguments(compiled._arguments.roles((state,), {}), (state,), {})
+        marks = DonatedArguments(compiled, call).mark("call_cost.py:1", for_compiled_run=False)
         taken = time.thread_time_ns() - start
         _C.cancel_call(marks)
         return taken / 1e9

@@ -45,11 +45,34 @@ class ArgumentRoles(NamedTuple):
         """The arguments that may hold tensors: first the donated ones, then the kept ones."""
         return self.donated + self.kept
 
-    def replace_leaves(self, replace: Callable[[Any], Any], args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Replaces the leaves of the arguments that are not static, in their order."""
-        for argument in self.nonstatic:
+
+class CallArguments(NamedTuple):
+    """The arguments of one call."""
+
+    roles: ArgumentRoles
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def values(self, arguments: Iterable[Argument]) -> list[Any]:
+        return [argument.value(self.args, self.kwargs) for argument in arguments]
+
+    def leaves(self, arguments: Iterable[Argument]) -> tuple[list[Any], CallNames]:
+        """The leaves of these arguments, and their names."""
+        leaves: list[Any] = []
+        parts = []
+        for argument in arguments:
+            found, names = _trees.flatten(argument.value(self.args, self.kwargs))
+            leaves += found
+            parts.append((argument, len(found), names))
+        return leaves, CallNames(parts)
+
+    def replaced(self, replace: Callable[[Any], Any]) -> CallArguments:
+        """The call with other leaves, which are replaced in their order. Static arguments stay."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for argument in self.roles.nonstatic:
             into: Any = kwargs if isinstance(argument.key, str) else args
             into[argument.key] = pytree.tree_map(replace, into[argument.key])
+        return CallArguments(self.roles, args, kwargs)
 
 
 class CallNames:
@@ -64,19 +87,6 @@ class CallNames:
                 return f"{_trees.qualified_name(argument.name, names.name(index), '.')} ({argument.place})"
             index -= count
         raise IndexError(index)
-
-
-def named_leaves(
-    arguments: Sequence[Argument], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[Any], CallNames]:
-    """The leaves of these arguments of a call, and their names."""
-    leaves: list[Any] = []
-    parts = []
-    for argument in arguments:
-        found, names = _trees.flatten(argument.value(args, kwargs))
-        leaves += found
-        parts.append((argument, len(found), names))
-    return leaves, CallNames(parts)
 
 
 def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:

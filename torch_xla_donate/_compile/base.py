@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import itertools
 import numbers
 import operator
 import sys
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _marks, _modes, _report, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import Argument, ArgumentRoles, Arguments, CallNames
+from torch_xla_donate._compile.arguments import Argument, Arguments, CallArguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
 from torch_xla_donate._compile.signatures import Signatures
 from torch_xla_donate._errors import DonationError, DonationWarning, see
@@ -87,8 +86,8 @@ class Compiled:
         where = _frames.call_site()
         _marks.prepare(where)
         self.has_captured = False
-        roles = self._arguments.roles(args, kwargs)
-        for argument in roles.static:
+        call = CallArguments(self._arguments.roles(args, kwargs), args, kwargs)
+        for argument in call.roles.static:
             _check_static(argument, argument.value(args, kwargs))
         _marks.call_scope.inside = True
         try:
@@ -99,11 +98,11 @@ class Compiled:
                 log.compilations(self.function) as compiled,
                 torch.autograd.set_multithreading_enabled(False),
             ):
-                result = self._run(roles, args, kwargs, where)
+                result = self._run(call, where)
         finally:
             _marks.call_scope.inside = False
         try:
-            if roles.donated and self.is_strict():
+            if call.roles.donated and self.is_strict():
                 # Else a later step would raise the error, without this call's result.
                 _C.wait_for_steps()
             if _C.has_notices() or _C.has_new_graphs():
@@ -111,7 +110,7 @@ class Compiled:
             if _C.disabled():
                 _modes.check_outputs()
             if compiled.value or self.has_captured:
-                self.note_compilation(roles, args, kwargs, where)
+                self.note_compilation(call, where)
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):
                 error.result = result
@@ -150,43 +149,36 @@ class Compiled:
         _marks.prepare(_frames.call_site())
         return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
 
-    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
+    def _run(self, call: CallArguments, where: str) -> Any:
         """Runs the step and ends its marks. Returns f's result."""
         raise NotImplementedError
 
-    def note_compilation(
-        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str
-    ) -> None:
+    def note_compilation(self, call: CallArguments, where: str) -> None:
         """Counts the signature of a call that has compiled a graph."""
-        self.note_signature(roles, args, kwargs, where)
+        self.note_signature(call, where)
 
-    def note_signature(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    def note_signature(self, call: CallArguments, where: str) -> None:
         """Counts a signature. Warns at the tenth."""
-        arguments = (*roles.donated, *roles.kept)
-        flat = [_trees.flatten(argument.value(args, kwargs)) for argument in arguments]
-        names = CallNames([(argument, len(leaves), names) for argument, (leaves, names) in zip(arguments, flat)])
-        leaves = itertools.chain.from_iterable(leaves for leaves, _ in flat)
-        static = [(f"{argument.name} ({argument.place})", argument.value(args, kwargs)) for argument in roles.static]
+        leaves, names = call.leaves(call.roles.nonstatic)
+        texts = [f"{argument.name} ({argument.place})" for argument in call.roles.static]
+        static = zip(texts, call.values(call.roles.static))
         self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
 
     def is_strict(self) -> bool:
         """Whether an unusable donation of this function is an error."""
         return _config.strict_by_default() if self._strict is None else self._strict
 
-    def names(self, roles: ArgumentRoles, values: Sequence[Any], structures: Sequence[Hashable]) -> CallNames:
+    def names(self, call: CallArguments, structures: Sequence[Hashable]) -> CallNames:
         """The names of a call's donated leaves. Computed once for each structure, because it is slow.
 
         Raises:
             TypeError: a leaf is an object that might hold tensors.
         """
-        key = (id(roles), *structures)
+        key = (id(call.roles), *structures)
         found = self._names.get(key)
         if found is None:
-            flat = [_trees.flatten(value) for value in values]
-            found = CallNames(
-                [(argument, len(leaves), names) for argument, (leaves, names) in zip(roles.donated, flat)]
-            )
-            _refuse_opaque([leaf for leaves, _ in flat for leaf in leaves], found)
+            leaves, found = call.leaves(call.roles.donated)
+            _refuse_opaque(leaves, found)
             self._names[key] = found
         return found
 

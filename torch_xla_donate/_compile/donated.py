@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Hashable, Sequence
+from typing import Any
 
-from torch_xla_donate import _C, _marks, _trees
-from torch_xla_donate._compile.arguments import ArgumentRoles, CallNames
+from torch_xla_donate import _C, _host, _marks, _trees
+from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._compile.base import Compiled
 
 NOT_READ = "not read by the step"
+
+
+def leaves_of_call(call: CallArguments) -> tuple[list[Any], list[tuple[list[Any], Hashable]]]:
+    """The leaves of donated arguments, then those of kept ones; and for each argument `_trees.flatten_fast`."""
+    parts = [_trees.flatten_fast(value) for value in call.values(call.roles.nonstatic)]
+    leaves = [leaf for found, _ in parts for leaf in found]
+    return [_trees.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves, parts
 
 
 class DonatedArguments:
@@ -20,23 +26,17 @@ class DonatedArguments:
     """
 
     def __init__(
-        self,
-        compiled: Compiled,
-        roles: ArgumentRoles,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        parts: Sequence[tuple[list[Any], Hashable]] | None = None,
+        self, compiled: Compiled, call: CallArguments, parts: Sequence[tuple[list[Any], Hashable]] | None = None
     ) -> None:
-        self._roles, self._compiled = roles, compiled
+        self._compiled, self._call = compiled, call
         if parts is None:
-            parts = [_trees.flatten_fast(argument.value(args, kwargs)) for argument in (*roles.donated, *roles.kept)]
-        count = len(roles.donated)
-        self.leaves = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[:count]))
-        self._kept = list(itertools.chain.from_iterable(leaves for leaves, _ in parts[count:]))
-        values = [argument.value(args, kwargs) for argument in roles.donated]
-        self.names = compiled.names(roles, values, [structure for _, structure in parts[:count]])
+            parts = [_trees.flatten_fast(value) for value in call.values(call.roles.nonstatic)]
+        count = len(call.roles.donated)
+        self.leaves = [leaf for leaves, _ in parts[:count] for leaf in leaves]
+        self._kept = [leaf for leaves, _ in parts[count:] for leaf in leaves]
+        self.names = compiled.names(call, [structure for _, structure in parts[:count]])
 
-    def mark(self, args: Sequence[Any], kwargs: Mapping[str, Any], where: str, *, for_compiled_run: bool) -> _C.Call:
+    def mark(self, where: str, *, for_compiled_run: bool) -> _C.Call:
         """Marks all of them, or none. Steps ignore marks that are for a run of a compiled graph.
 
         Raises:
@@ -53,12 +53,6 @@ class DonatedArguments:
         if why is None:
             return marked
         if why.kept is not None:
-            self._passed_twice(why.leaf, why.kept, args, kwargs)
+            _, kept = self._call.leaves(self._call.roles.kept)
+            raise _marks.passed_twice(self.names.name(why.leaf), kept.name(why.kept))
         raise _marks.refusal(self.leaves[why.leaf], why.obstacle, self.names.name(why.leaf))
-
-    def _passed_twice(self, donated: int, kept: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
-        parts = []
-        for argument in self._roles.kept:
-            leaves, names = _trees.flatten(argument.value(args, kwargs))
-            parts.append((argument, len(leaves), names))
-        raise _marks.passed_twice(self.names.name(donated), CallNames(parts).name(kept))

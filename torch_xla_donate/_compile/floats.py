@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _frames, _numbers, _trace
-from torch_xla_donate._compile.arguments import ArgumentRoles, named_leaves
+from torch_xla_donate._compile.arguments import CallArguments
 
 
 def upload_floats(leaves: Sequence[Any]) -> torch.Tensor | None:
@@ -24,17 +24,16 @@ def upload_floats(leaves: Sequence[Any]) -> torch.Tensor | None:
 
 
 def put_numbers(
-    function: str, roles: ArgumentRoles, args: list[Any], kwargs: dict[str, Any], values: torch.Tensor | None
-) -> list[_numbers.Number]:
-    """Replaces the floats among the arguments by numbers, and returns these. `values` is from `upload_floats`."""
+    function: str, call: CallArguments, values: torch.Tensor | None
+) -> tuple[CallArguments, list[_numbers.Number]]:
+    """The call with numbers in place of floats, and these numbers. `values` is from `upload_floats`."""
     if values is None:
-        return []
-    leaves, names = named_leaves(roles.nonstatic, args, kwargs)
+        return call, []
+    leaves, names = call.leaves(call.roles.nonstatic)
     texts = [names.name(position) for position, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
     numbers = _numbers.numbers_for(values, texts, lambda used: _reads_float(function, used))
     following = iter(numbers)
-    roles.replace_leaves(lambda leaf: next(following) if _numbers.is_float(leaf) else leaf, args, kwargs)
-    return numbers
+    return call.replaced(lambda leaf: next(following) if _numbers.is_float(leaf) else leaf), numbers
 
 
 def _reads_float(function: str, numbers: Sequence[_numbers.Number]) -> Exception:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_xla_donate import _C, _trees
-from torch_xla_donate._compile.arguments import ArgumentRoles, Arguments
+from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 
@@ -21,31 +21,29 @@ class LazyCompiled(Compiled):
         options.setdefault("name", arguments.function)
         self._step = torch_xla.compile(self._trace, **options)
 
-    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        calls: list[_C.Call] = []
+    def _run(self, call: CallArguments, where: str) -> Any:
+        marked: list[_C.Call] = []
         try:
-            result = self._step(roles, args, kwargs, where, calls)
+            result = self._step(call, where, marked)
         except BaseException:
             # f has returned, but torch_xla refused its step (max_different_graphs) or the step failed.
-            for call in calls:
-                _C.cancel_call(call)
+            for marks in marked:
+                _C.cancel_call(marks)
             raise
-        for call in calls:
-            _C.end_call(call, {}, NOT_READ, notify=True)
+        for marks in marked:
+            _C.end_call(marks, {}, NOT_READ, notify=True)
         return result
 
-    def _trace(
-        self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str, calls: list[_C.Call]
-    ) -> Any:
+    def _trace(self, call: CallArguments, where: str, marked: list[_C.Call]) -> Any:
         # torch_xla has just run all pending work, so marks made here are for the step of this function.
-        if not roles.donated:
-            return self._f(*args, **kwargs)
-        call = DonatedArguments(self, roles, args, kwargs).mark(args, kwargs, where, for_compiled_run=False)
+        if not call.roles.donated:
+            return self._f(*call.args, **call.kwargs)
+        marks = DonatedArguments(self, call).mark(where, for_compiled_run=False)
         try:
-            result = self._f(*args, **kwargs)
+            result = self._f(*call.args, **call.kwargs)
         except BaseException:
-            _C.cancel_call(call)
+            _C.cancel_call(marks)
             raise
         _C.keep_returned(_trees.tensors_in(result))
-        calls.append(call)
+        marked.append(marks)
         return result

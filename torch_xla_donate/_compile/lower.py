@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.arguments import ArgumentRoles, CallArguments
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
@@ -76,20 +76,20 @@ class Lowered:
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """The outputs of a step, and the tensors that it would donate (none if torch_xla ignores donors)."""
         function = self._compiled.function
+        call = CallArguments(self._roles, self._args, self._kwargs)
         donated, kept = (
-            [leaf for argument in arguments for leaf in _trees.leaves_of(argument.value(self._args, self._kwargs))]
+            [leaf for value in call.values(arguments) for leaf in _trees.leaves_of(value)]
             for arguments in (self._roles.donated, self._roles.kept)
         )
         floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
         with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
-            args, kwargs = list(self._args), dict(self._kwargs)
-            numbers = put_numbers(function, self._roles, args, kwargs, floats)
+            call, numbers = put_numbers(function, call, floats)
             observer = Observer(function, [*donated, *kept])
             given = [_host.same_buffer(leaf) for leaf in donated if _is_materialised(leaf)]
             try:
                 with interrupts.Restored(), _trace.Restoring(observer):
                     with observer.reads, observer:
-                        results = pytree.tree_leaves(self._compiled.body(*args, **kwargs))
+                        results = pytree.tree_leaves(self._compiled.body(*call.args, **call.kwargs))
                     given_floats = {id(one) for one in numbers}
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
                     returned = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(results)} - {0}

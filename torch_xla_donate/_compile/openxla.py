@@ -16,7 +16,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
 from torch_xla_donate import _host, _trees
-from torch_xla_donate._compile.arguments import ArgumentRoles, Arguments
+from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
@@ -156,14 +156,14 @@ class OpenxlaCompiled(Compiled):
         self._module = f if isinstance(f, torch.nn.Module) else None
         self._compiled = torch.compile(f, backend=self._capture, **options)
 
-    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        if not roles.donated:
-            return self._compiled(*args, **kwargs)
-        donation = RunDonation(DonatedArguments(self, roles, args, kwargs), args, kwargs, where)
+    def _run(self, call: CallArguments, where: str) -> Any:
+        if not call.roles.donated:
+            return self._compiled(*call.args, **call.kwargs)
+        donation = RunDonation(DonatedArguments(self, call), where)
         donation.unread = _NO_GRAPH  # until a graph runs
         outer, _current.donation = _current.donation, donation
         try:
-            result = self._compiled(*args, **kwargs)
+            result = self._compiled(*call.args, **call.kwargs)
         except BaseException:
             donation.cancel()
             raise

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
 from torch_xla_donate._compile.run_donation import new_graph_name
@@ -38,19 +38,17 @@ class ValueSource(NamedTuple):
 class TracedProgram:
     """A traced function: its compiled graph, and the sources of inputs and results."""
 
-    def __init__(
-        self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any, offered: Sequence[int]
-    ) -> None:
+    def __init__(self, compiled: PureCompiled, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
-        proxies = ArgumentProxies(compiled, roles, args, kwargs)
+        proxies = ArgumentProxies(compiled.function, call)
         while self._trace_once(compiled, proxies, offered):
             proxies.separate()
-        proxies.refuse_kept(compiled.function, self._opaque)
+        proxies.refuse_kept(self._opaque)
 
     def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
         """Returns True if an argument shares its buffer with another input, which the graph cannot distinguish."""
         with _host.tracing():
-            args, kwargs, leaves = proxies.make()
+            call, leaves = proxies.make()
             recorder = _trace.Recorder(compiled.function, leaves)
             recorder.inseparable = proxies.inseparable()
             with _trace.Restoring(recorder):
@@ -58,7 +56,7 @@ class TracedProgram:
                 watched = _trace.watched(recorder)
                 refused = _trace.host_reads_refused(compiled.function)
                 with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
-                    tree = compiled.trace(*args, **kwargs)
+                    tree = compiled.trace(*call.args, **call.kwargs)
                     results, self._structure = pytree.tree_flatten(tree)
                     self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, _PLAIN)), "")
                     plain = _C.flatten(tree)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
-from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.arguments import Argument, CallArguments
+from torch_xla_donate._compile.donated import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.pure import PureCompiled
+
+class _Content(NamedTuple):
+    """An argument in the trace, with its leaves and its structure before the trace."""
+
+    argument: Argument
+    value: Any
+    leaves: list[Any]
+    structure: Any
 
 
 class ArgumentProxies:
@@ -29,15 +36,14 @@ class ArgumentProxies:
         floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
     """
 
-    def __init__(self, compiled: PureCompiled, roles: ArgumentRoles, args: Any, kwargs: Any) -> None:
-        self._compiled, self._roles, self._args, self._kwargs = compiled, roles, args, kwargs
+    def __init__(self, function: str, call: CallArguments) -> None:
+        self._function, self._call = function, call
         self._plain: dict[int, torch.Tensor] = {}
-        for argument in roles.donated + roles.kept:
-            for leaf in pytree.tree_leaves(argument.value(args, kwargs)):
-                tensor = _trees.without_wrapper(leaf)
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
-                    self._plain[id(leaf)] = tensor
-        leaves = compiled.leaves(roles, args, kwargs)
+        for leaf in pytree.tree_leaves(call.values(call.roles.nonstatic)):
+            tensor = _trees.without_wrapper(leaf)
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
+                self._plain[id(leaf)] = tensor
+        leaves, _ = leaves_of_call(call)
         self._float_positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
         self.values = upload_floats(leaves)
         self.floats: dict[int, int] = {}
@@ -49,6 +55,7 @@ class ArgumentProxies:
         self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
         self._buffers: set[int] = set()
+        self._contents: list[_Content] = []
         self.separate()
 
     def separate(self) -> None:
@@ -61,38 +68,30 @@ class ArgumentProxies:
             _host.give_own_buffer(tensor)
         self._to_move.clear()
 
-    def make(self) -> tuple[list[Any], dict[str, Any], list[Any]]:
-        """Arguments, keyword arguments, and their leaves."""
-        args, kwargs = list(self._args), dict(self._kwargs)
+    def make(self) -> tuple[CallArguments, list[Any]]:
+        """The call to trace. Also the leaves of its arguments, with floats where the trace has numbers."""
         made = {i: self._proxy_of(leaf) for i, leaf in self._plain.items()}
         self._given = [] if self._spmd else [weakref.ref(leaf) for leaf in made.values()]
-        for argument in self._roles.donated + self._roles.kept:
-            value = argument.value(args, kwargs)
-            into: Any = kwargs if isinstance(argument.key, str) else args
-            into[argument.key] = pytree.tree_map(lambda leaf: made.get(id(leaf), leaf), value)
-        leaves = self._compiled.leaves(self._roles, args, kwargs)
-        numbers = put_numbers(self._compiled.function, self._roles, args, kwargs, self.values)
+        call = self._call.replaced(lambda leaf: made.get(id(leaf), leaf))
+        leaves, _ = leaves_of_call(call)
+        call, numbers = put_numbers(self._function, call, self.values)
         self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
         self._given += [weakref.ref(one) for one in numbers]
+        arguments = call.roles.nonstatic
         self._contents = [
-            (argument, argument.value(args, kwargs)) for argument in self._roles.donated + self._roles.kept
+            _Content(argument, value, *pytree.tree_flatten(value))
+            for argument, value in zip(arguments, call.values(arguments))
         ]
-        self._before = [pytree.tree_flatten(value) for _, value in self._contents]
-        return args, kwargs, leaves
+        return call, leaves
 
     def refuse_changed(self) -> None:
         """Raises DonationError if the trace has changed a container among the arguments, which a replay would not."""
         contents, self._contents = self._contents, []  # or they would keep the tensors
-        for (argument, value), (leaves, structure) in zip(contents, self._before, strict=True):
+        for argument, value, leaves, structure in contents:
             now, new_structure = pytree.tree_flatten(value)
             if structure != new_structure or any(one is not other for one, other in zip(leaves, now, strict=True)):
-                raise _trace.impure(
-                    self._compiled.function,
-                    "",
-                    f"changes what {argument.name} ({argument.place}) contains",
-                    "Return a new container",
-                )
-        self._before.clear()
+                what = f"changes what {argument.name} ({argument.place}) contains"
+                raise _trace.impure(self._function, "", what, "Return a new container")
 
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
@@ -130,7 +129,7 @@ class ArgumentProxies:
         self._made = [*made, *given]
         self._buffers = {_C.identity(tensor)[1] for reference, _ in given if (tensor := reference()) is not None}
 
-    def refuse_kept(self, function: str, opaque: str) -> None:
+    def refuse_kept(self, opaque: str) -> None:
         """Raises DonationError if something outside the function keeps a tensor that depends on the arguments.
 
         opaque: the type of a result that may hold tensors and is not a pytree node; empty if there is none.
@@ -148,7 +147,7 @@ class ArgumentProxies:
             gc.collect()  # a reference cycle may keep it
         for tensor, where in kept():
             raise _trace.impure(
-                function,
+                self._function,
                 where,
                 f"{'makes' if where else 'gets the argument'} {_trees.dtype_and_shape(tensor)}, which "
                 + (f"a result of type {opaque} keeps" if opaque else "something outside the function keeps"),

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch_xla
-from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _frames, _host, _numbers, _trees
-from torch_xla_donate._compile.arguments import ArgumentRoles, Arguments
+from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import DonatedArguments
+from torch_xla_donate._compile.donated import DonatedArguments, leaves_of_call
 from torch_xla_donate._compile.program import TracedProgram
 from torch_xla_donate._compile.run_donation import RunDonation
 from torch_xla_donate._compile.signatures import signature_of
@@ -25,11 +23,8 @@ _CLOSED_OVER = "the function also closes over it"
 class _Call:
     """The flattened arguments of a call, and their signature."""
 
-    def __init__(
-        self, roles: ArgumentRoles, args: Any, kwargs: Any, leaves: list[Any], structures: Sequence[Hashable]
-    ) -> None:
-        self.roles, self.args, self.kwargs = roles, args, kwargs
-        self.leaves, self.structures = leaves, structures
+    def __init__(self, arguments: CallArguments, leaves: list[Any], structures: Sequence[Hashable]) -> None:
+        self.arguments, self.leaves, self.structures = arguments, leaves, structures
         self.sign()
 
     def sign(self) -> None:
@@ -74,32 +69,14 @@ class PureCompiled(Compiled):
         with _host.graph_name(self._graph_name):
             return self._f(*args, **kwargs)
 
-    def leaves(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The leaves of donated arguments, then those of the others. Static arguments have none."""
-        return self._chain(self._parts(roles, args, kwargs))
-
-    @staticmethod
-    def _parts(
-        roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[tuple[list[Any], Hashable]]:
-        return [_trees.flatten_fast(argument.value(args, kwargs)) for argument in roles.donated + roles.kept]
-
-    @staticmethod
-    def _chain(parts: Sequence[tuple[list[Any], Hashable]]) -> list[Any]:
-        leaves = list(itertools.chain.from_iterable(found for found, _ in parts))
-        return [_trees.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves
-
-    def _run(self, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> Any:
-        parts = self._parts(roles, args, kwargs)
-        call = _Call(roles, args, kwargs, self._chain(parts), [structure for _, structure in parts])
+    def _run(self, arguments: CallArguments, where: str) -> Any:
+        leaves, parts = leaves_of_call(arguments)
+        call = _Call(arguments, leaves, [structure for _, structure in parts])
         if call.pending:
             torch_xla.sync()
             call.sign()
-        donation = (
-            RunDonation(DonatedArguments(self, roles, args, kwargs, parts), args, kwargs, where)
-            if roles.donated
-            else None
-        )
+        donated = bool(arguments.roles.donated)
+        donation = RunDonation(DonatedArguments(self, arguments, parts), where) if donated else None
         try:
             try:
                 result = self._replay(call, donation)
@@ -119,7 +96,7 @@ class PureCompiled(Compiled):
     def _replay(self, call: _Call, donation: RunDonation | None) -> Any:
         while True:
             key = (
-                id(call.roles),
+                id(call.arguments.roles),
                 *call.structures,
                 call.signature,
                 donation.choice() if donation is not None else None,
@@ -145,7 +122,7 @@ class PureCompiled(Compiled):
 
     def _values(self, call: _Call) -> Hashable:
         """The leaves that are not tensors and the static arguments, for the program's key. 1, 1.0 and True differ."""
-        values = [*call.others, *(argument.value(call.args, call.kwargs) for argument in call.roles.static)]
+        values = [*call.others, *call.arguments.values(call.arguments.roles.static)]
         for value in call.others:
             try:
                 hash(value)
@@ -162,20 +139,12 @@ class PureCompiled(Compiled):
             *map(_exact, values[count:]),
         )
 
-    def note_compilation(
-        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str
-    ) -> None:
+    def note_compilation(self, call: CallArguments, where: str) -> None:
         pass  # _trace_program counts the traces
 
-    def note_signature(self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    def note_signature(self, call: CallArguments, where: str) -> None:
         # Floats are inputs. Static ones are not.
-        into = list(args), dict(kwargs)
-        for argument in (*roles.donated, *roles.kept):
-            target: Any = into[isinstance(argument.key, str)]
-            target[argument.key] = pytree.tree_map(
-                lambda leaf: "a float" if _numbers.is_float(leaf) else leaf, target[argument.key]
-            )
-        super().note_signature(roles, *into, where)
+        super().note_signature(call.replaced(lambda leaf: "a float" if _numbers.is_float(leaf) else leaf), where)
 
     def _refuse_others(self, leaves: Sequence[Any]) -> None:
         elsewhere = _trees.first_off_device(leaves)
@@ -195,7 +164,7 @@ class PureCompiled(Compiled):
                 f"limit. {see('pure')}"
             )
         if key not in self._programs:
-            self.note_signature(call.roles, call.args, call.kwargs, _frames.call_site())
+            self.note_signature(call.arguments, _frames.call_site())
         offered = donation.positions(call.leaves) if donation is not None else ()
-        program = self._programs[key] = TracedProgram(self, call.roles, call.args, call.kwargs, offered)
+        program = self._programs[key] = TracedProgram(self, call.arguments, offered)
         return program

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,14 @@ class RunDonation:
     first checks that no live tensor and no pending work needs the buffers.
     """
 
-    def __init__(self, donated: DonatedArguments, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    def __init__(self, donated: DonatedArguments, where: str) -> None:
         self._refused: dict[int, str] = {}
         self._count = len(donated.leaves)
         try:
-            self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
+            self._call = donated.mark(where, for_compiled_run=True)
         except DonationError:
             torch_xla.sync()  # materialises pending arguments, as the lazy backend does
-            self._call = donated.mark(args, kwargs, where, for_compiled_run=True)
+            self._call = donated.mark(where, for_compiled_run=True)
         try:
             self.refuse_shared()
         except BaseException:
