@@ -19,9 +19,9 @@ def flag(name: str) -> bool:
     raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no. Set it to 1 or 0.")
 
 
-def strict_by_default() -> bool:
-    """Whether unusable donations raise if a call has no ``strict`` (``TORCH_XLA_DONATE_STRICT``)."""
-    return flag("TORCH_XLA_DONATE_STRICT")
+def is_strict(strict: bool | None) -> bool:
+    """Whether an unusable donation raises. Without ``strict`` the environment decides (``TORCH_XLA_DONATE_STRICT``)."""
+    return flag("TORCH_XLA_DONATE_STRICT") if strict is None else strict
 
 
 def check_strict(strict: bool | None) -> None:

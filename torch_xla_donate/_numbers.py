@@ -22,11 +22,6 @@ def is_float(leaf: object) -> bool:
     return type(leaf) is float or isinstance(leaf, numpy.floating)
 
 
-def values_of(leaves: Sequence[Any]) -> list[float]:
-    """The values of the floats among a call's leaves."""
-    return [float(leaf) for leaf in leaves if is_float(leaf)]
-
-
 class HostUse(Exception):
     """An operation needs the value of a number on the host."""
 
@@ -52,13 +47,6 @@ def number(tensor: torch.Tensor, origin: tuple[str, ...], refuse: Callable[[Sequ
     made: Number = torch.Tensor._make_subclass(Number, tensor)  # type: ignore[assignment, arg-type]
     made.origin, made.refuse = origin, refuse
     return made
-
-
-def numbers_for(
-    values: torch.Tensor, names: Sequence[str], refuse: Callable[[Sequence[Number]], Exception]
-) -> list[Number]:
-    """A number for each element of a float64 vector."""
-    return [number(values[i].clone(), (name,), refuse) for i, name in enumerate(names)]
 
 
 def numbers_in(tensors: Sequence[torch.Tensor]) -> list[Number]:

@@ -18,7 +18,7 @@ from torch_xla_donate import _C, DonationError, _report, donate_buffer, donation
 def _no_pair_stays_open():
     yield
     _report.resolve_pairs(wait=True)
-    assert not _report.open_pairs()
+    assert not _report.pairs._open
 
 
 def test_a_pair_that_was_kept_is_reported(make):

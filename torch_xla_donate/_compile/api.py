@@ -180,15 +180,15 @@ def compile(
         "static_argnames": static_argnames,
     }
     _config.check_strict(strict)
+    remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
     if f is None:
-        return functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)  # type: ignore[return-value]
+        return remake  # type: ignore[return-value]
     if not callable(f):
         raise TypeError(
             f"f is of type {type(f).__name__}, which cannot be called. Pass a function or a module. "
             f"{see('compile_errors')}"
         )
     _refuse_lazy_bodies(f)
-    remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
     compiled = _make(f, options, backend, pure, strict, kwargs)
     return ModuleProxy(compiled, remake) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]
 

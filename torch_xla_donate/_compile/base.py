@@ -77,7 +77,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another step, or a loop's body, the call belongs to that and has no separate step to donate at.
-        if _marks.call_scope.inside or _marks.current_body() is not None or torch.compiler.is_compiling():
+        if _marks.is_inside_call() or _marks.current_body() is not None or torch.compiler.is_compiling():
             return self._f(*args, **kwargs)
         with interrupts.Restored():
             return self._call(args, kwargs)
@@ -89,18 +89,15 @@ class Compiled:
         call = CallArguments(self._arguments.roles(args, kwargs), args, kwargs)
         for argument in call.roles.static:
             _check_static(argument, argument.value(args, kwargs))
-        _marks.call_scope.inside = True
-        try:
-            # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
-            # when the step begins.
-            with (
-                _report.later(),
-                log.compilations(self.function) as compiled,
-                torch.autograd.set_multithreading_enabled(False),
-            ):
-                result = self._run(call, where)
-        finally:
-            _marks.call_scope.inside = False
+        # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients when
+        # the step begins.
+        with (
+            _marks.inside_call.replaced(True),
+            _report.later(),
+            log.compilations(self.function) as compiled,
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            result = self._run(call, where)
         try:
             if call.roles.donated and self.is_strict():
                 # Else a later step would raise the error, without this call's result.
@@ -124,12 +121,8 @@ class Compiled:
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function as a part of the caller's step."""
-        inside, _marks.call_scope.inside = _marks.call_scope.inside, True
-        try:
-            with torch.autograd.set_multithreading_enabled(False):
-                return self._f(*args, **kwargs)
-        finally:
-            _marks.call_scope.inside = inside
+        with _marks.inside_call.replaced(True), torch.autograd.set_multithreading_enabled(False):
+            return self._f(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Traces the function for these arguments, without running it.
@@ -166,7 +159,7 @@ class Compiled:
 
     def is_strict(self) -> bool:
         """Whether an unusable donation of this function is an error."""
-        return _config.strict_by_default() if self._strict is None else self._strict
+        return _config.is_strict(self._strict)
 
     def names(self, call: CallArguments, structures: Sequence[Hashable]) -> CallNames:
         """The names of a call's donated leaves. Computed once for each structure, because it is slow.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ def upload_floats(leaves: Sequence[Any]) -> torch.Tensor | None:
 
     torch_xla would cache a tensor of one number.
     """
-    values = _numbers.values_of(leaves)
+    values = [float(leaf) for leaf in leaves if _numbers.is_float(leaf)]
     if not values:
         return None
     device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "xla")
@@ -31,7 +32,8 @@ def put_numbers(
         return call, []
     leaves, names = call.leaves(call.roles.nonstatic)
     texts = [names.name(position) for position, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
-    numbers = _numbers.numbers_for(values, texts, lambda used: _reads_float(function, used))
+    refuse = functools.partial(_reads_float, function)
+    numbers = [_numbers.number(values[i].clone(), (text,), refuse) for i, text in enumerate(texts)]
     following = iter(numbers)
     return call.replaced(lambda leaf: next(following) if _numbers.is_float(leaf) else leaf), numbers
 

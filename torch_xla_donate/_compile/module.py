@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,11 @@ from torch_xla_donate._errors import see
 if TYPE_CHECKING:
     from torch_xla_donate._compile.base import Compiled
     from torch_xla_donate._compile.lower import Lowered
+
+
+def _of_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls the function with the module instead of the proxy."""
+    return lambda self, *args: function(self._orig_mod, *args)
 
 
 class ModuleProxy:
@@ -43,9 +49,7 @@ class ModuleProxy:
         """The module. torch.compile uses the same name."""
         return self._donate_compiled.__wrapped__  # type: ignore[no-any-return, attr-defined]
 
-    @property
-    def __wrapped__(self) -> torch.nn.Module:
-        return self._orig_mod
+    __wrapped__ = _orig_mod
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -77,26 +81,13 @@ class ModuleProxy:
         return f"compile({self._orig_mod!r})"
 
     # Python looks up these methods on the class.
-    def __len__(self) -> int:
-        return len(self._orig_mod)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return bool(self._orig_mod)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._orig_mod)  # type: ignore[call-overload, operator, no-any-return]
-
-    def __contains__(self, item: Any) -> bool:
-        return item in self._orig_mod  # type: ignore[operator]
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._orig_mod[key]  # type: ignore[index, operator]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._orig_mod[key] = value  # type: ignore[index, operator]
-
-    def __delitem__(self, key: Any) -> None:
-        del self._orig_mod[key]  # type: ignore[attr-defined, operator]
+    __len__ = _of_module(len)
+    __bool__ = _of_module(bool)
+    __iter__ = _of_module(iter)
+    __contains__ = _of_module(operator.contains)
+    __getitem__ = _of_module(operator.getitem)
+    __setitem__ = _of_module(operator.setitem)
+    __delitem__ = _of_module(operator.delitem)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._donate_remake(copy.deepcopy(self._orig_mod, memo))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import threading
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,13 +21,9 @@ from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
+from torch_xla_donate._host import interrupts
 
-
-class _Current(threading.local):
-    donation: RunDonation | None = None
-
-
-_current = _Current()
+_donation: interrupts.PerThread[RunDonation | None] = interrupts.per_thread(None)
 
 
 class Graph:
@@ -53,7 +48,7 @@ class Graph:
         self._variants: dict[Any, Variant] = {}
 
     def __call__(self, *args: Any) -> Any:
-        donation = _current.donation
+        donation = _donation.value
         if donation is not None and donation.unread in (_NO_GRAPH, NOT_READ):
             donation.unread = self._unread
         if donation is not None and not self._refusal:
@@ -161,14 +156,12 @@ class OpenxlaCompiled(Compiled):
             return self._compiled(*call.args, **call.kwargs)
         donation = RunDonation(DonatedArguments(self, call), where)
         donation.unread = _NO_GRAPH  # until a graph runs
-        outer, _current.donation = _current.donation, donation
         try:
-            result = self._compiled(*call.args, **call.kwargs)
+            with _donation.replaced(donation):
+                result = self._compiled(*call.args, **call.kwargs)
         except BaseException:
             donation.cancel()
             raise
-        finally:
-            _current.donation = outer
         donation.keep_returned(_trees.tensors_in(result))
         donation.end()
         return result

@@ -3,12 +3,15 @@ entered or left."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils import _python_dispatch
 
 from torch_xla_donate import _C
+
+T = TypeVar("T")
 
 
 def restore(holder: Any, *names: str) -> None:
@@ -71,3 +74,21 @@ class Replaced(_C.Scope):
     def leave(self, raised: bool) -> None:
         for original in self._original:
             setattr(self._holder, self._name, original)
+
+
+class PerThread(threading.local, Generic[T]):
+    """A value of each thread. `per_thread` makes it."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+
+    def replaced(self, value: T) -> Replaced:
+        """A context in which this thread has another value."""
+        return Replaced(self, "value", value)
+
+
+def per_thread(value: T) -> PerThread[T]:
+    """A value of each thread that begins as the given one. `Restored` restores it."""
+    made = PerThread(value)
+    restore(made, "value")
+    return made

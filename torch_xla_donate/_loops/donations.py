@@ -19,25 +19,6 @@ def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) ->
     return names
 
 
-def _combine(
-    wanted: Mapping[int, _marks.DonationRequest],
-    found: Mapping[int, _marks.DonationRequest | None],
-    strict: bool | None,
-) -> tuple[dict[int, _marks.DonationRequest], list[int]]:
-    """The requests for a loop's arguments, and the arguments whose donation the body cancelled, by their numbers.
-
-    wanted: the caller's requests.
-    found: the body's requests.
-    strict: the default for requests of the body.
-    """
-    requests = dict(wanted)
-    for number, request in found.items():
-        if request is not None:
-            requests[number] = request if request.strict is not None else request._replace(strict=strict)
-    cancelled = [number for number, request in found.items() if request is None]
-    return {number: request for number, request in requests.items() if number not in cancelled}, cancelled
-
-
 def loop_donations(
     arguments: Iterable[tuple[str, Sequence[Any], _trees.Names]],
     chosen: Sequence[str],
@@ -52,11 +33,16 @@ def loop_donations(
     found: the body's requests, by the number of the leaf.
     """
     flat = [(name, names, index, leaf) for name, leaves, names in arguments for index, leaf in enumerate(leaves)]
-    wanted = {number: outside for number, (name, *_) in enumerate(flat) if name in chosen}
-    requests, cancelled = _combine(wanted, found, outside.strict)
-    _marks.cancel_donation([flat[number][-1] for number in cancelled])
+    _marks.cancel_donation([flat[number][-1] for number, request in found.items() if request is None])
+    requests: dict[int, _marks.DonationRequest | None] = {
+        number: outside for number, (name, *_) in enumerate(flat) if name in chosen
+    }
     donations = []
-    for number, request in requests.items():
+    for number, request in (requests | dict(found)).items():
+        if request is None:  # the body has cancelled it
+            continue
+        if request.strict is None:
+            request = request._replace(strict=outside.strict)
         name, names, index, leaf = flat[number]
         donations.append(_marks.Donation(_trees.qualified_name(name, names.name(index)), leaf, request))
     return donations

@@ -31,15 +31,12 @@ class _Wrapped:
         self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_kind` of the arguments
         self.loops: list[object] = []  # the loops inside the function, which its traces need
 
-    def _function(self) -> Callable[..., Any]:
-        fn = self._find()
-        assert fn is not None, "the caller of scan holds it"
-        return fn
-
     def __call__(self, carry: Any, x: Any) -> Any:
+        function = self._find()
+        assert function is not None, "the caller of scan holds it"
         body = _marks.LoopBody("scan", [leaf for tree in (carry, x) for leaf in _trees.leaves_of(tree)])
         with _marks.trace_body(body):
-            result = self._function()(carry, x)
+            result = function(carry, x)
         self.requests[_kind(carry, x)] = body.requests
         return result
 

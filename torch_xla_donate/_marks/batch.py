@@ -35,8 +35,7 @@ def mark_all(donations: Sequence[Donation]) -> None:
     """
     body = current_body()
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
-    if _report.open_pairs():
-        _report.resolve_pairs(wait=False)
+    _report.resolve_pairs(wait=False)
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         leaves = [given.tensor for given in free]
         names: _trees.Names = _trees.FixedNames([given.name for given in free])

@@ -77,8 +77,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             mark_all(donations)
             return Marks(None)  # an error ends the trace of the body and its requests
     prepare(where)
-    if strict is None:
-        strict = _config.strict_by_default()
+    strict = _config.is_strict(strict)
     leaves: Sequence[Any]
     names: _trees.Names
     if isinstance(tensors, torch.Tensor):
@@ -88,8 +87,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         leaves, names = tensors, _trees.IndexNames()
     else:
         leaves, names = _trees.flatten(tensors)
-    if _report.open_pairs():
-        _report.resolve_pairs(wait=False)
+    _report.resolve_pairs(wait=False)
     paired: _report.Paired | None = None
     targets: dict[int, torch.Tensor] = {}
     if into is not None:

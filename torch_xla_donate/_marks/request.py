@@ -19,4 +19,4 @@ class DonationRequest(NamedTuple):
 
     def is_strict(self) -> bool:
         """Whether an unusable donation raises."""
-        return _config.strict_by_default() if self.strict is None else self.strict
+        return _config.is_strict(self.strict)

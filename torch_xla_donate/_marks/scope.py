@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 from torch_xla_donate._host import interrupts
 
-
-class _Scope(threading.local):
-    inside = False  # of a compiled function's call
-
-
-call_scope = _Scope()
-interrupts.restore(call_scope, "inside")
+inside_call = interrupts.per_thread(False)
 
 
 def is_inside_call() -> bool:
     """Whether this thread is tracing a compiled function, which donates only its arguments."""
-    return call_scope.inside
+    return inside_call.value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,19 +55,14 @@ class LoopBody:
         self.requests.update(dict.fromkeys(numbers))
 
 
-class _Current(threading.local):
-    body: LoopBody | None = None
-
-
-_current = _Current()
-interrupts.restore(_current, "body")
+_body: interrupts.PerThread[LoopBody | None] = interrupts.per_thread(None)
 
 
 def current_body() -> LoopBody | None:
     """The body that this thread is tracing; None outside a body."""
-    return _current.body
+    return _body.value
 
 
 def trace_body(body: LoopBody) -> interrupts.Replaced:
     """A context in which this thread traces the body."""
-    return interrupts.Replaced(_current, "body", body)
+    return _body.replaced(body)

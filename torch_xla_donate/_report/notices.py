@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,23 +13,17 @@ from torch_xla_donate._host import interrupts
 from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donor
 
-
-class _Postponed(threading.local):
-    depth = 0
-
-
-_postponed = _Postponed()
-interrupts.restore(_postponed, "depth")
+_postponed = interrupts.per_thread(False)
 
 
 def later() -> interrupts.Replaced:
     """A context in which steps of this thread report nothing, because an exception would interrupt torch_xla."""
-    return interrupts.Replaced(_postponed, "depth", _postponed.depth + 1)
+    return _postponed.replaced(True)
 
 
 def is_postponed() -> bool:
     """Whether `later` holds on this thread."""
-    return _postponed.depth > 0
+    return _postponed.value
 
 
 _warned_sites: set[str] = set()

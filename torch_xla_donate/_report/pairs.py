@@ -69,11 +69,6 @@ def is_known_site(where: str) -> bool:
     return where in _seen_sites
 
 
-def open_pairs() -> bool:
-    """Whether a pair is waiting for its target."""
-    return bool(_open)
-
-
 def resolve_pairs(wait: bool) -> None:
     """Compares the pairs whose targets are computed. With ``wait``, first waits for running steps."""
     _open[:] = [pair for pair in _open if not pair.resolve(wait)]

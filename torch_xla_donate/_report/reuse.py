@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 
 from torch_xla_donate import _frames
@@ -12,17 +11,12 @@ from torch_xla_donate._host import interrupts
 _reported: set[tuple[str, str, int]] = set()
 
 
-class _Local(threading.local):
-    quiet = False
-
-
-_local = _Local()
-interrupts.restore(_local, "quiet")
+_quiet = interrupts.per_thread(False)
 
 
 def suppress_reuse_warnings() -> interrupts.Replaced:
     """A context for reads by this package, which are not uses."""
-    return interrupts.Replaced(_local, "quiet", True)
+    return _quiet.replaced(True)
 
 
 def report_reuse(name: str, array: str, where: str, step: int) -> None:
@@ -30,7 +24,7 @@ def report_reuse(name: str, array: str, where: str, step: int) -> None:
 
     The hooks call this inside the operation. If a filter turns the warning into an error, the operation raises it.
     """
-    if _local.quiet:
+    if _quiet.value:
         return
     frame = _frames.user_frame()
     if frame is None:

@@ -31,26 +31,23 @@ class HostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
-            for tensor in tensors_of((args, kwargs)):
-                if tensor.device.type == "xla":
-                    raise self._refuse(tensor)
+            self._refuse_tensors((args, kwargs))
         result = func(*args, **kwargs)
         on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(result))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drew = self.drew or on_host
         elif on_host:  # such as copy_ to a tensor on the host
-            for tensor in tensors_of((args, kwargs)):
-                if tensor.device.type == "xla":
-                    raise self._refuse(tensor)
+            self._refuse_tensors((args, kwargs))
         self.check(_frames.call_site)
         return result
 
-    def _refuse(self, tensor: torch.Tensor) -> Exception:
-        if self.numbers:
-            return self.numbers[0].refuse(self.numbers)
-        return impure(
-            self._function, _frames.call_site(), f"reads {_trees.dtype_and_shape(tensor)} on the host", RETURN_IT
-        )
+    def _refuse_tensors(self, arguments: Any) -> None:
+        for tensor in tensors_of(arguments):
+            if tensor.device.type == "xla":
+                if self.numbers:
+                    raise self.numbers[0].refuse(self.numbers)
+                what = f"reads {_trees.dtype_and_shape(tensor)} on the host"
+                raise impure(self._function, _frames.call_site(), what, RETURN_IT)
 
     def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
         """Raises DonationError if an operation has read on the host, as operations without an XLA lowering do."""

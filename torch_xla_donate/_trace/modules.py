@@ -19,15 +19,12 @@ class ModulesCalled(_C.Scope):
         self._seen: set[int] = set()
 
     def enter(self) -> None:
-        torch.nn.modules.module.register_module_forward_pre_hook(self._hook)
+        torch.nn.modules.module.register_module_forward_pre_hook(self.note)
 
     def leave(self, raised: bool) -> None:
-        _host.remove_module_hook(self._hook)
+        _host.remove_module_hook(self.note)
 
-    def _hook(self, module: torch.nn.Module, _: Any) -> None:
-        self.note(module)
-
-    def note(self, module: torch.nn.Module) -> None:
+    def note(self, module: torch.nn.Module, _: Any = None) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self.found.append((weakref.ref(module), module.training))

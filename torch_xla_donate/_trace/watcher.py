@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -24,22 +23,17 @@ class Watcher(Protocol):
         """The error for an action that a replay would not repeat."""
 
 
-class _Current(threading.local):
-    watcher: Watcher | None = None
-
-
-_current = _Current()
-interrupts.restore(_current, "watcher")
+_watcher: interrupts.PerThread[Watcher | None] = interrupts.per_thread(None)
 
 
 def current_watcher() -> Watcher | None:
     """The watcher of this thread's operations, if there is one."""
-    return _current.watcher
+    return _watcher.value
 
 
 def watched(by: Watcher) -> interrupts.Replaced:
     """A context in which `by` watches this thread's operations."""
-    return interrupts.Replaced(_current, "watcher", by)
+    return _watcher.replaced(by)
 
 
 def as_one(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
