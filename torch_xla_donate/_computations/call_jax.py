@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _config, _frames, _host, _trees
+from torch_xla_donate import _config, _frames, _host, _marks, _trees
 from torch_xla_donate._computations.user_computation import give, to_donate
 from torch_xla_donate._errors import DonationError, see
 
@@ -56,13 +56,14 @@ def call_jax(
     if not isinstance(f, jax.stages.Wrapped) or any(isinstance(leaf, torchax.tensor.Tensor) for leaf in leaves):
         return _host.call_jax(f, args, kwargs, name, override_hash)
     offered = _offered(f, leaves, spec, tree, override_hash)
-    donated = to_donate(leaves, offered.donors, offered, where, strict)
+    request = _marks.DonationRequest(where, strict)
+    donated = to_donate(leaves, offered.donors, offered, request)
     results = _host.call_jax(f, args, kwargs, name, override_hash)
     if donated:
         outputs = jax.tree.leaves(results)
         pairs = _host.paired([leaves[index] for index in donated], outputs)
         targets = {donated[donor]: outputs[output] for donor, output in pairs}
-        give(leaves, donated, offered, where, strict, targets)
+        give(leaves, donated, offered, request, targets)
     return results
 
 
@@ -86,9 +87,8 @@ class _Offered:
         # torch_xla would find the difference when it lowers the step, and lose all pending values.
         jax, _ = _host.import_jax()
         for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and jax.dtypes.canonicalize_dtype(_dtype(leaf.dtype)) != _dtype(
-                leaf.dtype
-            ):
+            dtype = _dtype(leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+            if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
                 raise ValueError(
                     f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, but JAX works with 32 bits. Call "
                     f"jax.config.update('jax_enable_x64', True) first, or cast the tensor. {see('call_jax')}"

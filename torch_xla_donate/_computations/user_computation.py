@@ -49,27 +49,18 @@ def user_computation(
     where = _frames.call_site()
     module = _module(computation)
     tensors = [_trees.without_wrapper(tensor) for tensor in inputs]
-    names = Inputs(name)
+    names = _trees.FixedNames([f"inputs[{index}] of {name}" for index in range(len(tensors))])
     module.check(tensors, names)
-    donated = to_donate(tensors, module.donors, names, where, strict)
+    request = _marks.DonationRequest(where, strict)
+    donated = to_donate(tensors, module.donors, names, request)
     results = _host.call_computation(name, tensors, module.callable)
     targets: dict[int, torch.Tensor] = {}
     for index in donated:
         output = module.aliases.get(index)
         if output is not None and _same_array(results[output], tensors[index]):
             targets[index] = results[output]
-    give(tensors, donated, names, where, strict, targets)
+    give(tensors, donated, names, request, targets)
     return results
-
-
-class Inputs:
-    """Names of a computation's inputs."""
-
-    def __init__(self, computation: str) -> None:
-        self._computation = computation
-
-    def name(self, index: int) -> str:
-        return f"inputs[{index}] of {self._computation}"
 
 
 def _same_array(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -191,7 +182,7 @@ _EAGER = (
 
 
 def to_donate(
-    tensors: Sequence[Any], donors: Sequence[int], names: _trees.Names, where: str, strict: bool | None
+    tensors: Sequence[Any], donors: Sequence[int], names: _trees.Names, request: _marks.DonationRequest
 ) -> list[int]:
     """The donors of a computation that can be donated. Runs before the computation, so an error changes nothing.
 
@@ -203,10 +194,9 @@ def to_donate(
     """
     if not donors or _marks.is_inside_call():
         return []
-    _marks.prepare(where)
+    _marks.prepare(request.where)
     eager = _host.in_eager_mode()
-    request = _marks.DonationRequest(where, strict)
-    may_warn = strict is False or (eager and not request.is_strict())
+    may_warn = request.strict is False or (eager and not request.is_strict())
     body = _marks.current_body()
     kept = {
         _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
@@ -232,9 +222,9 @@ def to_donate(
         lines = "\n  ".join(unfit.values())
         arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
         _report.warn_once(
-            f"Some donated buffers were not usable: {arrays} (donated at {where}).\n  {lines}\n"
+            f"Some donated buffers were not usable: {arrays} (donated at {request.where}).\n  {lines}\n"
             f"  They stay readable, and the computation runs. {see('user_computations')}",
-            where,
+            request.where,
         )
     if eager and free:
         _marks.refuse_all([_marks.Donation(names.name(index), tensors[index], request) for index in free], _EAGER)
@@ -256,13 +246,11 @@ def give(
     tensors: Sequence[Any],
     donated: Sequence[int],
     names: _trees.Names,
-    where: str,
-    strict: bool | None,
+    request: _marks.DonationRequest,
     targets: Mapping[int, torch.Tensor],
 ) -> None:
     """Marks the donors that `to_donate` returned. targets: the outputs that should reuse their buffers."""
     if donated:
-        request = _marks.DonationRequest(where, strict)
         _marks.mark_all(
             [_marks.Donation(names.name(index), tensors[index], request, targets.get(index)) for index in donated]
         )

@@ -15,6 +15,28 @@ from torch_xla_donate._marks.request import DonationRequest
 from torch_xla_donate._marks.traced_body import current_body
 
 
+def mark(
+    leaves: Sequence[Any], names: _trees.Names, targets: Sequence[Any], request: DonationRequest, argument: str = ""
+) -> _C.Call:
+    """Marks all leaves, or none and raises an error.
+
+    targets: the output for each leaf, or None; empty without outputs.
+    argument: the argument that the names belong to.
+    """
+    paired, wanted = pair_leaves(leaves, names, targets, request.where) if targets else (None, {})
+    marked = _C.mark(leaves, request.where, request.is_strict(), paired or names, wanted)
+    if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
+        leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
+        marked = _C.mark(leaves, request.where, request.is_strict(), paired or names, wanted)
+    if (why := marked.refusal) is not None:
+        name = names.name(why.leaf)
+        name = _trees.qualified_name(argument, name) if argument else name
+        raise refusal(leaves[why.leaf], why.obstacle, name)
+    if paired is not None:
+        _report.watch_pairs(paired, request.where)
+    return marked
+
+
 class Donation(NamedTuple):
     """A tensor to be donated.
 
@@ -37,18 +59,9 @@ def mark_all(donations: Sequence[Donation]) -> None:
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     _report.resolve_pairs(wait=False)
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
-        leaves = [given.tensor for given in free]
-        names: _trees.Names = _trees.FixedNames([given.name for given in free])
-        paired: _report.Paired | None = None
-        wanted: dict[int, torch.Tensor] = {}
-        if any(given.target is not None for given in free):
-            paired, wanted = pair_leaves(leaves, names, [given.target for given in free], request.where)
-            names = paired
-        marked = _C.mark(leaves, request.where, request.is_strict(), names, wanted)
-        if (why := marked.refusal) is not None:
-            raise refusal(leaves[why.leaf], why.obstacle, free[why.leaf].name)
-        if paired is not None:
-            _report.watch_pairs(paired, request.where)
+        targets = [given.target for given in free]
+        names = _trees.FixedNames([given.name for given in free])
+        mark([given.tensor for given in free], names, targets if any(t is not None for t in targets) else [], request)
     if body is not None:
         for given, argument in zip(donations, arguments):
             if argument is not None:

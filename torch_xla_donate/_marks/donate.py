@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _report, _trees
 from torch_xla_donate._errors import DonationError, see
-from torch_xla_donate._marks.batch import Donation, mark_all
-from torch_xla_donate._marks.into import pair_leaves, targets_in_order
+from torch_xla_donate._marks.batch import Donation, mark, mark_all
+from torch_xla_donate._marks.into import targets_in_order
 from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import describe, refusal
 from torch_xla_donate._marks.request import DonationRequest
@@ -77,36 +76,17 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             mark_all(donations)
             return Marks(None)  # an error ends the trace of the body and its requests
     prepare(where)
-    strict = _config.is_strict(strict)
-    leaves: Sequence[Any]
-    names: _trees.Names
-    if isinstance(tensors, torch.Tensor):
-        leaves, names = [tensors], _trees.Unnamed()
-    elif type(tensors) in (list, tuple):
-        # The common case needs no pytree, unless a leaf is a container.
-        leaves, names = tensors, _trees.IndexNames()
-    else:
-        leaves, names = _trees.flatten(tensors)
+    request = DonationRequest(where, _config.is_strict(strict))
     _report.resolve_pairs(wait=False)
-    paired: _report.Paired | None = None
-    targets: dict[int, torch.Tensor] = {}
-    if into is not None:
-        leaves, places = _trees.flatten(tensors)
-        paired, targets = pair_leaves(leaves, places, targets_in_order(places, into, len(leaves)), where)
-        names = paired
-
-    marked = _C.mark(leaves, where, strict, names, targets)
-    if marked.refusal is not None and isinstance(names, _trees.IndexNames):
-        leaves, names = _trees.flatten(tensors)
-        marked = _C.mark(leaves, where, strict, names, targets)
-    if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
-        leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
-        marked = _C.mark(leaves, where, strict, names, targets)
-    if (why := marked.refusal) is not None:
-        raise refusal(leaves[why.leaf], why.obstacle, _trees.qualified_name("tensors", names.name(why.leaf)))
-    if paired is not None:
-        _report.watch_pairs(paired, where)
-    return Marks(marked)
+    if into is None and type(tensors) in (list, tuple):
+        # The common case needs no pytree, unless a leaf is a container.
+        marked = _C.mark(tensors, where, request.is_strict(), _trees.IndexNames(), {})
+        if marked.refusal is None:
+            return Marks(marked)
+    is_single = isinstance(tensors, torch.Tensor)
+    leaves, names = ([tensors], _trees.Unnamed()) if is_single else _trees.flatten(tensors)
+    targets = [] if into is None else targets_in_order(names, into, len(leaves))
+    return Marks(mark(leaves, names, targets, request, "tensors"))
 
 
 def _donations(tensors: Any, request: DonationRequest) -> list[Donation]:
