@@ -38,16 +38,6 @@ def debug_nans() -> bool:
     return flag("TORCH_XLA_DONATE_DEBUG_NANS")
 
 
-def warn_of_copies() -> bool:
-    """Whether to warn of donated buffers that XLA copies anyway (``TORCH_XLA_DONATE_WARN_COPIES``)."""
-    return flag("TORCH_XLA_DONATE_WARN_COPIES")
-
-
-def auto_donate() -> bool:
-    """Whether `auto_donate` is on from the start (``TORCH_XLA_DONATE_AUTO``)."""
-    return flag("TORCH_XLA_DONATE_AUTO")
-
-
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on. Views then share the graphs of their bases."""
     return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))

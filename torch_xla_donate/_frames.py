@@ -12,14 +12,10 @@ def is_internal(frame: types.FrameType) -> bool:
     """Whether a frame belongs to this package, torch, torch_xla or a helper between them, and not to the user."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
-    return generated or package in (
-        "torch",
-        "torch_xla",
-        "torch_xla_donate",
-        "contextlib",
-        "functools",
-        "typing_extensions",
-    )
+    return generated or package in _INTERNAL
+
+
+_INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "typing_extensions"}
 
 
 def call_site() -> str:

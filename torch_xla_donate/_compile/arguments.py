@@ -155,10 +155,8 @@ class Arguments:
                 self._has_varkw = True
             if parameter.kind in _NAMED:
                 self._by_name.append(parameter.name)
-        donated = self._resolve("donate", donate_argnums, donate_argnames)
-        static = self._resolve("static", static_argnums, static_argnames)
-        self._donated_numbers, self._donated_names = donated
-        self._static_numbers, self._static_names = static
+        self._donated_numbers, self._donated_names = self._resolve("donate", donate_argnums, donate_argnames)
+        self._static_numbers, self._static_names = self._resolve("static", static_argnums, static_argnames)
         both = sorted(self._donated_names & self._static_names) + sorted(
             str(number) for number in self._donated_numbers & self._static_numbers
         )

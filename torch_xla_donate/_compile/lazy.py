@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch_xla
+
 from torch_xla_donate import _C, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
@@ -16,8 +18,6 @@ class LazyCompiled(Compiled):
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
         super().__init__(f, arguments, strict)
-        import torch_xla
-
         options.setdefault("name", arguments.function)
         self._step = torch_xla.compile(self._trace, **options)
 

@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from torch_xla_donate import _host, _trees
+from torch_xla_donate import _C, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
@@ -162,7 +162,7 @@ class OpenxlaCompiled(Compiled):
         except BaseException:
             donation.cancel()
             raise
-        donation.keep_returned(_trees.tensors_in(result))
+        _C.keep_returned(_trees.tensors_in(result))
         donation.end()
         return result
 

@@ -67,56 +67,55 @@ class TracedProgram:
                 _refuse_gradients(compiled.function, results, recorder)
                 recorder.note_returned(results)
                 recorder.check()
-                # A float that the function returns unchanged is the call's float.
-                passed_on = {id(leaf): proxies.floats.get(id(leaf)) for leaf in results}
+                floats = proxies.floats  # a float that the function returns unchanged is the call's float
                 own = [
-                    leaf if passed_on[id(leaf)] is not None else self._own(_numbers.as_result(leaf), recorder)
-                    for leaf in results
+                    leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
                 ]
-                outputs = _host.pending(leaf for leaf in own if passed_on.get(id(leaf)) is None)
+                outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
                 places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
-                given: dict[int, int] = {}
-                for i, leaf in enumerate(leaves):
-                    if isinstance(leaf, torch.Tensor):
-                        given.setdefault(_C.identity(leaf)[0], i)
-                proxies.note_made(recorder.made())
+                tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+                given = {_C.identity(leaf)[0]: i for i, leaf in reversed(tensors)}
+                proxies.note_made(recorder.made)
                 if proxies.are_shared(recorder.captured.values(), leaves):
                     return True
                 self._results = [
-                    self._result(leaf, places, given, leaves, recorder)
-                    if (index := passed_on.get(id(leaf))) is None
-                    else ValueSource("argument", index)
+                    ValueSource("argument", floats[id(leaf)])
+                    if id(leaf) in floats
+                    else self._result(leaf, places, given, leaves, recorder)
                     for leaf in own
                 ]
                 # By buffer, since several arguments may hold one. The signature says which of them do.
                 kept = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(own)} - {0}
-                tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
                 given_up = [leaves[i] for i in donors]
                 log.dump_lowered(compiled.function, lambda: _host.hlo_text(outputs, given_up))
                 graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
+        self.captured = list(recorder.captured.values())
+        self._signature = self._sign()
+        self._modules = recorder.modules.found
+        self._connect(graph, tensors, proxies.values)
+        self.donors = [i for i in donors if i in self._places]
+        return False
+
+    def _connect(
+        self, graph: _host.CompiledGraph, arguments: Sequence[tuple[int, torch.Tensor]], floats: torch.Tensor | None
+    ) -> None:
+        """Finds the source of each input of the graph."""
         self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
         by_buffer: dict[int, ValueSource] = {}
-        if proxies.values is not None:
-            by_buffer[_C.identity(proxies.values)[1]] = ValueSource("floats", None)
-        for tensor in recorder.captured.values():
+        if floats is not None:
+            by_buffer[_C.identity(floats)[1]] = ValueSource("floats", None)
+        for tensor in self.captured:
             by_buffer[_C.identity(tensor)[1]] = ValueSource("value", tensor)
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                by_buffer.setdefault(_C.identity(leaf)[1], ValueSource("argument", i))
+        for i, leaf in arguments:
+            by_buffer.setdefault(_C.identity(leaf)[1], ValueSource("argument", i))
         sources = [by_buffer.get(_C.identity(tensor)[1], ValueSource("value", tensor)) for tensor in graph.inputs]
         self._inputs = [None if one.kind == "argument" else one.source for one in sources]
         self._floats = next((place for place, one in enumerate(sources) if one.kind == "floats"), None)
         self._arguments = [(place, one.source) for place, one in enumerate(sources) if one.kind == "argument"]
-        self.captured = list(recorder.captured.values())
-        self._signature = self._sign()
-        self._modules = recorder.modules.found
         self._places = {source: (place, graph.successors[place]) for place, source in self._arguments}
-        read = self._places.keys()
-        self._usable = read - set(self.returned)
-        self.donors = [i for i in donors if i in read]
-        return False
+        self._usable = self._places.keys() - set(self.returned)
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
         """Makes a result an output of the graph if no operation made it, such as a constant or a whole copy."""

@@ -43,9 +43,7 @@ class ArgumentProxies:
             tensor = _trees.without_wrapper(leaf)
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
                 self._plain[id(leaf)] = tensor
-        leaves, _ = leaves_of_call(call)
-        self._float_positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
-        self.values = upload_floats(leaves)
+        self.values = upload_floats(leaves_of_call(call)[0])
         self.floats: dict[int, int] = {}
         self._spmd = bool(_host.runtime().is_spmd())
         # Constants of the function may share these buffers.
@@ -75,7 +73,8 @@ class ArgumentProxies:
         call = self._call.replaced(lambda leaf: made.get(id(leaf), leaf))
         leaves, _ = leaves_of_call(call)
         call, numbers = put_numbers(self._function, call, self.values)
-        self.floats = {id(one): position for one, position in zip(numbers, self._float_positions)}
+        positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
+        self.floats = {id(one): position for one, position in zip(numbers, positions)}
         self._given += [weakref.ref(one) for one in numbers]
         arguments = call.roles.nonstatic
         self._contents = [

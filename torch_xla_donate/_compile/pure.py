@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _frames, _host, _numbers, _trees
+from torch_xla_donate import _C, _frames, _host, _numbers, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import DonatedArguments, leaves_of_call
@@ -115,7 +115,7 @@ class PureCompiled(Compiled):
         if donation is None:
             return program.run(call.leaves)
         if program.returned:
-            donation.keep_returned([call.leaves[i] for i in program.returned])
+            _C.keep_returned([call.leaves[i] for i in program.returned])
         donors = program.donors or program.usable(donation.spared(call.leaves))
         with donation.consumed([call.leaves[i] for i in donors], program.name, program.places(donors)):
             return program.run(call.leaves)

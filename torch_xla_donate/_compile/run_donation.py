@@ -107,10 +107,6 @@ class RunDonation:
         finally:
             _C.disarm_run()
 
-    def keep_returned(self, leaves: Sequence[Any]) -> None:
-        """Keeps the buffers that the function returns unchanged."""
-        _C.keep_returned(list(leaves))
-
     def cancel(self) -> None:
         _C.cancel_call(self._call)
 

@@ -20,6 +20,7 @@ from torch_xla_donate._host.dynamo import (
     wrapping_code,
 )
 from torch_xla_donate._host.graphs import (
+    CompiledGraph,
     compilations,
     compile_graph,
     compile_seconds,

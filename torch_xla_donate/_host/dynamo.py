@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch_xla
 
 from torch_xla_donate import _C
 from torch_xla_donate._host.load import xlac
@@ -87,7 +88,6 @@ def extract_graph(
 
     The hooks order the parameters so that XLA gives each donor to the output computed from it.
     """
-    import torch_xla
     from torch_xla._dynamo import dynamo_bridge
 
     original: Any = dynamo_bridge.extract_graph_helper
@@ -253,11 +253,8 @@ class CapturedFrame:
 
 def _is_version_of(code: types.CodeType, original: types.CodeType) -> bool:
     """Whether torch.compile may have made the code from the original."""
-    return (code.co_filename, code.co_firstlineno, code.co_name) == (
-        original.co_filename,
-        original.co_firstlineno,
-        original.co_name,
-    )
+    source = operator.attrgetter("co_filename", "co_firstlineno", "co_name")
+    return bool(source(code) == source(original))
 
 
 def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import torch
+import torch_xla
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate import _C
@@ -46,8 +47,6 @@ def verify_layouts() -> None:
     global _verified
     if _verified:
         return
-    import torch_xla
-
     probe, number = _on_a_plain_thread(_probe, torch_xla.device())
     try:
         _C.verify_layouts(probe, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch_xla.runtime
 
 from torch_xla_donate import _C, _config
 from torch_xla_donate._host.load import xlac
@@ -12,8 +13,6 @@ from torch_xla_donate._host.load import xlac
 
 def runtime() -> Any:
     """torch_xla.runtime."""
-    import torch_xla.runtime
-
     return torch_xla.runtime
 
 

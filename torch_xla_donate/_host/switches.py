@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 
 from torch_xla_donate import _C
@@ -74,8 +75,6 @@ class Tracing(_C.Scope):
 
 def tracing() -> contextlib.AbstractContextManager[Any]:
     """Runs pending work, then records operations inside without running them. Restores the random seed."""
-    import torch_xla
-
     seed = xlac()._xla_get_rng_seed()
     torch_xla.sync()
     torch_xla.core.xla_model.wait_device_ops()

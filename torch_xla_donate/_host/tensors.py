@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch_xla
 
 from torch_xla_donate import _C, hlo
 from torch_xla_donate._host.load import xlac
@@ -52,8 +53,6 @@ def give_own_buffer(tensor: torch.Tensor) -> None:
 
     It does not update the tensor in place: torch_xla would donate the shared buffer.
     """
-    import torch_xla
-
     own = computed(tensor)
     torch_xla.sync()
     tensor.data.copy_(own)
@@ -94,8 +93,6 @@ def pending(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def list_live_tensors() -> bool:
     """Has torch_xla list the live tensors of the current device for the hooks. Returns whether one is pending."""
-    import torch_xla
-
     return any(xlac()._check_device_tensor_need_materialization(str(torch_xla.device())))
 
 
@@ -106,8 +103,6 @@ def wait_for_devices() -> None:
 
 def forget_pending() -> None:
     """Drops all pending work on this device. A later read of such a tensor is an error of torch_xla."""
-    import torch_xla
-
     xlac()._clear_pending_irs(str(torch_xla.device()))
 
 

@@ -102,5 +102,5 @@ def prepare() -> str:
 
 def start() -> None:
     """Switches it on for the process if the environment does. Raises ValueError for neither yes nor no."""
-    if _config.auto_donate():
+    if _config.flag("TORCH_XLA_DONATE_AUTO"):
         auto_donate(True)

@@ -16,7 +16,7 @@ _examined: set[str] = set()
 
 def start() -> None:
     """Switches the warning on if the environment does. Raises ValueError for neither yes nor no."""
-    if _config.warn_of_copies():
+    if _config.flag("TORCH_XLA_DONATE_WARN_COPIES"):
         _C.look_for_copies()
 
 

@@ -163,7 +163,7 @@ def _step(referrer: Any, thing: Any) -> tuple[Any, str] | None:
                 return registry, f"attribute {key!r}"
         return referrer, f"item {key!r}" if isinstance(key, str | int) else f"item of key {type(key).__name__}"
     if isinstance(referrer, types.CellType):
-        function = next((f for f in _closures(referrer)), None)
+        function = next(_closures(referrer), None)
         if function is None:
             return None
         name = function.__code__.co_freevars[list(function.__closure__ or ()).index(referrer)]

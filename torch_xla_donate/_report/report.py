@@ -196,15 +196,8 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     for reason, count in _C.auto_refusals():  # errors that differ only after the first line have one sentence
         refusals[sentence(reason)] = refusals.get(sentence(reason), 0) + count
     backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
-    return DonationReport(
-        tuple(donors),
-        tuple(pending),
-        refusals,
-        held,
-        tuple(summary),
-        backward_threads,
-        _C.hook_errors(),
-    )
+    errors = _C.hook_errors()
+    return DonationReport(tuple(donors), tuple(pending), refusals, held, tuple(summary), backward_threads, errors)
 
 
 _KEPT = 8

@@ -30,6 +30,7 @@ class Recorder(TorchFunctionMode):
         reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
         has_numbers: whether Python floats among the arguments are traced.
+        made: the tensors that the trace has made, with their lines. They must be gone after the trace.
     """
 
     def __init__(self, function: str, arguments: Sequence[Any]) -> None:
@@ -45,7 +46,7 @@ class Recorder(TorchFunctionMode):
         self.captured: dict[int, torch.Tensor] = {}
         self.inseparable: set[int] = set()
         self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
-        self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
+        self.made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self._outside_ids = {id(leaf) for leaf in self._arguments}
 
@@ -121,7 +122,7 @@ class Recorder(TorchFunctionMode):
                 continue
             self._results[id(tensor)] = tensor
             if tensor.device.type == "xla":
-                self._made.append((weakref.ref(tensor), _frames.call_site()))
+                self.made.append((weakref.ref(tensor), _frames.call_site()))
         return result
 
     def _check_generator(self, before: torch.Tensor) -> None:
@@ -232,10 +233,6 @@ class Recorder(TorchFunctionMode):
             if _C.identity(tensor)[0] not in self._outside() or not _C.identity(tensor)[1]:
                 raise self._updated(tensor, 0)
         self._check_gradients("unknown line")
-
-    def made(self) -> list[tuple[weakref.ref[torch.Tensor], str]]:
-        """The tensors that the trace has made, with their lines. They must be gone after the trace."""
-        return self._made
 
 
 class Restoring(_C.Scope):
