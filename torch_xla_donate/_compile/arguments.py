@@ -34,16 +34,15 @@ class Argument(NamedTuple):
 
 
 class ArgumentRoles(NamedTuple):
-    """The arguments of a call, by their role."""
+    """The arguments of a call, by their role.
+
+    nonstatic: those that may hold tensors: first the donated ones, then the kept ones.
+    """
 
     donated: tuple[Argument, ...]
     kept: tuple[Argument, ...]
     static: tuple[Argument, ...]
-
-    @property
-    def nonstatic(self) -> tuple[Argument, ...]:
-        """The arguments that may hold tensors: first the donated ones, then the kept ones."""
-        return self.donated + self.kept
+    nonstatic: tuple[Argument, ...]
 
 
 class CallArguments(NamedTuple):
@@ -241,7 +240,7 @@ class Arguments:
             argument = Argument(name, name, f"argument {name!r} of {self.function}")
             static_name, donated_name = name in self._static_names, name in self._donated_names
             (static if static_name else donated if donated_name else kept).append(argument)
-        return ArgumentRoles(tuple(donated), tuple(kept), tuple(static))
+        return ArgumentRoles(tuple(donated), tuple(kept), tuple(static), (*donated, *kept))
 
     def _name(self, number: int) -> str:
         if number < len(self._positional):

@@ -89,15 +89,18 @@ class Compiled:
         call = CallArguments(self._arguments.roles(args, kwargs), args, kwargs)
         for argument in call.roles.static:
             _check_static(argument, argument.value(args, kwargs))
-        # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients when
-        # the step begins.
-        with (
-            _marks.inside_call.replaced(True),
-            _report.later(),
-            log.compilations(self.function) as compiled,
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            result = self._run(call, where)
+        _marks.inside_call.value = True
+        try:
+            # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
+            # when the step begins.
+            with (
+                _report.later(),
+                log.compilations(self.function) as compiled,
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                result = self._run(call, where)
+        finally:
+            _marks.inside_call.value = False
         try:
             if call.roles.donated and self.is_strict():
                 # Else a later step would raise the error, without this call's result.
