@@ -36,7 +36,7 @@ class Argument(NamedTuple):
 class ArgumentRoles(NamedTuple):
     """The arguments of a call, by their role.
 
-    nonstatic: those that may hold tensors: first the donated ones, then the kept ones.
+    nonstatic: the arguments that may hold tensors, first the donated ones, then the kept ones.
     """
 
     donated: tuple[Argument, ...]
