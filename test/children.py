@@ -70,7 +70,7 @@ def in_process(
         function gets the test's arguments that it names.
       devices: the number of virtual CPU devices.
       flags: added to XLA_FLAGS.
-      timeout: seconds. A child that needs longer is killed, and the test fails with the child's stack.
+      timeout: seconds. A child that needs longer is killed. The test fails with its stack and its forks' stacks.
     """
     if function is None:
         return functools.partial(in_process, env=env, devices=devices, flags=flags, timeout=timeout)
@@ -269,7 +269,7 @@ class _Server:
         try:
             return os.waitstatus_to_exitcode(int(self._line()))
         except TimeoutError:
-            # faulthandler writes the stack of each thread to stderr.
+            # faulthandler writes the stack of each thread to stderr, also in processes that the child has forked.
             self._end(signal.SIGABRT)
             return None
         except BaseException:

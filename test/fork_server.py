@@ -6,8 +6,9 @@ its own environment. The server has one thread whenever it forks, because a chil
 
 `children.py` is the other side. It sends one line of JSON for each child: the folder with the request, the
 environment, and the working directory. The server answers `started`, and later the child's wait status. In between a
-line with the number of a signal sends that signal to the child. The child reads `request` from the folder and writes
-`stdout`, `stderr` and `outcome` into it. When the connection closes, the server kills the running child and ends.
+line with the number of a signal sends that signal to the child, and SIGABRT first to the other processes of its group.
+The child reads `request` from the folder and writes `stdout`, `stderr` and `outcome` into it. When the connection
+closes, the server kills the running child and ends.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ def _wait(pid: int, control: socket.socket, requests: TextIO) -> int:
     try:
         while end not in select.select([end, control], [], [])[0]:
             signal_ = requests.readline()
+            if signal_ and int(signal_) == signal.SIGABRT:
+                _abort_the_others(pid)
             # The child itself: it may not have its group yet.
             os.kill(pid, int(signal_ or signal.SIGKILL))
             if not signal_:
@@ -129,6 +132,20 @@ def _wait(pid: int, control: socket.socket, requests: TextIO) -> int:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
+
+
+def _abort_the_others(group: int) -> None:
+    """Aborts the processes that the child has started. Those that it has forked write their stacks to its stderr."""
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if pid == group or os.getpgid(pid) != group:
+                continue
+            end = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(end, signal.SIGABRT)
+                select.select([end], [], [], 2)  # seconds; one after another, so that their stacks do not mix
+            finally:
+                os.close(end)
 
 
 # --- In the child ---

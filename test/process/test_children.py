@@ -122,6 +122,27 @@ def test_a_timeout_shows_the_stack_and_ends_all_processes(tmp_path):
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
+def wait_for_a_fork() -> None:
+    pid = os.fork()
+    if not pid:
+        hang_in_the_fork()
+    os.waitpid(pid, 0)
+    time.sleep(1000)
+
+
+def hang_in_the_fork() -> None:
+    time.sleep(1000)
+
+
+def test_a_timeout_shows_the_stacks_of_forked_processes():
+    for timeout in (1, 4, 16, 64, 256):
+        message = failed(wait_for_a_fork, timeout=timeout)
+        if "in hang_in_the_fork" in message:
+            break  # a busy machine may need longer to come there
+    assert "in hang_in_the_fork" in message
+    assert message.count("Fatal Python error: Aborted") == 2, "of the child and of the process that it has forked"
+
+
 def leave_a_process() -> int:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
 
