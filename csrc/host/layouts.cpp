@@ -66,7 +66,7 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
   }
 }
 
-void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
+void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_sharded) {
   const c10::TensorImpl& impl = ValueImplOf(probe);
   const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(impl);
   if (lazy_tensor == nullptr) {
@@ -86,12 +86,15 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id) {
     Mismatch(std::string("a lazy tensor's data is a ") + typeid(*data).name() + ", expected " + kTensorDataType);
   }
   const HostTensorData& host = AsHost(*data);
-  if (host.view != nullptr || host.logical_element_type != at::ScalarType::Int || host.sharding != nullptr ||
-      host.alias_id != data->unique_id || host.is_cloned) {
+  if (host.view != nullptr || host.logical_element_type != at::ScalarType::Int ||
+      (host.sharding != nullptr) != is_sharded || host.alias_id != data->unique_id || host.is_cloned) {
+    const auto is = [](const char* field, bool set) { return std::string(field) + (set ? " set, " : " empty, "); };
     Mismatch(
         "view, element type, sharding, alias id or clone flag are not where they were expected in the data of a "
-        "fresh tensor (alias id read: " +
-        std::to_string(host.alias_id) + ", tensor id: " + std::to_string(data->unique_id) + ")");
+        "fresh tensor (" +
+        is("view", host.view != nullptr) + is("element type int32", host.logical_element_type == at::ScalarType::Int) +
+        is("sharding", host.sharding != nullptr) + is("clone flag", host.is_cloned) + "alias id " +
+        std::to_string(host.alias_id) + ", tensor id " + std::to_string(data->unique_id) + ")");
   }
   if (data->handle == nullptr || !data->handle->HasValue()) {
     Mismatch("an uploaded tensor has no device data");

@@ -38,8 +38,9 @@ void BindHooks(py::module_& m) {
       },
       "The table of hooks: name, library, symbol, purpose, slots patched and slots still in place.");
   m.def(
-      "verify_layouts", [](py::handle probe, std::int64_t id) { abi::VerifyLayouts(TensorOf(probe), id); },
-      py::arg("probe"), py::arg("tensor_id"),
+      "verify_layouts",
+      [](py::handle probe, std::int64_t id, bool is_sharded) { abi::VerifyLayouts(TensorOf(probe), id, is_sharded); },
+      py::arg("probe"), py::arg("tensor_id"), py::arg("is_sharded") = false,
       "Compares an uploaded int32[3] tensor with the assumed layouts; RuntimeError names the first difference.");
   m.def("verify_executor", &VerifyExecutor, py::arg("eager_mode"), py::arg("allow_execution"),
         "Compares torch_xla's executor with the assumed layout and the given switches; RuntimeError if it differs.");

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import _XLAC
 import bare
+import numpy as np
 import pytest
 import torch
 import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from bare import state
 from children import in_process, run_in_child
 from helpers import make, run_script
@@ -432,3 +435,15 @@ def test_the_layouts_are_right_where_the_interpreter_is_ending(where, automatic)
         {where}
     """)
     assert done.stdout == "donated [1.0, 2.0, 3.0, 4.0]\n", (done.stdout, done.stderr)
+
+
+@in_process(devices=4)
+def test_a_fresh_tensor_may_be_sharded_as_replicated():
+    """torch_xla does so in programs that switch SPMD off and on again."""
+    xr.use_spmd()
+    probe = torch.zeros(3, dtype=torch.int32).to("xla")
+    xs.mark_sharding(probe, xs.Mesh(np.arange(4), (4,), ("a",)), (None,))
+    number = _XLAC._xla_get_tensor_id(probe)
+    with pytest.raises(RuntimeError, match="element type int32 set, sharding set, clone flag empty, alias id"):
+        _C.verify_layouts(probe, number, False)
+    _C.verify_layouts(probe, number, _XLAC._get_xla_sharding_type(probe) is not None)

@@ -48,8 +48,10 @@ def verify_layouts() -> None:
     if _verified:
         return
     probe, number = _on_a_plain_thread(_probe, torch_xla.device())
+    # After xr.use_spmd() was called twice, torch_xla shards fresh tensors as replicated.
+    is_sharded = xlac()._get_xla_sharding_type(probe) is not None
     try:
-        _C.verify_layouts(probe, number)
+        _C.verify_layouts(probe, number, is_sharded)
         _verify_executor()
     except RuntimeError as error:
         _C.uninstall()
