@@ -5,6 +5,8 @@ from torch_xla_donate import _host  # first: it checks the versions and loads `_
 from torch_xla_donate import _C, _errors, _modes, _report
 from torch_xla_donate import hlo as hlo
 from torch_xla_donate._compile.api import compile as compile
+from torch_xla_donate._compile.placeholders import placeholder as placeholder
+from torch_xla_donate._compile.placeholders import placeholder_like as placeholder_like
 from torch_xla_donate._computations.call_jax import call_jax as call_jax
 from torch_xla_donate._computations.user_computation import user_computation as user_computation
 from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
@@ -44,6 +46,8 @@ __all__ = [
     "gradient_accumulation",
     "hlo",
     "is_donated",
+    "placeholder",
+    "placeholder_like",
     "scan",
     "scan_layers",
     "user_computation",

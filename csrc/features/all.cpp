@@ -5,6 +5,7 @@
   FEATURE(OutdatedTensorsFeature) /* before the list, which must not have old values */ \
   FEATURE(RunProbeFeature)        /* before features that count or claim the run */     \
   FEATURE(RunGuardFeature)                                                              \
+  FEATURE(PlaceholderFeature)                                                           \
   FEATURE(SwitchesFeature) /* closes the gate first, so its reason is reported */       \
   FEATURE(CollectivesFeature)                                                           \
   FEATURE(ReuseWarningsFeature)                                                         \

@@ -59,7 +59,7 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
     donor->dtype = ElementType(array).value_or(at::ScalarType::Undefined);
     const std::vector<std::int64_t> sizes = SizesOf(array);
     donor->sizes.assign(sizes.begin(), sizes.end());
-    donor->bytes = SizeOf(array, /*unsharded=*/true).value_or(0);
+    donor->bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
     choice->bytes += plan.sizes.bytes[i].value_or(0);
     choice->prototypes.push_back(std::move(donor));
   }
@@ -122,9 +122,9 @@ std::vector<HeldInput> DonorPlanner::LastHeld() const {
     for (const bool by_tensor : {true, false}) {
       for (const std::size_t i : by_tensor ? left.held : left.read_later) {
         const std::string array = WithoutLayout((*left.arrays)[i]);
-        const std::int64_t bytes = SizeOf(array, /*unsharded=*/true).value_or(0);
-        if (const auto& room = left.choice->pairs.room; std::find(room.begin(), room.end(), bytes) != room.end()) {
-          result.push_back({array, bytes, device, by_tensor, left.buffers.at(i)});
+        const std::int64_t size = SizeOf(array, /*unsharded=*/true).value_or(0);
+        if (const auto& room = left.choice->pairs.room; std::find(room.begin(), room.end(), size) != room.end()) {
+          result.push_back({array, BytesPerDevice(array).value_or(0), device, by_tensor, left.buffers.at(i)});
         }
       }
     }

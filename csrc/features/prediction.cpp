@@ -139,7 +139,8 @@ StepForecast ForecastStep(const std::vector<std::shared_ptr<abi::TensorData>>& l
   const auto list = [&](std::size_t i) {
     if (listed[i]) {
       listed[i] = false;
-      forecast.inputs.push_back({reinterpret_cast<std::uintptr_t>(parameters[i].get()), BytesPerDevice(arrays[i])});
+      forecast.inputs.push_back(
+          {reinterpret_cast<std::uintptr_t>(parameters[i].get()), SizeOf(arrays[i], /*unsharded=*/false)});
     }
   };
   std::for_each(pairs.parameter_order.begin(), pairs.parameter_order.end(), list);

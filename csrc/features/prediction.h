@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "host/symbols.h"
+#include "step/size_pairing.h"
 
 namespace torch_xla_donate {
 
@@ -26,7 +27,7 @@ namespace lazy = torch::lazy;
 struct StepForecast {
   struct Input {
     std::uintptr_t buffer;  // as in identity
-    std::optional<std::int64_t> bytes_per_device;
+    ArraySize size;         // on a device, as XLA compares it
   };
   std::vector<Input> inputs;         // donors, torch_xla's included, and marks that would be refused; in step order
   std::vector<std::string> outputs;  // arrays, with " sharding=" if known and relevant

@@ -28,7 +28,7 @@ class RunGuard : public StepObserver {
     host_executor.store(&executor, std::memory_order_relaxed);
     State().barriers += State().blocks ? 1 : 0;
   }
-  void CheckRun() override {
+  void CheckRun(const std::vector<lazy::BackendDataPtr>& /*parameters*/) override {
     if (State().blocks) {
       throw std::runtime_error("Unexpected execution while a function is traced");
     }

@@ -60,6 +60,43 @@ std::optional<std::vector<std::pair<std::int64_t, std::int64_t>>> Cuts(const std
   return cuts;
 }
 
+std::int64_t RoundUp(std::int64_t size, std::int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// The power of two at or above `size`, at least `least` and at most `most`.
+std::int64_t TileSize(std::int64_t size, std::int64_t least, std::int64_t most) {
+  std::int64_t tile = least;
+  while (tile < size && tile < most) {
+    tile *= 2;
+  }
+  return std::min(tile, most);
+}
+
+// Elements of an array of these sizes, padded to the tiles of the layout that pads least. `rows` elements of one column
+// share a word of 32 bits.
+std::int64_t PaddedElements(const std::vector<std::int64_t>& sizes, std::int64_t rows) {
+  constexpr std::int64_t kLanes = 128, kSublanes = 8;
+  if (sizes.size() < 2) {
+    const std::int64_t size = sizes.empty() ? 1 : sizes[0];
+    return RoundUp(size, TileSize(size, rows * kLanes, kSublanes * kLanes));
+  }
+  std::int64_t all = 1;
+  for (const std::int64_t size : sizes) {
+    all *= size;
+  }
+  std::int64_t least = 0;
+  // Any two dimensions may be the most minor ones.
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    for (std::size_t j = 0; j < sizes.size(); ++j) {
+      if (i != j) {
+        const std::int64_t sublanes = RoundUp(sizes[i], TileSize(sizes[i], rows, kSublanes));
+        const std::int64_t padded = all / sizes[i] / sizes[j] * sublanes * RoundUp(sizes[j], kLanes);
+        least = least == 0 ? padded : std::min(least, padded);
+      }
+    }
+  }
+  return least;
+}
+
 }  // namespace
 
 const char* ElementName(at::ScalarType dtype) {
@@ -100,6 +137,22 @@ std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
     bytes *= (size + pieces - 1) / pieces;
   }
   return bytes;
+}
+
+std::optional<std::int64_t> MemoryPerDevice(const std::string& array, SizeRule rule) {
+  const std::optional<std::int64_t> bytes = BytesPerDevice(array);
+  if (rule == SizeRule::kBytes || !bytes || *bytes == 0) {
+    return bytes;
+  }
+  std::vector<std::int64_t> sizes;
+  const auto cuts = Cuts(array).value();
+  for (const auto& [size, pieces] : cuts) {
+    sizes.push_back((size + pieces - 1) / pieces);
+  }
+  const auto width = static_cast<std::int64_t>(c10::elementSize(ElementType(array).value()));
+  // An element of 64 bits is two words in two arrays.
+  const std::int64_t rows = 4 / std::min<std::int64_t>(width, 4) * (rule == SizeRule::kTilesBeforeV4 ? 2 : 1);
+  return PaddedElements(sizes, rows) * width;
 }
 
 bool IsSharded(const std::string& array) { return array.find(" sharding=") != std::string::npos; }

@@ -26,8 +26,21 @@ std::vector<std::int64_t> SizesOf(const std::string& array);
 // Whether only the device knows the size: "f32[<=8]". XLA aliases nothing in a graph with such an output.
 bool IsDynamic(const std::string& array);
 
-// Bytes of the largest shard, which XLA compares when it pairs donors with outputs.
+// Bytes of the largest shard.
 std::optional<std::int64_t> BytesPerDevice(const std::string& array);
+
+// How a platform sizes the arrays that XLA compares when it pairs donors with outputs.
+enum class SizeRule {
+  kBytes,          // CPU and GPU: the bytes of the elements
+  kTiles,          // TPU: padded to tiles
+  kTilesBeforeV4,  // TPU v2 and v3, whose tiles are larger
+};
+
+// The memory that the largest shard takes under a rule. XLA gives a donor to an output that takes as much.
+//
+// The TPU's rule was measured with libtpu 0.0.21: the compiler chooses the layout that pads least, by nothing
+// but shape and dtype (docs/tpu.md, test/nightly/test_tile_sizes.py).
+std::optional<std::int64_t> MemoryPerDevice(const std::string& array, SizeRule rule);
 
 bool IsSharded(const std::string& array);
 

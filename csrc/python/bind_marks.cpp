@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "features/outdated_tensors.h"
+#include "features/placeholders.h"
 #include "features/reuse_warnings.h"
 #include "features/use_guard.h"
 #include "host/graphs.h"
@@ -293,6 +294,21 @@ void BindMarks(py::module_& m) {
       },
       py::arg("tensor"),
       "Two numbers that identify the data that a tensor shares with its aliases, and its buffer; 0 for none.");
+  m.def(
+      "give_array",
+      [](py::handle pending, py::handle source) {
+        const abi::Resolution to = abi::Resolve(TensorOf(pending)), from = abi::Resolve(TensorOf(source));
+        if (to.tensor == nullptr || from.buffer == nullptr) {
+          throw py::value_error("give_array needs a pending and a materialised XLA tensor");
+        }
+        to.tensor->ir_value = abi::lazy::Value();
+        abi::GiveArray(*to.tensor, from.buffer);
+      },
+      py::arg("pending"), py::arg("source"),
+      "Replaces the work that would compute a tensor by the array of another one. The tensor keeps its sharding.");
+  m.def(
+      "note_placeholder", [](py::handle tensor) { NotePlaceholder(abi::Resolve(TensorOf(tensor)).buffer); },
+      py::arg("tensor"), "A step that reads this tensor's array raises RuntimeError before it begins.");
   m.def(
       "holds",
       [](py::handle tensor) {

@@ -2,6 +2,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "python/bind.h"
 #include "python/callbacks.h"
 #include "registry/registry.h"
+#include "step/graph_arrays.h"
 #include "step/size_pairing.h"
 #include "step/thread_step.h"
 
@@ -49,6 +51,7 @@ py::dict DonorDict(const Donor& donor) {
   const std::string array = ArrayOf(donor);
   result["array"] = array;
   result["bytes_per_device"] = BytesPerDevice(array).value_or(donor.bytes);
+  result["size"] = SizeOf(array, /*unsharded=*/false).value_or(donor.bytes);
   result["buffer"] = reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get());
   result["device"] = donor.device.toString();
   result["outcome"] = states[static_cast<int>(donor.state)];
@@ -91,7 +94,7 @@ py::dict LookAhead(const at::Tensor& stand_in, const py::object& sharding_of) {
   const StepForecast forecast = ForecastStep(ListedTensors(), ask);
   py::list inputs;
   for (const StepForecast::Input& input : forecast.inputs) {
-    inputs.append(py::make_tuple(input.buffer, input.bytes_per_device));
+    inputs.append(py::make_tuple(input.buffer, input.size));
   }
   py::dict result;
   result["inputs"] = inputs;
@@ -161,14 +164,26 @@ void BindReport(py::module_& m) {
         "buffer (as in identity) and bytes per device of each donor, in step order. shared: marked buffers that an "
         "unmarked tensor holds. complete: whether all pending work is visible. sharding_of (None without SPMD) is "
         "called while stand_in, a tensor that only the caller uses, represents an output.");
-  py::class_<FreeOutputs>(m, "FreeOutputs", "The outputs of a graph that no donor takes, by XLA's rule: equal bytes.")
-      .def(py::init<const std::vector<ArraySize>&>(), py::arg("bytes_per_device"))
-      .def("take", &FreeOutputs::Take, py::arg("bytes_per_device"),
-           "A donor takes an output; returns whether one was left.")
-      .def("count", &FreeOutputs::Count, py::arg("bytes_per_device"), "How many outputs of this size are left.")
+  py::class_<FreeOutputs>(m, "FreeOutputs", "The outputs of a graph that no donor takes, by XLA's rule: equal sizes.")
+      .def(py::init<const std::vector<ArraySize>&>(), py::arg("sizes"))
+      .def("take", &FreeOutputs::Take, py::arg("size"), "A donor takes an output; returns whether one was left.")
+      .def("count", &FreeOutputs::Count, py::arg("size"), "How many outputs of this size are left.")
       .def("sizes", &FreeOutputs::Sizes, "The sizes of the outputs that are left, sorted.");
   m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
         "Of an array as XLA writes it, with its sharding; None if the text cannot be parsed.");
+  m.def(
+      "size_on_device", [](const std::string& array) { return SizeOf(array, /*unsharded=*/false); }, py::arg("array"),
+      "The memory of such an array on a device, which XLA compares: padded to tiles on TPU. None if it cannot be "
+      "parsed.");
+  m.def(
+      "force_size_rule",
+      [](const std::optional<std::string>& platform) {
+        const std::map<std::string, SizeRule> rules{
+            {"cpu", SizeRule::kBytes}, {"tpu", SizeRule::kTiles}, {"tpu before v4", SizeRule::kTilesBeforeV4}};
+        ForceSizeRule(platform ? std::optional(rules.at(*platform)) : std::nullopt);
+      },
+      py::arg("platform"),
+      "Sizes arrays on this thread as on 'cpu', 'tpu' or 'tpu before v4'; None for the platform of this process.");
   m.def("is_even", &IsEven, py::arg("array"), "Whether the sharding of such an array cuts it into pieces of one size.");
   m.def(
       "take_bad_outputs",

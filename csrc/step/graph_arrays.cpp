@@ -3,8 +3,10 @@
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
+#include <cstdlib>
 #include <queue>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "host/array_text.h"
@@ -18,11 +20,29 @@ namespace {
 // distant parameter early anyway.
 constexpr std::size_t kNodesPerOutput = 64;
 
+thread_local std::optional<SizeRule> forced_rule;
+
+// torch_xla has set PJRT_DEVICE before the first step, and takes no other platform after it.
+SizeRule RuleOfPlatform() {
+  static const SizeRule rule = [] {
+    const char* platform = std::getenv("PJRT_DEVICE");
+    if (platform == nullptr || std::string_view(platform) != "TPU") {
+      return SizeRule::kBytes;
+    }
+    const char* type = std::getenv("TPU_ACCELERATOR_TYPE");
+    const std::string_view generation = std::string_view(type == nullptr ? "" : type).substr(0, 3);
+    return generation == "v2-" || generation == "v3-" ? SizeRule::kTilesBeforeV4 : SizeRule::kTiles;
+  }();
+  return rule;
+}
+
 }  // namespace
 
 ArraySize SizeOf(const std::string& array, bool unsharded) {
-  return BytesPerDevice(unsharded ? WithoutLayout(array) : array);
+  return MemoryPerDevice(unsharded ? WithoutLayout(array) : array, forced_rule.value_or(RuleOfPlatform()));
 }
+
+void ForceSizeRule(std::optional<SizeRule> rule) { forced_rule = rule; }
 
 GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
                           bool sharded) {

@@ -3,10 +3,12 @@
 // Threads: functions of their arguments. Errors: throws none itself.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "host/array_text.h"
 #include "host/graphs.h"
 #include "step/size_pairing.h"
 
@@ -18,8 +20,11 @@ namespace lazy = torch::lazy;
 // the size of the whole array counts (`unsharded`). The compiler shards the arrays that the program has not sharded,
 // and arrays of equal size mostly get equal shardings.
 //
-// All comparisons of sizes use this function. A platform that pads its arrays needs another rule only here.
+// All comparisons of sizes use this function. The rule is the platform's, unless this thread has forced another.
 ArraySize SizeOf(const std::string& array, bool unsharded);
+
+// Sets the rule for this thread, to order parameters for a platform that is not there; empty for the platform's.
+void ForceSizeRule(std::optional<SizeRule> rule);
 
 struct GraphArrays {
   std::vector<std::string> arrays;      // the parameters, as abi::DescribeBuffer writes them

@@ -73,7 +73,7 @@ void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* col
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
   for (StepObserver* observer : Observers()) {
-    observer->CheckRun();
+    observer->CheckRun(parameters);
   }
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));

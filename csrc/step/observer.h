@@ -101,7 +101,7 @@ class StepObserver {
 
   // A thread waits for the device, as before each read, step and run.
   virtual void AtBarrier(const lazy::LazyGraphExecutor&) {}
-  virtual void CheckRun() {}
+  virtual void CheckRun(const std::vector<lazy::BackendDataPtr>& /*parameters*/) {}
   virtual void BeforeRun(RunContext&) {}
   virtual void AtStart(RunContext&) {}
   // Returns whether to call HookCallbacks::step_ended.

@@ -73,7 +73,9 @@ def words(text: str) -> str:
 def cases() -> Iterator[object]:
     for page in [ROOT / "README.md", *PAGES]:
         for process in processes(page):
-            needs_jax = any("import jax" in block.source for block in process.blocks) and sys.version_info < (3, 11)
+            needs_jax = any(
+                re.search("import jax|v6e", block.source) for block in process.blocks
+            ) and sys.version_info < (3, 11)
             skipped = [pytest.mark.skip(reason="jax 0.7.1 and torchax need Python 3.11")] if needs_jax else []
             yield pytest.param(process, id=f"{page.relative_to(ROOT)}:{process.blocks[0].line}", marks=skipped)
 
@@ -278,7 +280,9 @@ def test_every_page_is_in_the_index() -> None:
     assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
 
 
-FIGURES = [ROOT / "docs" / f"{name}.svg" for name in ("auto", "path_of_a_mark", "step")]  # drawn by hand
+FIGURES = [
+    ROOT / "docs" / f"{name}.svg" for name in ("auto", "padded_sizes", "path_of_a_mark", "step")
+]  # drawn by hand
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=[figure.name for figure in FIGURES])

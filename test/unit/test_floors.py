@@ -7,7 +7,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
-    {"_errors", "_config", "_frames", "_numbers", "hlo"},
+    {"_errors", "_config", "_frames", "_numbers"},
+    {"hlo"},
     {"_C"},
     {"_host", "_trees"},
     {"_report"},

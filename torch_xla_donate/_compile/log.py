@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,14 @@ def compilations(function: str) -> Iterator[Count]:
     if count > 0 and logger.isEnabledFor(logging.INFO):
         graphs = "" if count == 1 else f" ({count} graphs)"
         logger.info("compiled %s in %.3f s%s", function, _host.compile_seconds(count), graphs)
+
+
+@contextmanager
+def compilation_for(function: str, topology: str) -> Iterator[None]:
+    """Logs the time of a compilation for a topology, at level INFO."""
+    begin = time.perf_counter()
+    yield
+    logger.info("compiled %s for %s in %.3f s", function, topology, time.perf_counter() - begin)
 
 
 def dump_lowered(function: str, text: Callable[[], str]) -> None:

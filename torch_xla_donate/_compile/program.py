@@ -89,7 +89,7 @@ class TracedProgram:
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
                 given_up = [leaves[i] for i in donors]
-                log.dump_lowered(compiled.function, lambda: _host.hlo_text(outputs, given_up))
+                log.dump_lowered(compiled.function, lambda: _host.hlo_text(outputs, given_up)[0])
                 graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()

@@ -26,6 +26,8 @@ from torch_xla_donate._host.graphs import (
     compile_seconds,
     describe_graph,
     hlo_text,
+    parameter_order,
+    size_rule,
     is_evicted,
     run_graph,
 )
@@ -61,7 +63,9 @@ from torch_xla_donate._host.tensors import (
     give_own_buffer,
     list_live_tensors,
     pending,
+    op_sharding,
     placeholder,
+    show_shardings,
     same_buffer,
     seed_buffer,
     sharding_spec,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,16 +100,43 @@ def describe_graph(graph_hash: bytes) -> tuple[str, str]:
     raise AssertionError("unreachable: the hook stops the run")
 
 
-def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> str:
-    """The HLO of the pending graph of some tensors before optimisation, with its donors."""
+def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) -> tuple[str, list[int]]:
+    """The HLO of the pending graph of some tensors with its donors, not optimised, and its parameters' buffers."""
     if not outputs:
-        return ""
-    buffers = {_C.identity(tensor)[1] for tensor in donors}
+        return "", []
     _, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
-    numbers = [number for number, tensor in enumerate(inputs) if _C.identity(tensor)[1] in buffers]
+    buffers = [_C.identity(tensor)[1] for tensor in inputs]
+    donated = {_C.identity(tensor)[1] for tensor in donors}
     text = str(xlac()._get_xla_tensors_hlo(list(outputs)))
-    if not numbers:
-        return text
     # torch_xla omits the donors from this text. This is the place where XLA prints them.
-    entries = ", ".join(f"({number}, {{}})" for number in numbers)
-    return text.replace(", entry_computation_layout=", f", buffer_donor={{ {entries} }}, entry_computation_layout=", 1)
+    entries = ", ".join(f"({number}, {{}})" for number, buffer in enumerate(buffers) if buffer in donated)
+    if entries:
+        text = text.replace(
+            ", entry_computation_layout=", f", buffer_donor={{ {entries} }}, entry_computation_layout=", 1
+        )
+    return text, buffers
+
+
+@contextlib.contextmanager
+def size_rule(platform: str) -> Iterator[None]:
+    """Orders parameters inside as for another platform: ``tpu`` or ``tpu before v4``."""
+    _C.force_size_rule(platform)
+    try:
+        yield
+    finally:
+        _C.force_size_rule(None)
+
+
+def parameter_order(
+    outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor], buffers: Sequence[int]
+) -> list[int]:
+    """The places of these parameters in the order that a step gives them, as in `compile_graph`."""
+    if not outputs:
+        return []
+    _C.order_parameters(donors)
+    try:
+        xlac()._get_graph_hash(list(outputs))
+    finally:
+        order = _C.take_order()
+    place = {buffer: number for number, buffer in enumerate(buffers)}
+    return [place[buffer] for buffer, _ in order]

@@ -64,13 +64,33 @@ def array_of(tensor: torch.Tensor) -> hlo.HloShape:
     return hlo.HloShape(shape["type"], tuple(shape["sizes"]))
 
 
-def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like the one given, without memory."""
+def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) -> torch.Tensor:
+    """An XLA tensor without memory. sharding: torch_xla's OpSharding, under SPMD."""
     from torch_xla.core import xla_builder
 
-    shape = tuple(tensor.shape)
-    empty: torch.Tensor = xla_builder.create_placeholder_tensor(shape, tensor.dtype)  # type: ignore[no-untyped-call]
-    return empty.requires_grad_(tensor.requires_grad)
+    empty: torch.Tensor = xla_builder.create_placeholder_tensor(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+    _C.note_placeholder(empty)
+    if sharding is None:
+        return empty
+    # torch_xla shards only arrays with values, and pending tensors. So a pending one gets the placeholder's array.
+    sharded = torch.zeros(tuple(shape), dtype=dtype, device=empty.device)
+    xlac()._xla_mark_sharding(sharded, sharding)
+    _C.give_array(sharded, empty)
+    return sharded
+
+
+def op_sharding(tensor: torch.Tensor) -> Any:
+    """torch_xla's OpSharding of an XLA tensor; None if it has none."""
+    return xlac()._get_xla_op_sharding(tensor) if sharding_spec(tensor) else None
+
+
+def show_shardings(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives the nodes of sharded placeholders in this step's graph their shardings, as arrays with values have them."""
+    if runtime().is_spmd():
+        for tensor in tensors:
+            if not _C.has_value(tensor):
+                torch.neg(tensor.detach())  # makes the node
+                sharding_spec(tensor)
 
 
 def seed_buffer() -> int:

@@ -20,9 +20,11 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     outputs = [text for text in step["outputs"] if text]
     if not outputs:
         return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
-    size = raw["bytes_per_device"]
+    size = raw["size"]
     each = " on each device" if split_sharding(raw["array"])[1] else ""
-    free = _C.FreeOutputs([_C.bytes_per_device(text) for text in outputs])
+    if size != raw["bytes_per_device"]:
+        each = f", padded from {raw['bytes_per_device']} to TPU tiles{each},"
+    free = _C.FreeOutputs([_C.size_on_device(text) for text in outputs])
     fitting = free.count(size)
     if not fitting:
         alike = [text for text in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
@@ -34,7 +36,7 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
             f"no output of the step has its size of {size} bytes{each} "
             f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})"
         )
-    rivals = sum(other["bytes_per_device"] == size for other in step["donors"])
+    rivals = sum(other["size"] == size for other in step["donors"])
     if rivals > fitting:
         outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
         return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}"

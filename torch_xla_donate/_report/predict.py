@@ -35,7 +35,7 @@ class StepPrediction:
         inputs = [(buffer, size) for buffer, size in look["inputs"] if buffer not in self._shared]
         self._sizes = dict(inputs)
         self._read = {buffer for buffer, _ in look["inputs"]}
-        free = _C.FreeOutputs([_C.bytes_per_device(text) for text in self._known])
+        free = _C.FreeOutputs([_C.size_on_device(text) for text in self._known])
         self._used = {buffer for buffer, size in inputs if free.take(size)}
 
     def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, str]:
@@ -59,7 +59,7 @@ class StepPrediction:
 
     def as_step(self) -> dict[str, Any]:
         """The outputs of known size and their donors, in the form of a step."""
-        return {"outputs": self._known, "donors": [{"bytes_per_device": size} for size in self._sizes.values()]}
+        return {"outputs": self._known, "donors": [{"size": size} for size in self._sizes.values()]}
 
     def _may_fit(self, output: str, size: int | None) -> bool:
         whole = _C.bytes_per_device(output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,9 @@ BITS = {
     "opaque": 0,
 }
 _ELEMENT_BITS = re.compile(r"E\(([0-9]{1,4})\)")
+_MINOR_TO_MAJOR = re.compile(r"\{([0-9,]*)")
+# The tiles of a layout, outermost first: T(8,128)(2,1).
+_TILES = re.compile(r"T((?:\([0-9,]*\))+)")
 ENTRY = re.compile(r"^[ \t]*ENTRY[ \t]+%?([^\s({]+)", re.MULTILINE)
 
 
@@ -65,7 +68,7 @@ class HloShape:
         `pred` takes 1 byte. An element of a type below 8 bits takes a whole byte. If the layout
         packs the elements (`E(4)`), the sum of their bits is rounded up to bytes. A dynamic
         dimension counts with its bound. A tuple counts with the sum of its elements, without the
-        table of pointers. `token` and `opaque` count as 0. Padding to a TPU's tiles does not count.
+        table of pointers. `token` and `opaque` count as 0. `padded_bytes` adds the padding to a TPU's tiles.
         """
         if self.is_tuple:
             return sum(element.bytes for element in self.elements)
@@ -75,6 +78,28 @@ class HloShape:
         if bits:
             return (math.prod(self.dims) * bits + 7) // 8
         return math.prod(self.dims) * ((BITS[self.dtype] + 7) // 8)
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes in a device's memory: the array padded to the tiles of its layout; `bytes` if there are none.
+
+        Each tile pads the most minor dimensions to multiples of its sizes, and the next tile divides it further (XLA's
+        tiled layouts, openxla.org/xla/tiled_layout).
+        """
+        if self.is_tuple:
+            return sum(element.padded_bytes for element in self.elements)
+        tiles = _TILES.search(self.layout)
+        if tiles is None or 0 in self.dims:
+            return self.bytes
+        order = _MINOR_TO_MAJOR.match(self.layout)
+        minor_to_major = [int(number) for number in order[1].split(",") if number] if order else []
+        sizes = [self.dims[number] for number in reversed(minor_to_major)]
+        for tile in tiles[1][1:-1].split(")("):
+            steps = [int(size) for size in tile.split(",") if size]
+            sizes = [1] * (len(steps) - len(sizes)) + sizes
+            outer = len(sizes) - len(steps)
+            sizes = [*sizes[:outer], *(-(-size // step) for size, step in zip(sizes[outer:], steps)), *steps]
+        return HloShape(self.dtype, tuple(sizes), layout=self.layout).bytes
 
     def at(self, index: tuple[int, ...]) -> HloShape:
         """The shape at a tuple index; `()` is the shape itself. Raises IndexError if there is none."""
@@ -188,6 +213,23 @@ class HloModule:
             for number, parameter in enumerate(self.parameters)
             for index, leaf in parameter.leaves()
         }
+
+    def reordered(self, order: Sequence[int]) -> HloModule:
+        """The module with a parameter for each array. Parameter i is the array that was number `order[i]`."""
+        places = list(self.leaves)
+        new = {places[number]: place for place, number in enumerate(order)}
+        return HloModule(
+            name=self.name,
+            parameters=tuple(self.leaves[places[number]] for number in order),
+            result=self.result,
+            donors=tuple(sorted(BufferDonor(new[one.parameter_number, one.parameter_index]) for one in self.donors)),
+            aliases=tuple(
+                Alias(one.output_index, new[one.parameter_number, one.parameter_index], kind=one.kind)
+                for one in self.aliases
+            ),
+            num_partitions=self.num_partitions,
+            replica_count=self.replica_count,
+        )
 
     def shape_of(self, buffer: BufferDonor | Alias) -> HloShape:
         """The shape of the input that a donor or an alias of this module names."""

@@ -1,0 +1,80 @@
+"""The size that this package expects of an array on a TPU, against the TPU compiler's own answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from torch_xla_donate import _C
+
+DTYPES = ("f32", "s32", "bf16", "f16", "s64", "s16", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
+PROGRAM = Path(__file__).with_name("compile_pairs.py")
+
+
+@contextmanager
+def sizes_of(platform: str) -> Iterator[None]:
+    _C.force_size_rule(platform)
+    try:
+        yield
+    finally:
+        _C.force_size_rule(None)
+
+
+def random_array(rng: random.Random) -> str:
+    def size() -> int:
+        return rng.choice([rng.randint(1, 40), rng.choice([1, 2, 8, 16, 64, 128, 256, 1024]), rng.randint(1, 1500)])
+
+    while True:
+        sizes = [size() for _ in range(rng.choice([0, 1, 1, 2, 2, 2, 3, 3, 4]))]
+        if math.prod(sizes) <= 4_000_000:
+            return f"{rng.choice(DTYPES)}[{','.join(map(str, sizes))}]"
+
+
+def random_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """A third of equal sizes on the TPU, a third of equal bytes, a third of any two arrays."""
+    rng = random.Random(seed)
+    arrays = [random_array(rng) for _ in range(6000)]
+    pairs = []
+    for number in range(count):
+        first, second = rng.choice(arrays), rng.choice(arrays)
+        measure = (_C.size_on_device, _C.bytes_per_device)[number % 3] if number % 3 < 2 else None
+        if measure is not None:
+            alike = [one for one in arrays if measure(one) == measure(first) and one != first]
+            second = rng.choice(alike) if alike else second
+        pairs.append((first, second))
+    return pairs
+
+
+@pytest.mark.parametrize(("topology", "platform"), [("v6e:1x1", "tpu"), ("v5e:1x1", "tpu"), ("v4:2x2x1", "tpu")])
+def test_the_tpu_compiler_pairs_by_the_sizes_that_we_expect(topology: str, platform: str) -> None:
+    pytest.importorskip("libtpu")
+    with sizes_of(platform):
+        pairs = random_pairs(300, seed=20261122)
+        expected = [
+            {
+                "aliased": _C.size_on_device(donor) == _C.size_on_device(output),
+                "sizes": [_C.size_on_device(donor), _C.size_on_device(output)],
+            }
+            for donor, output in pairs
+        ]
+    child = subprocess.run(
+        [sys.executable, str(PROGRAM), topology],
+        input=json.dumps(pairs),
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads(child.stdout.splitlines()[-1])
+    wrong = [(pair, want, got) for pair, want, got in zip(pairs, expected, found) if want != got]
+    assert wrong == []
+    assert 60 < sum(one["aliased"] for one in found) < 240  # both answers occur

@@ -1,0 +1,260 @@
+"""The TPU compiler without a TPU: lower(...).compile(topology), hlo.compile_for, and sharded placeholders."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process
+
+from torch_xla_donate import compile, donate_buffer, hlo, placeholder, placeholder_like
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+
+F32 = torch.float32
+
+
+def momentum_sgd(weights, momentum, gradients):
+    momentum = [0.9 * m + g for m, g in zip(momentum, gradients)]
+    return [w - 0.1 * m for w, m in zip(weights, momentum)], momentum
+
+
+def arrays(*shapes):
+    return [placeholder(shape, F32) for shape in shapes]
+
+
+@in_process
+def test_memory_aliases_and_names_on_a_tpu():
+    shapes = ((256, 128), (100,), (7,))
+    lowered = compile(momentum_sgd, donate_argnums=(0, 1)).lower(arrays(*shapes), arrays(*shapes), arrays(*shapes))
+    here, there = lowered.compile(), lowered.compile("v6e:1x1")
+    for executable in (here, there):
+        assert [donor.output for donor in executable.donors] == [(i,) for i in range(6)]
+        assert sorted(donor.name for donor in executable.donors) == sorted(
+            f"{name} (argument {number} of momentum_sgd)"
+            for number, name in [(0, f"weights[{i}]") for i in range(3)] + [(1, f"momentum[{i}]") for i in range(3)]
+        )
+    assert here.memory_analysis().alias_bytes == 2 * 4 * (256 * 128 + 100 + 7)
+    # Each vector takes a tile of 512 bytes.
+    assert there.memory_analysis().alias_bytes == 2 * (4 * 256 * 128 + 512 + 512)
+    assert "input_output_alias=" in there.as_text() and there.topology == "v6e:1x1"
+    assert not callable(there)
+
+
+@in_process
+def test_small_vectors_that_fit_each_other_keep_their_places():
+    """All take 512 bytes on a TPU, so only the order distinguishes them."""
+    shapes = [(n,) for n in (9, 7, 100, 3, 128, 1, 64, 33)]
+
+    def rotate(state):
+        return [state[i] * 2.0 + 1.0 for i in range(len(state))][::-1]
+
+    executable = compile(rotate, donate_argnums=0).lower(arrays(*shapes)).compile("v6e:1x1")
+    after = hlo.parse(executable.as_text())
+    assert len(after.aliases) == 8
+    for alias in after.aliases:
+        assert after.shape_of(alias).dims == after.results[alias.output_index[0]].dims
+    # A layout with S(...) is a move to another memory, which every step makes.
+    assert not re.search(r"= f32\[\d+\]\{[^}S]*\} copy\(", executable.as_text().partition("\nENTRY")[2])
+
+
+@in_process
+def test_a_donor_whose_padded_size_fits_nothing_says_so():
+    def reshaped(x, y):
+        return x.reshape(3, 5) + 1.0, y[:100] + 1.0
+
+    executable = compile(reshaped, donate_argnums=(0, 1)).lower(*arrays((15,), (128,))).compile("v5e:1x1")
+    # f32[128], f32[100] and f32[15] take 512 bytes each, f32[3,5] takes 2,048.
+    x, y = sorted(executable.donors, key=lambda donor: donor.name)
+    assert y.output == (1,) and x.output is None
+    assert x.reason == "other inputs already gave their memory to the only output of 512 padded bytes"
+    (x,) = compile(lambda x: x.reshape(3, 5) + 1.0, donate_argnums=0).lower(*arrays((15,))).compile("v5e:1x1").donors
+    assert x.reason == "no output has 512 padded bytes on a device"
+
+
+@in_process(devices=4)
+def test_sharded_placeholders_are_compiled_for_their_devices():
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("model",))
+
+    def sharded(*spec):
+        return placeholder((64, 32), F32, sharding=(mesh, spec))
+
+    def update(w, g, v):
+        return w - 0.1 * g, v + w.sum()
+
+    lowered = compile(update, donate_argnums=(0, 2)).lower(
+        sharded("model", None), sharded("model", None), sharded(None, None)
+    )
+    assert lowered.as_text().count("sharding={devices=[4,1]0,1,2,3}") == 2
+    executable = lowered.compile("v6e:2x2")
+    outcomes = {donor.name.partition(" ")[0]: donor for donor in executable.donors}
+    assert outcomes["w"].output == (0,) and outcomes["w"].shape.dims == (16, 32)
+    assert executable.memory_analysis().argument_bytes < 4 * 3 * 64 * 128
+    with pytest.raises(ValueError, match="has 4 partitions, but topology v6e:1x1 has 1 devices"):
+        lowered.compile("v6e:1x1")
+    # The same on this machine, and as often as one likes.
+    assert lowered.compile().memory_analysis().alias_bytes == 4 * (16 * 32 + 64 * 32)
+    assert executable.memory_analysis().alias_bytes == 4 * (16 * 128 + 32 * 128)  # 64 columns, padded to 128
+
+
+@in_process(devices=4)
+def test_a_real_sharded_tensor_keeps_its_sharding():
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("model",))
+    weight = torch.ones(64, 32).to("xla")
+    xs.mark_sharding(weight, mesh, ("model", None))
+    like = placeholder_like({"w": weight})["w"]
+    assert torch_xla._XLAC._get_xla_sharding_spec(like) == torch_xla._XLAC._get_xla_sharding_spec(weight)
+    lowered = compile(lambda w: w + 1.0, donate_argnums=0).lower(like)
+    (donor,) = lowered.compile("v6e:2x2").donors
+    assert donor.output is not None and donor.shape.dims == (16, 32)
+
+
+@in_process
+def test_a_module_on_meta_and_its_optimizer():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64, bias=False))
+        model[1].weight = torch.nn.Parameter(model[0].weight.T.contiguous())
+        model.tied = model[0].bias
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    copied, copied_optimizer = placeholder_like((model, optimizer))
+    assert copied.tied is copied[0].bias and copied[0].bias.device.type == "xla"
+    assert {*map(id, copied_optimizer.param_groups[0]["params"])} == {*map(id, copied.parameters())}
+    assert copied_optimizer.state[copied[0].weight]["step"].item() == 1
+    assert model[0].weight.device.type == "meta"
+
+    def train(model, optimizer, batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    batch = placeholder((8, 64), F32)
+    donors = compile(train).lower(copied, copied_optimizer, batch).compile("v6e:1x1").donors
+    assert len(donors) == 9 and all(donor.output is not None for donor in donors)
+    assert all(donor.name for donor in donors)
+
+
+@in_process
+def test_a_step_that_reads_a_placeholder_raises():
+    empty = placeholder((4,), F32)
+    result = empty + 1
+    with pytest.raises(RuntimeError, match="A step reads a placeholder, which has no value"):
+        torch_xla.sync()
+    del result, empty
+    t = torch.ones(4).to("xla")
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync(wait=True)
+    assert out.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (((-1, 4), F32), ValueError, r"placeholder got shape=\(-1, 4\). Give sizes of 0 or more."),
+        (((4,), torch.quint8), TypeError, "a placeholder of dtype torch.quint8 cannot be made"),
+        (((4,), "float32"), TypeError, "a placeholder of dtype 'float32' cannot be made"),
+    ],
+)
+@in_process
+def test_bad_placeholders_are_refused(arguments, error, text):
+    with pytest.raises(error, match=text):
+        placeholder(*arguments)
+
+
+@in_process(devices=4)
+def test_bad_shardings_are_refused():
+    mesh = xs.Mesh(np.arange(4), (4,), ("model",))
+    with pytest.raises(ValueError, match=r"got the sharding \('model', None\), but SPMD is off"):
+        placeholder((8, 4), F32, sharding=(mesh, ("model", None)))
+    xr.use_spmd()
+    with pytest.raises(ValueError, match="Give a mesh axis or None for each of its 2 dimensions"):
+        placeholder((8, 4), F32, sharding=(mesh, ("model",)))
+    with pytest.raises(ValueError, match=r"which the mesh of axes \('model',\) refuses"):
+        placeholder((8, 4), F32, sharding=(mesh, ("rows", None)))
+    with pytest.raises(TypeError, match=r"Give \(mesh, partition_spec\)"):
+        placeholder((8, 4), F32, sharding="model")
+
+
+@in_process
+def test_dumps_of_a_step_and_of_jax_keep_their_donors(dump_folder):
+    t, other = torch.ones(256, 128).to("xla"), torch.ones(100).to("xla")
+    torch_xla.sync(wait=True)
+    donate_buffer([t, other])
+    kept = [t * 2, other * 3]
+    torch_xla.sync(wait=True)
+    (module,) = [module for module in hlo.read_dump(dump_folder) if module.donors]
+    assert module.before is not None and module.before.path is not None
+    compiled = hlo.compile_for(module.before.path, "v6e:1x1")
+    assert [donor.output is not None for donor in compiled.donors] == [True, True]
+    assert compiled.memory.alias_bytes == 4 * 256 * 128 + 512
+    program = """
+import sys, jax, jax.numpy as jnp
+f = jax.jit(lambda a, b: (a + 1, (b * 2).sum()), donate_argnums=(0, 1))
+print(f.lower(jnp.ones((256, 128)), jnp.ones((7, 3))).compiler_ir("hlo").as_hlo_text())
+"""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    text = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
+    donors = hlo.parse(text)
+    assert donors.aliases or donors.donors
+    outcomes = hlo.compile_for(text, "v6e:1x1").donors
+    assert outcomes[0].output == (0,)
+    assert len(kept) == 2
+
+
+BIG = """HloModule big, entry_computation_layout={(f32[65536,65536]{1,0}, f32[65536,65536]{1,0})->f32[65536,65536]{1,0}}
+
+ENTRY %main (p: f32[65536,65536], q: f32[65536,65536]) -> f32[65536,65536] {
+  %p = f32[65536,65536]{1,0} parameter(0)
+  %q = f32[65536,65536]{1,0} parameter(1)
+  %d = f32[65536,65536]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %a = f32[65536,65536]{1,0} dot(%d, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+"""
+SMALL = BIG.replace("65536", "128")
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "error", "message"),
+    [
+        (BIG, "v6e:1x1", RuntimeError, r"does not fit on a device of v6e:1x1: Used 40.00G of 31.25G hbm. The largest"),
+        (SMALL, "v6e:3", ValueError, "topology 'v6e:3' does not exist .*v6e:4x8"),
+        (SMALL, "v99:2x2", ValueError, "topology 'v99:2x2' does not exist"),
+        (SMALL.replace("dot(", "dott("), "v6e:1x1", ValueError, "module big is not HLO that XLA can read"),
+        (SMALL.replace("f32", "c128"), "v6e:1x1", RuntimeError, "the TPU compiler refused module big for v6e:1x1"),
+        (SMALL.replace("HloModule big", "HloModule big, is_scheduled=true"), "v6e:1x1", ValueError, "after optimisat"),
+    ],
+    ids=["memory", "chips", "generation", "text", "dtype", "scheduled"],
+)
+def test_what_cannot_be_compiled_says_why(text, topology, error, message):
+    with pytest.raises(error, match=message):
+        hlo.compile_for(text, topology)
+
+
+@in_process
+def test_without_the_compiler_the_error_says_what_to_install(tmp_path):
+    (tmp_path / "libtpu.py").write_text("raise ImportError('not here')", encoding="utf-8")
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    with pytest.raises(ImportError, match=r'compiling for v6e:1x1 needs .*pip install "torch_xla_donate\[tpu\]"'):
+        hlo.compile_for(SMALL, "v6e:1x1")
+
+
+@in_process
+def test_a_function_that_computes_nothing_is_refused():
+    with pytest.raises(ValueError, match="computes nothing on the device, so it cannot be compiled for v6e:1x1"):
+        compile(lambda x: None).lower(placeholder((4,), F32)).compile("v6e:1x1")

@@ -1,0 +1,97 @@
+"""The size of an array on a device, by which XLA pairs donors with outputs: bytes on CPU, padded to tiles on TPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from torch_xla_donate import _C, hlo
+from torch_xla_donate._report import explain
+from torch_xla_donate.hlo.parser import parse_shape
+
+
+@pytest.fixture(params=["tpu", "tpu before v4"])
+def platform(request: pytest.FixtureRequest) -> Iterator[str]:
+    _C.force_size_rule(request.param)
+    yield request.param
+    _C.force_size_rule(None)
+
+
+# Measured with libtpu 0.0.21: (array, bytes on v4 to v6e, bytes on v2 and v3).
+SIZES = [
+    ("f32[]", 512, 1024),
+    ("f32[100]", 512, 1024),
+    ("f32[129]", 1024, 1024),
+    ("f32[1025]", 8192, 8192),
+    ("bf16[100]", 512, 1024),
+    ("s8[1]", 512, 1024),
+    ("f32[3,5]", 2048, 2048),
+    ("f32[5,3]", 2048, 2048),
+    ("f32[1,5]", 512, 1024),
+    ("f32[1000,15]", 65536, 65536),
+    ("f32[1000,3,5]", 81920, 81920),
+    ("bf16[1024,1024]", 2097152, 2097152),
+    ("f32[512,1024]", 2097152, 2097152),
+    ("s64[64]", 1024, 2048),
+    ("f32[0,7]", 0, 0),
+    ("f32[64,32] sharding={devices=[4,1]0,1,2,3}", 8192, 8192),
+]
+
+
+@pytest.mark.parametrize(("array", "since_v4", "before_v4"), SIZES, ids=[size[0] for size in SIZES])
+def test_arrays_are_padded_to_the_tiles_of_a_tpu(platform, array, since_v4, before_v4):
+    assert _C.size_on_device(array) == (since_v4 if platform == "tpu" else before_v4)
+
+
+@pytest.mark.parametrize("array", [size[0] for size in SIZES])
+def test_on_this_machine_the_bytes_count(array):
+    assert _C.size_on_device(array) == _C.bytes_per_device(array)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("f32[3,5]{1,0:T(4,128)}", 2048),
+        ("f32[64,32]{0,1:T(8,128)}", 16384),
+        ("bf16[1000]{0:T(1024)(128)(2,1)}", 2048),
+        ("f32[]{:T(128)}", 512),
+        ("f32[8,256]{1,0:T(8,128)S(1)}", 8192),
+        ("s4[8,100]{1,0:T(8,128)(8,1)E(4)}", 512),
+        ("f32[2,3,5]{2,1,0:T(4,128)}", 4096),
+        ("f32[3,5]{1,0}", 60),
+        ("(f32[3,5]{1,0:T(4,128)}, f32[]{:T(128)})", 2560),
+    ],
+)
+def test_the_layout_of_a_compiled_module_gives_the_padded_bytes(text, size):
+    assert parse_shape(text).padded_bytes == size
+
+
+def test_a_reason_gives_the_padded_size():
+    _C.force_size_rule("tpu")
+    try:
+        raw = {"array": "f32[100]", "bytes": 400, "bytes_per_device": 400, "size": _C.size_on_device("f32[100]")}
+        reason = explain.explain(raw, {"outputs": ["f32[3,5]"], "donors": [raw]})
+        assert "no output of the step has its size of 512 bytes, padded from 400 to TPU tiles" in reason
+        crowded = explain.explain(raw, {"outputs": ["f32[128]"], "donors": [raw, raw]})
+        assert "2 donors and 1 output of 512 bytes, padded from 400 to TPU tiles" in crowded
+    finally:
+        _C.force_size_rule(None)
+
+
+def test_the_outcomes_of_a_module_come_from_its_texts():
+    before = hlo.parse(
+        "HloModule step, buffer_donor={ (0, {}), (1, {}), (2, {}) }, entry_computation_layout="
+        "{(f32[8,4]{1,0}, f32[4]{0}, f32[8]{0})->(f32[8,4]{1,0}, f32[4]{0})}\n"
+    )
+    after = hlo.parse(
+        "HloModule step, input_output_alias={ {1}: (1, {}, may-alias) }, buffer_donor={ (0, {}), (2, {}) }, "
+        "entry_computation_layout={(f32[2,4]{1,0}, f32[4]{0}, f32[4]{0})->(f32[8,4]{1,0}, f32[4]{0})}\n"
+    )
+    first, second, third = hlo.donor_outcomes(before, after)
+    assert first.reason == (
+        "no output has 32 bytes on a device. Output 0 has the whole array's shape, but is sharded differently "
+        "(f32[8,4], 128 bytes)"
+    )
+    assert second.output == (1,) and str(second) == "parameter (1, {}) f32[4]: output 1"
+    assert third.reason == "other inputs already gave their memory to the only output of 16 bytes"

@@ -1,0 +1,171 @@
+"""The results of `lower`: the types of the arguments, and compiled functions for this machine or for a topology."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _host, _numbers, _trees, hlo
+from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._errors import see
+
+if TYPE_CHECKING:
+    from torch_xla_donate._compile.base import Compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgInfo:
+    """A tensor leaf of the arguments.
+
+    Attributes:
+        shape: sizes of the whole array.
+        dtype: the torch dtype.
+        donated: whether a call donates its buffer. False if torch_xla ignores donors.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    donated: bool
+
+    def __str__(self) -> str:
+        return _trees.dtype_and_shape(self)
+
+
+class Types:
+    """The types of a call's arguments, leaf by leaf."""
+
+    def __init__(
+        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
+    ) -> None:
+        static = {argument.key for argument in roles.static}
+        donated = set() if _host.ignores_donors() else {argument.key for argument in roles.donated}
+        arguments = (*enumerate(args), *kwargs.items())
+        leaves = [(key, leaf) for key, value in arguments for leaf in pytree.tree_leaves(value)]
+        self._inputs = [floats_are_inputs and key not in static and _numbers.is_float(leaf) for key, leaf in leaves]
+        self._infos = [_info(leaf, key in donated) for key, leaf in leaves]
+        self._spec = pytree.tree_structure((args, kwargs))
+
+    def tree(self) -> Any:
+        """``(args, kwargs)`` with an `ArgInfo` for each tensor."""
+        return pytree.tree_unflatten(self._infos, self._spec)
+
+    def check(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises TypeError unless the arguments have these types."""
+        spec = pytree.tree_structure((args, kwargs))
+        if self._spec != spec:
+            raise TypeError(
+                f"{function} was compiled for arguments of the structure {self._spec}, but this call has {spec}. Call "
+                f"the function itself, or lower() it for these arguments. {see('ahead')}"
+            )
+        found, paths = _trees.with_paths((args, kwargs))
+        differing = []
+        for index, (info, leaf) in enumerate(zip(self._infos, found)):
+            now: Any = _info(leaf, getattr(info, "donated", False))
+            if now != info and not (self._inputs[index] and _numbers.is_float(leaf)):
+                _, key, *path = map(str, paths.place(index))
+                place = f"argument {key[1:-1]}{''.join(path)}"
+                differing.append(f"{place}: compiled for {info}, called with {now}")
+        if differing:
+            shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+            raise TypeError(
+                f"{function} was compiled for other types of arguments: {shown}. Call the function itself, or lower() "
+                f"it for these arguments. {see('ahead')}"
+            )
+
+
+class Executable:
+    """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
+
+    def __init__(
+        self, compiled: Compiled, types: Types, before: hlo.HloModule | None, text: str, memory: str, names: list[str]
+    ) -> None:
+        self._compiled = compiled
+        self._types = types
+        self._before = before
+        self._text = text
+        self._memory = memory
+        self._names = names
+
+    @property
+    def args_info(self) -> Any:
+        """As `Lowered.args_info`."""
+        return self._types.tree()
+
+    def as_text(self) -> str:
+        """HLO after optimisation; ``input_output_alias`` lists the parameters whose memory outputs reuse."""
+        return self._text
+
+    @property
+    def donors(self) -> tuple[hlo.DonorOutcome, ...]:
+        """The outcome of each donor: the output that takes its memory, or the reason why none does."""
+        if self._before is None:
+            return ()
+        return _named(hlo.donor_outcomes(self._before, hlo.parse(self._text)), self._names)
+
+    def memory_analysis(self) -> hlo.MemoryAnalysis:
+        """The bytes of a run on one device. Raises RuntimeError if the platform does not report them."""
+        sizes = dict(re.findall(r"(\w+)_size_in_bytes=(\d+)", self._memory))
+        try:
+            return hlo.MemoryAnalysis(
+                argument_bytes=int(sizes["argument"]),
+                output_bytes=int(sizes["output"]),
+                alias_bytes=int(sizes["alias"]),
+                temp_bytes=int(sizes["temp"]),
+                generated_code_bytes=int(sizes["generated_code"]),
+            )
+        except KeyError:
+            raise RuntimeError(
+                f"this platform reports no memory statistics (XLA returned {self._memory!r}). Read the shapes in "
+                f"as_text() instead. {see('ahead')}"
+            ) from None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._types.check(self._compiled.function, args, kwargs)
+        return self._compiled(*args, **kwargs)
+
+
+def _info(leaf: Any, donated: bool) -> Any:
+    return ArgInfo(tuple(leaf.shape), leaf.dtype, donated) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class TopologyExecutable:
+    """A function compiled for TPUs that are not there. ``Lowered.compile(topology)`` makes it. It has no call."""
+
+    def __init__(self, types: Types, module: hlo.TopologyModule, names: Sequence[str]) -> None:
+        self._types = types
+        self._module = module
+        self._names = names
+
+    @property
+    def topology(self) -> str:
+        """The topology's name."""
+        return self._module.topology
+
+    @property
+    def args_info(self) -> Any:
+        """As `Lowered.args_info`."""
+        return self._types.tree()
+
+    def as_text(self) -> str:
+        """HLO after the TPU compiler's optimisation, with the shapes and layouts of one device."""
+        return self._module.as_text()
+
+    def memory_analysis(self) -> hlo.MemoryAnalysis:
+        """The bytes of a run on one device, padded to the TPU's tiles."""
+        return self._module.memory
+
+    @property
+    def donors(self) -> tuple[hlo.DonorOutcome, ...]:
+        """As `Executable.donors`, on the TPU."""
+        return _named(self._module.donors, self._names)
+
+
+def _named(outcomes: Sequence[hlo.DonorOutcome], names: Sequence[str]) -> tuple[hlo.DonorOutcome, ...]:
+    """The outcomes with the arguments' names. torch_xla may have put all parameters into one tuple."""
+    places = [(outcome.donor.parameter_index or (outcome.donor.parameter_number,))[0] for outcome in outcomes]
+    return tuple(dataclasses.replace(outcome, name=names[place]) for outcome, place in zip(outcomes, places))

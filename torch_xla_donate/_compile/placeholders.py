@@ -1,0 +1,151 @@
+"""Arrays without memory, for `lower`: single ones, and modules, optimizers and pytrees of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_xla_donate import _C, _host, _trees
+from torch_xla_donate._errors import see
+
+T = TypeVar("T")
+Sharding = tuple[Any, Sequence[Any]]
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, *, sharding: Sharding | None = None) -> torch.Tensor:
+    """An XLA tensor without memory, for ``compile(...).lower``. Its value cannot be read.
+
+    Args:
+        shape: the sizes of the whole array.
+        dtype: the torch dtype.
+        sharding: ``(mesh, partition_spec)`` as for ``torch_xla.distributed.spmd.mark_sharding``. Needs SPMD.
+
+    Raises:
+        TypeError: dtype is not a torch dtype that XLA has, or sharding is not such a pair.
+        ValueError: a size is negative, SPMD is off, or the sharding does not fit the shape.
+    """
+    sizes = tuple(int(size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"placeholder got shape={sizes}. Give sizes of 0 or more. {see('ahead')}")
+    return _empty(sizes, dtype, None if sharding is None else _op_sharding(sizes, sharding))
+
+
+def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Sharding | None] | None = None) -> T:
+    """A copy of a tensor, a module, an optimizer or a pytree of them, with placeholders instead of the tensors.
+
+    The tensors may be on any device. A module that was made under ``torch.device("meta")`` has no memory either.
+    Tensors that are one object, or that share an XLA buffer, stay so. A copied optimizer updates the copied
+    parameters. CPU scalars in the state of an optimizer, such as its step counts, keep their values.
+
+    Args:
+        tree: what to copy. Other leaves are copied as they are.
+        sharding: called with the name of each tensor (as in ``named_parameters``) and the tensor. It returns ``(mesh,
+            partition_spec)``, or None to replicate the array. Without it, sharded XLA tensors keep their shardings.
+            The state of an optimizer gets the sharding of its parameter, if their shapes are equal.
+
+    Raises:
+        TypeError, ValueError: as for `placeholder`.
+    """
+    made = Placeholders()
+    memo: dict[int, Any] = {}
+    leaves, names = _trees.flatten(tree)
+    shardings: dict[int, Any] = {}
+
+    def add(leaf: torch.Tensor, found: Any) -> None:
+        shardings[id(leaf)] = found
+        memo[id(leaf)] = made(leaf, found)
+
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+            given = sharding(names.name(number), leaf) if sharding is not None else None
+            add(leaf, _op_sharding(tuple(leaf.shape), given) if given is not None else _kept(leaf, sharding))
+    for optimizer in pytree.tree_leaves(tree):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for parameter, state in optimizer.state.items():
+                for leaf in state.values():
+                    if isinstance(leaf, torch.Tensor) and id(leaf) not in memo and not _is_counter(leaf):
+                        add(leaf, shardings.get(id(parameter)) if leaf.shape == parameter.shape else None)
+    return copy.deepcopy(tree, memo)
+
+
+class Placeholders:
+    """Makes placeholders for tensors. Tensors that share a buffer get placeholders that share one."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, torch.Tensor] = {}
+        self._by_buffer: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def __call__(self, leaf: torch.Tensor, op_sharding: Any = None) -> torch.Tensor:
+        if id(leaf) not in self._by_id:
+            self._by_id[id(leaf)] = self._make(leaf, op_sharding)
+        return self._by_id[id(leaf)]
+
+    def _make(self, leaf: torch.Tensor, op_sharding: Any) -> torch.Tensor:
+        identity, buffer = _C.identity(leaf) if leaf.device.type == "xla" else (0, 0)
+        known = self._by_buffer.get(buffer)
+        if known is None:
+            empty = _empty(leaf.shape, leaf.dtype, op_sharding)
+            if buffer:
+                self._by_buffer[buffer] = (identity, empty.detach())
+        else:
+            empty = known[1].detach() if known[0] == identity else _host.same_buffer(known[1])
+        if isinstance(leaf, torch.nn.Parameter):
+            return torch.nn.Parameter(empty, leaf.requires_grad)
+        return empty.requires_grad_(leaf.requires_grad)
+
+
+def is_materialised(leaf: Any) -> bool:
+    """Whether an object is an XLA tensor that holds an array, or is a placeholder of one."""
+    return isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and _C.identity(leaf)[1] != 0
+
+
+def _empty(sizes: Sequence[int], dtype: torch.dtype, op_sharding: Any) -> torch.Tensor:
+    try:
+        return _host.placeholder(sizes, dtype, op_sharding)
+    except KeyError:  # torch_xla's table of types
+        raise TypeError(
+            f"a placeholder of dtype {dtype!r} cannot be made. Give a torch dtype that XLA has, such as torch.float32. "
+            f"{see('ahead')}"
+        ) from None
+
+
+def _is_counter(state: torch.Tensor) -> bool:
+    return state.dim() == 0 and state.device.type == "cpu"
+
+
+def _kept(leaf: torch.Tensor, sharding: object) -> Any:
+    """The sharding that a sharded XLA tensor has, unless the caller gives all shardings."""
+    found = _trees.without_wrapper(leaf)
+    return _host.op_sharding(found) if sharding is None and found.device.type == "xla" else None
+
+
+def _op_sharding(sizes: tuple[int, ...], sharding: Sharding) -> Any:
+    try:
+        mesh, spec = sharding
+        make = mesh.get_op_sharding
+    except (TypeError, ValueError, AttributeError):
+        raise TypeError(
+            f"a placeholder got sharding={sharding!r}. Give (mesh, partition_spec), as for "
+            f"torch_xla.distributed.spmd.mark_sharding. {see('ahead')}"
+        ) from None
+    if not _host.runtime().is_spmd():
+        raise ValueError(
+            f"a placeholder got the sharding {spec}, but SPMD is off. Call torch_xla.runtime.use_spmd() before. "
+            f"{see('ahead')}"
+        )
+    if len(spec) != len(sizes):
+        raise ValueError(
+            f"a placeholder of shape {sizes} got the sharding {spec}. Give a mesh axis or None for each of its "
+            f"{len(sizes)} dimensions. {see('ahead')}"
+        )
+    try:
+        return make(tuple(spec))
+    except (AssertionError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"a placeholder of shape {sizes} got the sharding {spec}, which the mesh of axes {mesh.axis_names} "
+            f"refuses: {error}. Give axes of the mesh. {see('ahead')}"
+        ) from error
