@@ -217,6 +217,45 @@ print(f.lower(jnp.ones((256, 128)), jnp.ones((7, 3))).compiler_ir("hlo").as_hlo_
     assert len(kept) == 2
 
 
+WRAPPED = """HloModule wrapped, buffer_donor={ (0, {1}) }, entry_computation_layout={((f32[100]{0}, f32[256,128]{1,0}))->(f32[256,128]{1,0}, f32[100]{0})}
+
+ENTRY %main (p: (f32[100], f32[256,128])) -> (f32[256,128], f32[100]) {
+  %p = (f32[100]{0}, f32[256,128]{1,0}) parameter(0)
+  %a = f32[100]{0} get-tuple-element(%p), index=0
+  %b = f32[256,128]{1,0} get-tuple-element(%p), index=1
+  %c = f32[256,128]{1,0} add(%b, %b)
+  %d = f32[100]{0} add(%a, %a)
+  ROOT %t = (f32[256,128]{1,0}, f32[100]{0}) tuple(%c, %d)
+}
+"""  # noqa: E501
+
+
+def test_parameters_in_one_tuple_are_told_apart():
+    """torch_xla wraps the parameters of a large graph."""
+    module = hlo.compile_for(WRAPPED, "v6e:1x1")
+    (donor,) = module.donors
+    assert (donor.shape.dims, donor.output, len(module.after.parameters)) == ((256, 128), (0,), 2)
+
+
+SHARDED_BY_JAX = """
+import os
+os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(np.array(jax.devices()), ("m",))
+rows = NamedSharding(mesh, PartitionSpec("m", None))
+f = jax.jit(lambda a: a + 1, donate_argnums=0, in_shardings=rows)
+print(f.lower(jnp.ones((256, 128))).compiler_ir("hlo").as_hlo_text())
+"""
+
+
+def test_a_sharded_module_of_jax_keeps_its_sharding():
+    text = subprocess.run([sys.executable, "-c", SHARDED_BY_JAX], capture_output=True, text=True, check=True).stdout
+    module = hlo.compile_for(text, "v6e:2x2")
+    (donor,) = module.donors
+    assert (module.num_devices, donor.shape.dims, donor.output is not None) == (4, (64, 128), True)
+
+
 BIG = """HloModule big, entry_computation_layout={(f32[65536,65536]{1,0}, f32[65536,65536]{1,0})->f32[65536,65536]{1,0}}
 
 ENTRY %main (p: f32[65536,65536], q: f32[65536,65536]) -> f32[65536,65536] {
