@@ -17,6 +17,7 @@ copied are those of the `copy` operations of a cache's shape in the compiled ste
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -31,6 +32,7 @@ import gpt
 import torch
 import torch_xla
 from _show import planned_bytes, step_module
+from _tpu import print_reuse
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -95,7 +97,9 @@ class Result:
     tokens_per_second: float
 
 
-def run(mode: str, size: gpt.Size, batch: int, tokens: int, sequences: int, dump: Path, advance) -> Result:
+def run(
+    mode: str, size: gpt.Size, batch: int, tokens: int, sequences: int, dump: Path, advance
+) -> tuple[Result, hlo.DumpedModule]:
     device = torch_xla.device()
     params = {name: p.to(device) for name, p in gpt.new_params(size).items()}
     positions = [torch.tensor([i]).to(device) for i in range(tokens)]
@@ -115,7 +119,7 @@ def run(mode: str, size: gpt.Size, batch: int, tokens: int, sequences: int, dump
 
     step = step_module(dump)
     cache = next(s for s in step.after.parameters if s.dims == shape)
-    return Result(
+    result = Result(
         mode=mode,
         written=written,
         cache_tensors=2 * size.layers,
@@ -126,6 +130,7 @@ def run(mode: str, size: gpt.Size, batch: int, tokens: int, sequences: int, dump
         compilations=_compilations() - compiled,
         tokens_per_second=batch / median(took for took_of_one in seconds[1:] for took in took_of_one),
     )
+    return result, step
 
 
 def _compilations() -> int:
@@ -182,12 +187,19 @@ def main(tokens: int, sequences: int, batch: int, layers: int, width: int, conte
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={dump} --xla_dump_hlo_as_text".strip()
     os.environ.update({"XLA_FLAGS": flags, "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU")})
 
-    results = []
+    results, steps = [], {}
     with Progress(console=console, disable=not console.is_terminal) as progress:
         for mode in MODES:
             task = progress.add_task(mode, total=sequences)
-            results.append(run(mode, size, batch, tokens, sequences, dump, lambda task=task: progress.advance(task)))
-    (out / "kv_cache.json").write_text(json.dumps([dataclasses.asdict(r) for r in results]) + "\n", encoding="utf-8")
+            advance = functools.partial(progress.advance, task)
+            result, steps[mode] = run(mode, size, batch, tokens, sequences, dump, advance)
+            results.append(result)
+    on_v6e = print_reuse(console, steps)
+    numbers = [
+        {**dataclasses.asdict(result), "v6e": reuse and dataclasses.asdict(reuse)}
+        for result, reuse in zip(results, on_v6e.values())
+    ]
+    (out / "kv_cache.json").write_text(json.dumps(numbers) + "\n", encoding="utf-8")
     sys.exit(0 if show(console, results, tokens) else 1)
 
 

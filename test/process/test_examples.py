@@ -22,8 +22,10 @@ COVERED = {
     "checkpoint.py",
     "ema_and_gan.py",
     "gpt.py",  # no program: train_transformer.py and kv_cache.py use it
+    "huggingface.py",
     "jax_quickstart.py",
     "kv_cache.py",
+    "loops.py",
     "quickstart.py",
     "spmd.py",
     "train_digits.py",
@@ -302,6 +304,13 @@ def test_a_donated_functional_state_is_aliased_as_a_whole(
     assert f"{tensors} of {tensors} donors donated" in training.output
     assert "memory of the step per device, as XLA planned it" in training.output
     assert donate["planned_bytes"] < plain["planned_bytes"]
+    # The TPU compiler aliases as much.
+    if plain["v6e"] is None:
+        assert training.output.count("needs pip install") == 2
+    else:
+        assert plain["v6e"]["aliases"] == 0
+        assert donate["v6e"]["aliases"] == tensors
+        assert donate["v6e"]["aliased_bytes"] == donate["state_bytes"]
 
 
 def test_the_transformer_learns(transformer: Training) -> None:
@@ -366,6 +375,12 @@ def test_a_slice_written_cache_is_copied_whole_unless_donated(caches: Caches) ->
     assert plain["planned_bytes"] - donate["planned_bytes"] >= whole
 
 
+def test_the_tpu_compiler_aliases_the_same_caches(caches: Caches) -> None:
+    pytest.importorskip("libtpu")
+    _, modes = caches
+    assert [modes[mode]["v6e"]["aliases"] for mode in ("plain", "donate", "index_copy_")] == [0, 4, 4]
+
+
 def test_all_ways_to_write_a_cache_decode_the_same_tokens(caches: Caches) -> None:
     output, modes = caches
     written = modes["plain"]["written"]
@@ -378,3 +393,34 @@ def test_all_ways_to_write_a_cache_decode_the_same_tokens(caches: Caches) -> Non
 def test_a_position_that_is_a_number_is_compiled_for_itself(caches: Caches) -> None:
     _, modes = caches
     assert [modes[mode]["compilations"] for mode in ("plain", "donate", "index_copy_")] == [3, 3, 1]
+
+
+def shown(page: str, command: str) -> str:
+    """The output of a command that a page shows."""
+    text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
+    return text.partition(f"```console\n$ {command}\n")[2].partition("```")[0]
+
+
+def printed(output: str) -> str:
+    """The output without blanks at the ends of lines."""
+    return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
+
+
+def test_the_loops_reuse_on_a_tpu_what_the_page_shows(tmp_path: Path) -> None:
+    pytest.importorskip("libtpu")
+    output = run_example("loops.py", "--out", str(tmp_path)).stdout
+    assert printed(output) == shown("examples.md", "python examples/loops.py")
+
+
+def test_the_slice_written_cache_of_a_llama_is_donated(tmp_path: Path) -> None:
+    """The smallest size; test/nightly/test_huggingface.py runs all programs."""
+    program = "decoding, slice assignment"
+    arguments = ("--program", program, "--layers", "1", "--width", "8", "--context", "8", "--steps", "3")
+    output = run_example("huggingface.py", *arguments, "--out", str(tmp_path)).stdout
+    cells = next(line for line in output.splitlines() if program in line).split("│")[2:-1]
+    whole = 2 * 2 * 2 * 8 * 2 * 4 + 2 * 8  # keys and values, batch, heads, context, width of a head, bytes; the tokens
+    reused = [0, 0, whole, whole, whole, whole]
+    if sys.version_info < (3, 11):  # without libtpu
+        reused = [0, whole, whole]
+    assert [int(cell.replace(",", "")) for cell in cells if "pip" not in cell] == [whole, *reused]
+    assert "losses and tokens of the three ways: identical bit for bit" in output
