@@ -24,6 +24,7 @@ from torch_xla_donate import (
     gradient_accumulation,
     hlo,
     is_donated,
+    placeholder,
     scan,
 )
 
@@ -459,3 +460,39 @@ def test_an_unusable_gradient_leaves_the_other_gradients(make):
         gradient_accumulation(lambda x: model(x).sum(), (data,), model)
     assert model.weight.grad is weight and model.bias.grad is bias and bias.item() == 100
     assert torch.equal(kept.cpu(), torch.full((1, 4), 101.0))
+
+
+def looked_up(model, tokens):
+    """A loss whose scan has a backward pass."""
+    rows = model["rows"][tokens[:, :-1]]
+    return scan(lambda carry, x: (carry * x, None), rows, model["factors"])[0].sum()
+
+
+@in_process(devices=4)
+def test_each_iteration_of_spmd_gets_its_slice_with_a_scan() -> None:
+    """torch_xla 2.9.0 gives the first slice to every iteration."""
+    xr.use_spmd()
+    model = nn.ParameterDict({"rows": torch.arange(28.0).reshape(7, 4), "factors": torch.full((3, 4), 2.0)}).to("xla")
+    tokens = torch.tensor([[[0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6]]]).to("xla")
+    torch_xla.sync(wait=True)
+    loss = gradient_accumulation(lambda batch: looked_up(model, batch), (tokens,), model)
+    torch_xla.sync(wait=True)
+    rows = torch.arange(28.0).reshape(7, 4)
+    assert loss.item() == 8 * (rows[:4].sum() + rows[2:6].sum()).item() / 2
+    assert model["rows"].grad[:, 0].tolist() == [4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 0.0]
+
+
+@in_process(devices=4)
+def test_lower_accumulates_over_placeholders_and_runs_nothing() -> None:
+    xr.use_spmd()
+    weights = {"rows": placeholder((7, 4), torch.float32), "factors": placeholder((3, 4), torch.float32)}
+
+    def step(weights, tokens):
+        model = nn.ParameterDict(weights)
+        loss = gradient_accumulation(lambda batch: looked_up(model, batch), (tokens,), model)
+        return loss, {name: weight - weight.grad for name, weight in model.items()}
+
+    lowered = compile(step, donate_argnums=0).lower(weights, placeholder((2, 1, 5), torch.int32))
+    module = hlo.parse(lowered.as_text())
+    assert "s32[2,1,5]" in [str(shape).partition("{")[0] for shape in module.parameters]
+    assert len(module.donors) == 2

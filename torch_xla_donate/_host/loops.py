@@ -13,10 +13,12 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_xla_donate import _numbers
+from torch_xla_donate import _C, _numbers
 from torch_xla_donate._errors import see
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import runtime
+from torch_xla_donate._host.switches import is_tracing
+from torch_xla_donate._host.tensors import placeholder
 
 # torch.fx patches torch.nn for the whole process while it traces, and fails if two threads trace at once. It is not the
 # lock `compiling`: a function is traced under that one, while autograd traces its recomputation on another thread.
@@ -116,7 +118,10 @@ def accumulate(
     """
     from torch_xla.experimental import gradient_accumulation as host
 
-    result = host.gradient_accumulation(step, iterable_tensors, model, *carried_tensors)  # type: ignore[arg-type]
+    if is_tracing():
+        iterable_tensors = tuple(map(_sliced_without_a_run, iterable_tensors))
+    loop: Callable[..., Any] = _by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
+    result = loop(step, iterable_tensors, model, *carried_tensors)
     if not carried_tensors:
         return result
     loss, *carried = result
@@ -135,6 +140,54 @@ def accumulate(
                 f"Use it in the step, or make it in the step and do not carry it. {see('gradient_accumulation')}"
             )
     return (loss, *carried)
+
+
+class _Instead:
+    """A module with other values of some names."""
+
+    def __init__(self, module: types.ModuleType, **values: Any) -> None:
+        self._module = module
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _by_buffer(host: types.ModuleType) -> Callable[..., Any]:
+    """A copy of torch_xla's gradient_accumulation that finds the arguments in the traced step by their buffers.
+
+    torch_xla finds them by the id of the tensor that last made a node of the buffer. Under SPMD the backward scan makes
+    other tensors of them. torch_xla then takes the first slice for a constant, and every iteration gets it (2.9.0).
+    """
+
+    def data_nodes(results: Any, inputs: Any = ()) -> tuple[list[int], list[torch.Tensor]]:
+        ids, tensors = xlac()._get_tensors_xla_device_data_node(results, inputs)
+        known = {_C.identity(one)[1]: xlac()._xla_get_tensor_id(one) for one in inputs}
+        return [known.get(_C.identity(one)[1], number) for number, one in zip(ids, tensors)], tensors
+
+    names = {**vars(host)}
+    names["torch_xla"] = _Instead(host.torch_xla, _XLAC=_Instead(xlac(), _get_tensors_xla_device_data_node=data_nodes))
+    for name in ("_gradient_accumulation_impl", "_gradient_accumulation", "gradient_accumulation"):
+        original = names[name]
+        names[name] = types.FunctionType(original.__code__, names, name, original.__defaults__, original.__closure__)
+    copied: Callable[..., Any] = names["gradient_accumulation"]
+    return copied
+
+
+class _Rows(torch.Tensor):
+    """A tensor whose first row is a placeholder."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return placeholder(self.shape[1:], self.dtype)
+
+
+def _sliced_without_a_run(tensor: Any) -> Any:
+    """The tensor for torch_xla's loop while a function is lowered, where nothing may run.
+
+    torch_xla computes the first row before it traces the step. It reads only the row's shape, dtype and identity.
+    """
+    is_sliced = isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.device.type == "xla"
+    return tensor.as_subclass(_Rows) if is_sliced else tensor
 
 
 def _is_known_by_another(tensor: torch.Tensor) -> bool:
