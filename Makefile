@@ -15,7 +15,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo test test-fast test-all test-cpp coverage lint format bench soak fuzz build env clean
+.PHONY: help demo llama test test-fast test-all test-cpp coverage lint format bench soak fuzz build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ format: env  ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
+
+llama: build  ## compile Llama's step for TPUs that are not there: bytes per device. LLAMA="--all" for all of the docs
+	$(BIN)/python examples/llama.py $(LLAMA)
 
 bench: build  ## measure; prints tables and writes benchmarks/results/*.json
 	$(BIN)/python benchmarks/run.py

@@ -26,6 +26,7 @@ COVERED = {
     "jax_quickstart.py",
     "kv_cache.py",
     "loops.py",
+    "llama.py",  # in test_llama.py
     "quickstart.py",
     "spmd.py",
     "train_digits.py",

@@ -117,6 +117,7 @@ def test_every_page_with_a_message_shows_it_running() -> None:
         "examples.md",
         "glossary.md",
         "how_it_works.md",
+        "memory_model.md",
         "support.md",
         "troubleshooting.md",
     }

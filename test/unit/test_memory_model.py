@@ -1,0 +1,70 @@
+"""The formula of docs/memory_model.md, against the committed answers of the TPU compiler."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_xla_donate import _C
+
+# matplotlib imports pyparsing by names that the latter has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/llama.json").read_text(encoding="utf-8"))["rows"]
+IDS = [f"{row['size']}-{row['devices']}-{row['topology']}-{row['way']}" for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def model():
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        yield importlib.import_module("_memory_model")
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+        del sys.modules["_memory_model"]
+
+
+def test_padded_is_the_size_that_the_package_expects(model) -> None:
+    rng = random.Random(0)
+    _C.force_size_rule("tpu")
+    try:
+        for _ in range(500):
+            dims = tuple(rng.choice([1, 2, 3, 5, 8, 16, 64, 200, 1024]) for _ in range(rng.randint(0, 4)))
+            for bits, dtype in ((16, "bf16"), (32, "f32"), (64, "s64")):
+                text = f"{dtype}[{','.join(map(str, dims))}]"
+                assert model.padded(bits, dims) == _C.size_on_device(text), text
+    finally:
+        _C.force_size_rule(None)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_arguments_outputs_and_aliases_are_exact(model, row) -> None:
+    size, memory, donates = model.SIZES[row["size"]], row["memory"], row["way"] != "functional"
+    assert memory["argument_bytes"] == model.arguments(size, row["devices"])
+    assert memory["output_bytes"] == model.outputs(size, row["devices"], row["topology"].partition(":")[0])
+    assert memory["alias_bytes"] == (model.state(size, row["devices"]) if donates else 0)
+    assert row["aliased"] == row["donors"] == (3 * len(size.shapes()) + 1 if donates else 0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_the_sum_is_within_5_percent_or_a_lower_bound(model, row) -> None:
+    donates = row["way"] != "functional"
+    expected = model.total(model.SIZES[row["size"]], row["devices"], row["topology"], donates)
+    if donates:
+        assert abs(expected / model.measured(row) - 1) < 0.05
+    else:
+        assert expected <= model.measured(row)
+
+
+def test_the_page_and_the_figure_show_the_committed_results(model, tmp_path) -> None:
+    page = (ROOT / "docs" / "memory_model.md").read_text(encoding="utf-8")
+    assert page.partition("<!-- table -->\n")[2].partition("<!-- end -->")[0] == model.table(ROWS)
+    model.draw(ROWS, tmp_path / "drawn.svg")
+    assert (tmp_path / "drawn.svg").read_bytes() == (ROOT / "docs" / "memory_model.svg").read_bytes()
