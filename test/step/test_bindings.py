@@ -37,6 +37,11 @@ def test_a_list_with_something_else_in_it_is_refused(function):
         getattr(_C, function)([uploaded(1, 2), None])
 
 
+def test_an_array_is_given_to_a_pending_tensor_only():
+    with pytest.raises(ValueError, match="give_array needs a pending and a materialised XLA tensor"):
+        _C.give_array(torch.zeros(3), uploaded(1, 2, 3))
+
+
 def test_a_tensor_elsewhere_is_no_probe():
     with pytest.raises(RuntimeError, match="an XLA tensor is a N3c1010TensorImplE, expected N9torch_xla13XLATensor"):
         _C.verify_layouts(torch.zeros(3, dtype=torch.int32), 0)

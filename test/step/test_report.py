@@ -127,7 +127,8 @@ def test_many_donors_are_cut_in_the_text_and_not_in_the_data(make):
 
 
 def donor(size, array=""):
-    return {"bytes": size, "bytes_per_device": _C.bytes_per_device(array) or size, "array": array}
+    whole = _C.bytes_per_device(array) or size
+    return {"bytes": size, "bytes_per_device": whole, "size": _C.size_on_device(array) or size, "array": array}
 
 
 @pytest.mark.parametrize(
