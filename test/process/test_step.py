@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import gc
 import operator
 import os
 import signal
@@ -491,10 +492,13 @@ def with_pending(number: int, call: Callable[[], object]) -> type[BaseException]
     """
     send = functools.partial(ctypes.CDLL(None)["raise"], int(number))
     calls = map(operator.methodcaller("__call__"), [send, call])
+    gc.disable()  # JAX has a callback of the collector, in which the handler would run and its error would be ignored
     try:
         collections.deque(calls, maxlen=0)
     except BaseException as error:
         return type(error)
+    finally:
+        gc.enable()
     return None
 
 
@@ -512,6 +516,7 @@ def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException |
         sent.set()
 
     sender = threading.Thread(target=send)
+    gc.disable()  # as in with_pending
     sender.start()
     try:
         after = 0
@@ -522,6 +527,7 @@ def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException |
     except BaseException as error:
         return error
     finally:
+        gc.enable()
         sender.join()
     return None
 
