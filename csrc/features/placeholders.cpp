@@ -15,7 +15,7 @@ namespace torch_xla_donate {
 namespace {
 
 struct Known {
-  std::atomic<bool> any{false};  // without placeholders a run costs one load
+  std::atomic<bool> any{false};  // once all placeholders are gone, a run costs one load
   std::mutex mutex;
   std::unordered_map<const lazy::BackendData*, std::weak_ptr<lazy::BackendData>> arrays;
   std::size_t sweep_at = 64;  // arrays that are gone leave the map when it has doubled
@@ -25,6 +25,13 @@ Known& Placeholders() {
   return *known;
 }
 
+void Sweep(Known& known) {
+  for (auto entry = known.arrays.begin(); entry != known.arrays.end();) {
+    entry = entry->second.expired() ? known.arrays.erase(entry) : std::next(entry);
+  }
+  known.sweep_at = 2 * known.arrays.size() + 64;
+}
+
 class PlaceholderGuard : public StepObserver {
   void CheckRun(const std::vector<lazy::BackendDataPtr>& parameters) override {
     Known& known = Placeholders();
@@ -32,9 +39,11 @@ class PlaceholderGuard : public StepObserver {
       return;
     }
     const std::lock_guard<std::mutex> lock(known.mutex);
+    Sweep(known);
+    known.any.store(!known.arrays.empty(), std::memory_order_relaxed);
     for (const lazy::BackendDataPtr& parameter : parameters) {
       const auto found = known.arrays.find(parameter.get());
-      if (found != known.arrays.end() && found->second.lock() == parameter) {
+      if (found != known.arrays.end()) {  // swept, so it is the same array
         throw std::runtime_error(
             "A step reads a placeholder, which has no value. Give placeholders to lower() only. See `python -m "
             "torch_xla_donate explain ahead`.");
@@ -51,10 +60,7 @@ void NotePlaceholder(const lazy::BackendDataPtr& array) {
   Known& known = Placeholders();
   const std::lock_guard<std::mutex> lock(known.mutex);
   if (known.arrays.size() >= known.sweep_at) {
-    for (auto entry = known.arrays.begin(); entry != known.arrays.end();) {
-      entry = entry->second.expired() ? known.arrays.erase(entry) : std::next(entry);
-    }
-    known.sweep_at = 2 * known.arrays.size() + 64;
+    Sweep(known);
   }
   known.arrays.insert_or_assign(array.get(), array);
   known.any.store(true, std::memory_order_relaxed);

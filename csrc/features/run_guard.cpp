@@ -42,6 +42,8 @@ StepObserver& RunGuardFeature() { return TheOnly<RunGuard>(); }
 
 void BlockRuns(bool on) { State().blocks = on; }
 
+bool BlocksRuns() { return State().blocks; }
+
 std::uint64_t RunsBegun() { return State().runs; }
 
 std::uint64_t BarriersPassed() { return State().barriers; }

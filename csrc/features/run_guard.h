@@ -10,6 +10,7 @@ namespace torch_xla_donate {
 // While a thread's runs are blocked, running a graph throws std::runtime_error. torch_xla's own switch for this would
 // stop the steps of all other threads, too.
 void BlockRuns(bool on);
+bool BlocksRuns();
 std::uint64_t RunsBegun();
 // How often this thread has passed the barrier before each read and run while its runs were blocked.
 std::uint64_t BarriersPassed();

@@ -122,6 +122,7 @@ void BindRuns(py::module_& m) {
         "The graph of the run that inspect_next_run has stopped; None if there was none.");
   m.def("refuse_runs", &BlockRuns, py::arg("on"),
         "Whether running a graph on this thread raises RuntimeError, 'Unexpected execution ...'.");
+  m.def("refuses_runs", &BlocksRuns, "The value that refuse_runs has set on this thread.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,
         "How often this thread has waited for a device while its runs were refused, as for a read or a step.");

@@ -7,25 +7,14 @@ import math
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _host
 
 DTYPES = ("f32", "s32", "bf16", "f16", "s64", "s16", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
 PROGRAM = Path(__file__).with_name("compile_pairs.py")
-
-
-@contextmanager
-def sizes_of(platform: str) -> Iterator[None]:
-    _C.force_size_rule(platform)
-    try:
-        yield
-    finally:
-        _C.force_size_rule(None)
 
 
 def random_array(rng: random.Random) -> str:
@@ -56,7 +45,7 @@ def random_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("topology", "platform"), [("v6e:1x1", "tpu"), ("v5e:1x1", "tpu"), ("v4:2x2x1", "tpu")])
 def test_the_tpu_compiler_pairs_by_the_sizes_that_we_expect(topology: str, platform: str) -> None:
     pytest.importorskip("libtpu")
-    with sizes_of(platform):
+    with _host.size_rule(platform):
         pairs = random_pairs(300, seed=20261122)
         expected = [
             {

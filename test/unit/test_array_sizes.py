@@ -6,16 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from torch_xla_donate import _C, hlo
+from torch_xla_donate import _C, _host, hlo
 from torch_xla_donate._report import explain
 from torch_xla_donate.hlo.parser import parse_shape
 
 
 @pytest.fixture(params=["tpu", "tpu before v4"])
 def platform(request: pytest.FixtureRequest) -> Iterator[str]:
-    _C.force_size_rule(request.param)
-    yield request.param
-    _C.force_size_rule(None)
+    with _host.size_rule(request.param):
+        yield request.param
 
 
 # Measured with libtpu 0.0.21: (array, bytes on v4 to v6e, bytes on v2 and v3).
@@ -68,15 +67,12 @@ def test_the_layout_of_a_compiled_module_gives_the_padded_bytes(text, size):
 
 
 def test_a_reason_gives_the_padded_size():
-    _C.force_size_rule("tpu")
-    try:
+    with _host.size_rule("tpu"):
         raw = {"array": "f32[100]", "bytes": 400, "bytes_per_device": 400, "size": _C.size_on_device("f32[100]")}
         reason = explain.explain(raw, {"outputs": ["f32[3,5]"], "donors": [raw]})
         assert "no output of the step has its size of 512 bytes, padded from 400 to TPU tiles" in reason
         crowded = explain.explain(raw, {"outputs": ["f32[128]"], "donors": [raw, raw]})
         assert "2 donors and 1 output of 512 bytes, padded from 400 to TPU tiles" in crowded
-    finally:
-        _C.force_size_rule(None)
 
 
 def test_the_outcomes_of_a_module_come_from_its_texts():

@@ -111,7 +111,8 @@ class Lowered:
             ordered = [_C.identity(tensor)[1] for tensor in graph.inputs]
         if graph.hash is None:
             return Executable(self._compiled, self._types, None, "", "", [])
-        before = hlo.parse(text).reordered([buffers.index(buffer) for buffer in ordered])
+        places = {buffer: place for place, buffer in enumerate(buffers)}
+        before = hlo.parse(text).reordered([places[buffer] for buffer in ordered])
         named = [names.get(buffer, "") for buffer in ordered]
         return Executable(self._compiled, self._types, before, *_host.describe_graph(graph.hash), named)
 

@@ -46,12 +46,9 @@ def donor_flags(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextMa
     return DonorFlags(xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else [])
 
 
-_here = threading.local()
-
-
 def is_tracing() -> bool:
     """Whether this thread is inside `tracing`."""
-    return bool(getattr(_here, "is_tracing", False))
+    return _C.refuses_runs()
 
 
 class Tracing(_C.Scope):
@@ -69,14 +66,12 @@ class Tracing(_C.Scope):
             xlac()._set_use_eager_mode(False)
         # torch_xla's switch would stop the steps of other threads.
         _C.refuse_runs(True)
-        _here.is_tracing = True
 
     def leave(self, raised: bool) -> None:
         if self._before is None:
             return
         eager, name = self._before
         _C.refuse_runs(False)
-        _here.is_tracing = False
         xlac()._set_current_graph_name(name)
         if eager:
             xlac()._set_use_eager_mode(True)

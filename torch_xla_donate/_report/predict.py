@@ -62,10 +62,10 @@ class StepPrediction:
         return {"outputs": self._known, "donors": [{"size": size} for size in self._sizes.values()]}
 
     def _may_fit(self, output: str, size: int | None) -> bool:
-        whole = _C.bytes_per_device(output)
-        if whole is None or size is None:
+        least, most = _C.bytes_per_device(output), _C.size_on_device(output)
+        if least is None or most is None or size is None:
             return True
-        return -(-whole // _host.device_count()) <= size <= whole
+        return -(-least // _host.device_count()) <= size <= most
 
 
 def _look_ahead() -> Any:

@@ -216,11 +216,11 @@ class HloModule:
 
     def reordered(self, order: Sequence[int]) -> HloModule:
         """The module with a parameter for each array. Parameter i is the array that was number `order[i]`."""
-        places = list(self.leaves)
-        new = {places[number]: place for place, number in enumerate(order)}
+        leaves = list(self.leaves.items())
+        new = {leaves[number][0]: place for place, number in enumerate(order)}
         return HloModule(
             name=self.name,
-            parameters=tuple(self.leaves[places[number]] for number in order),
+            parameters=tuple(leaves[number][1] for number in order),
             result=self.result,
             donors=tuple(sorted(BufferDonor(new[one.parameter_number, one.parameter_index]) for one in self.donors)),
             aliases=tuple(

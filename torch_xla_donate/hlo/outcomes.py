@@ -59,17 +59,16 @@ def donor_outcomes(before: HloModule, after: HloModule) -> tuple[DonorOutcome, .
     before: the module before optimisation, with its parameters in the same order. Its shapes are global.
     after: the module after optimisation. Its shapes are those of one device, with the compiler's layouts.
     """
-    taken = {alias.donor: alias.output_index for alias in after.aliases}
+    taken, left = {alias.donor: alias.output_index for alias in after.aliases}, set(after.donors)
     whole = dict(zip(after.leaves, before.leaves.values()))
     sizes = Counter(shape.padded_bytes for _, shape in after.result.leaves())
     outcomes = []
-    for place in after.leaves:
+    for place, shape in after.leaves.items():
         donor = BufferDonor(*place)
         if donor in taken:
-            outcomes.append(DonorOutcome(donor, after.shape_of(donor), taken[donor]))
-        elif donor in after.donors:
-            reason = _reason(after.shape_of(donor), whole[place], before, after, sizes)
-            outcomes.append(DonorOutcome(donor, after.shape_of(donor), None, reason))
+            outcomes.append(DonorOutcome(donor, shape, taken[donor]))
+        elif donor in left:
+            outcomes.append(DonorOutcome(donor, shape, None, _reason(shape, whole[place], before, after, sizes)))
     return tuple(outcomes)
 
 
