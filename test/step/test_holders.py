@@ -11,6 +11,7 @@ import torch
 import torch_xla
 
 from torch_xla_donate import auto_donate, donation_report
+from torch_xla_donate._report.holders import _Search
 
 HERE = "test_holders.py"
 
@@ -142,3 +143,13 @@ def test_a_holder_without_a_name_is_unknown(make):
         gc.enable()
     gc.collect()
     del new
+
+
+def test_a_dropped_value_does_not_name_a_new_object(make):
+    """Another thread may drop the value of its variable during the search; a new object may get its address."""
+    dropped: list[object] = [[] for _ in range(50)]
+    search = _Search()
+    search._add(dropped[0], "variable 'dropped'")
+    dropped.clear()
+    box = [[make(3)] for _ in range(50)]
+    assert all(search.name(tensors[0]) is None for tensors in box)

@@ -78,21 +78,27 @@ class _Search:
 
     def __init__(self) -> None:
         self._variables: dict[int, str] = {}
+        self._values: list[Any] = []  # another thread could drop one, and a new object could get its number
         for frame in _user_frames():
             for name, value in _locals(frame).items():
-                self._variables.setdefault(id(value), _variable(name, frame.f_code, frame.f_lineno))
+                self._add(value, _variable(name, frame.f_code, frame.f_lineno))
         for module in list(sys.modules.values()):
             space = vars(module) if type(module) is types.ModuleType else {}
             if str(space.get("__name__", "")).partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
                 for name, value in list(space.items()):
-                    self._variables.setdefault(id(value), f"variable {name!r} of module {space.get('__name__')}")
+                    self._add(value, f"variable {name!r} of module {space.get('__name__')}")
+
+    def _add(self, value: Any, name: str) -> None:
+        if self._variables.setdefault(id(value), name) is name:
+            self._values.append(value)
 
     def name(self, thing: Any, depth: int = _DEPTH, path: tuple[int, ...] = ()) -> str | None:
         """The path from a variable to the object; None if it has more than `depth` steps."""
         name = self._variables.get(id(thing))
         if name is not None or depth == 0:
             return name
-        referrers = [r for r in gc.get_referrers(thing) if id(r) not in path and not _is_ours(r)]
+        seen = (*path, id(self._values))
+        referrers = [r for r in gc.get_referrers(thing) if id(r) not in seen and not _is_ours(r)]
         for referrer in referrers[:_REFERRERS]:
             step = _step(referrer, thing)
             if step is None:
