@@ -14,6 +14,7 @@ FLOORS = [
     {"_report"},
     {"_marks", "_modes", "_trace"},
     {"_compile", "_loops", "_computations"},
+    {"_tools"},
     {"__init__", "_doctor", "_pages"},
     {"__main__"},
 ]

@@ -1,0 +1,1 @@
+"""Tools for whole programs: run, verify, inspect and advise."""
