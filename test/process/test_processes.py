@@ -25,6 +25,7 @@ from torch_xla_donate import (
     hlo,
     is_donated,
 )
+from torch_xla_donate._report import notices
 
 # On CPU torch_xla.launch starts one process, which has a thread for each of CPU_NUM_DEVICES devices.
 TWO_DEVICES = {"CPU_NUM_DEVICES": "2"}
@@ -144,6 +145,34 @@ def test_a_strict_donation_raises_in_the_thread_that_made_it():
             assert f"f32[{3 + rank}]" in str(raised.value)
             assert f"f32[{4 - rank}]" not in str(raised.value)
             del total, raised
+
+    ranks.launch(rank_main)
+
+
+@in_process(env=TWO_DEVICES)
+def test_a_postponed_error_waits_for_its_own_device():
+    postponed, other = threading.Event(), threading.Event()
+
+    def useless_step(rank):
+        t = ranks.make(*[1.0] * (3 + rank))
+        donate_buffer(t, strict=True)
+        _total = t.sum()
+        torch_xla.sync(wait=True)
+
+    def rank_main(rank):
+        if rank == 0:
+            with notices.later():
+                useless_step(rank)
+            postponed.set()
+            other.wait()
+            with pytest.raises(DonationError, match=r"f32\[3\]"):
+                notices.warn_or_raise()
+        else:
+            postponed.wait()
+            with pytest.raises(DonationError, match=r"f32\[4\]") as raised:
+                useless_step(rank)
+            assert "f32[3]" not in str(raised.value)
+            other.set()
 
     ranks.launch(rank_main)
 

@@ -12,6 +12,8 @@ import types
 import pytest
 import torch
 import torch_xla
+from children import in_process
+from helpers import make
 from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 from torch_xla import _XLAC
@@ -199,7 +201,8 @@ def test_nested_contexts_end_in_their_order():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_every_instruction_of_a_pure_trace(make, fails):
+@in_process()
+def test_every_instruction_of_a_pure_trace(fails):
     """The trace enters its modes, hooks, switches and flags, and leaves them; the next call is right."""
     module = torch.nn.Linear(3, 3).to("xla").requires_grad_(False)
     w, x = make(3), make(3)
@@ -233,7 +236,8 @@ def test_every_instruction_of_a_pure_trace(make, fails):
 @pytest.mark.parametrize(
     "options", [{}, {"backend": "openxla"}, {"pure": True}], ids=["lazy", "openxla", "pure replay"]
 )
-def test_every_instruction_of_a_call(make, options):
+@in_process()
+def test_every_instruction_of_a_call(options):
     g = compile(lambda s: {"w": s["w"] + 1, "x": s["x"]}, donate_argnums=0, **options)
     x = make(3)
     g({"w": make(3), "x": x})
@@ -255,7 +259,8 @@ def test_every_instruction_of_a_call(make, options):
     use()
 
 
-def test_every_instruction_of_lower(make):
+@in_process()
+def test_every_instruction_of_lower():
     g = compile(lambda a: a + 1, donate_argnums=0)
     a = make(3)
 
