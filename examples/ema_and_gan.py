@@ -82,7 +82,7 @@ def update(state: State, step: torch.Tensor, images: torch.Tensor, noise: torch.
         g_grads, g_value = torch.func.grad_and_value(g_loss)(state["g"], new["d"])
         new |= adam(state, "g", g_grads, step)
     new["ema"] = {key: DECAY * old + (1 - DECAY) * new["g"][key] for key, old in state["ema"].items()}
-    # One tensor of both, which has no donor's size: a single loss would take the memory of the smallest bias.
+    # One tensor of both losses. On CPU no donor has its size; a single loss would take the memory of the smallest bias.
     return new, torch.stack([d_value, g_value])
 
 

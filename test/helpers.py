@@ -80,6 +80,9 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+needs_tpu_compiler = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+
+
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A materialised XLA tensor: 0, 1, 2, ... in the shape given."""
     import torch_xla

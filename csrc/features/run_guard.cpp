@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <utility>
 
 #include "host/verify.h"
 #include "step/observer.h"
@@ -15,7 +16,7 @@ namespace {
 std::atomic<const lazy::LazyGraphExecutor*> host_executor{nullptr};
 
 struct ThreadState {
-  bool blocks = false;
+  bool blocks = false, blocks_reads = false;
   std::uint64_t barriers = 0, runs = 0;
 };
 ThreadState& State() {
@@ -27,20 +28,29 @@ class RunGuard : public StepObserver {
   void AtBarrier(const lazy::LazyGraphExecutor& executor) override {
     host_executor.store(&executor, std::memory_order_relaxed);
     State().barriers += State().blocks ? 1 : 0;
+    if (State().blocks_reads) {
+      Throw();
+    }
   }
   void CheckRun(const std::vector<lazy::BackendDataPtr>& /*parameters*/) override {
     if (State().blocks) {
-      throw std::runtime_error("Unexpected execution while a function is traced");
+      Throw();
     }
     ++State().runs;
   }
+  [[noreturn]] static void Throw() { throw std::runtime_error("Unexpected execution while a function is traced"); }
 };
 
 }  // namespace
 
 StepObserver& RunGuardFeature() { return TheOnly<RunGuard>(); }
 
-void BlockRuns(bool on) { State().blocks = on; }
+void BlockRuns(bool on) {
+  State().blocks = on;
+  State().blocks_reads = false;
+}
+
+bool BlockReads(bool on) { return std::exchange(State().blocks_reads, on); }
 
 bool BlocksRuns() { return State().blocks; }
 

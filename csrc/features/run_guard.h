@@ -11,6 +11,9 @@ namespace torch_xla_donate {
 // stop the steps of all other threads, too.
 void BlockRuns(bool on);
 bool BlocksRuns();
+// While runs are blocked: whether reads of values throw, too. Arguments without memory would end the process.
+// Returns the value before.
+bool BlockReads(bool on);
 std::uint64_t RunsBegun();
 // How often this thread has passed the barrier before each read and run while its runs were blocked.
 std::uint64_t BarriersPassed();

@@ -3,7 +3,9 @@
 
 #include <utility>
 
+#include "features/placeholders.h"
 #include "features/reuse_warnings.h"
+#include "features/run_guard.h"
 #include "step/callbacks.h"
 #include "step/watch.h"
 
@@ -36,6 +38,9 @@ bool IsGone(const lazy::BackendData* buffer) {
 }
 
 void CheckRead(const lazy::BackendData* buffer) {
+  if (!BlocksRuns()) {  // a trace may compute with placeholders
+    ThrowIfPlaceholder(buffer);
+  }
   if (IsGone(buffer)) {
     ThrowIfConsumed(buffer);
     ReportReuse(buffer);

@@ -123,6 +123,9 @@ void BindRuns(py::module_& m) {
   m.def("refuse_runs", &BlockRuns, py::arg("on"),
         "Whether running a graph on this thread raises RuntimeError, 'Unexpected execution ...'.");
   m.def("refuses_runs", &BlocksRuns, "The value that refuse_runs has set on this thread.");
+  m.def("refuse_reads", &BlockReads, py::arg("on"),
+        "Whether a read of a value on this thread raises the same error. refuse_runs ends it. Returns the value "
+        "before.");
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,
         "How often this thread has waited for a device while its runs were refused, as for a read or a step.");

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import needs_tpu_compiler
 
 from torch_xla_donate import _C, _host
 
@@ -42,9 +43,9 @@ def random_pairs(count: int, seed: int) -> list[tuple[str, str]]:
     return pairs
 
 
+@needs_tpu_compiler
 @pytest.mark.parametrize(("topology", "platform"), [("v6e:1x1", "tpu"), ("v5e:1x1", "tpu"), ("v4:2x2x1", "tpu")])
 def test_the_tpu_compiler_pairs_by_the_sizes_that_we_expect(topology: str, platform: str) -> None:
-    pytest.importorskip("libtpu")
     with _host.size_rule(platform):
         pairs = random_pairs(300, seed=20261122)
         expected = [

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch_xla
 from children import Ended, run_file, run_in_child
+from helpers import needs_tpu_compiler
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 COVERED = {
@@ -376,8 +377,8 @@ def test_a_slice_written_cache_is_copied_whole_unless_donated(caches: Caches) ->
     assert plain["planned_bytes"] - donate["planned_bytes"] >= whole
 
 
+@needs_tpu_compiler
 def test_the_tpu_compiler_aliases_the_same_caches(caches: Caches) -> None:
-    pytest.importorskip("libtpu")
     _, modes = caches
     assert [modes[mode]["v6e"]["aliases"] for mode in ("plain", "donate", "index_copy_")] == [0, 4, 4]
 
@@ -407,8 +408,8 @@ def printed(output: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
 
 
+@needs_tpu_compiler
 def test_the_loops_reuse_on_a_tpu_what_the_page_shows(tmp_path: Path) -> None:
-    pytest.importorskip("libtpu")
     output = run_example("loops.py", "--out", str(tmp_path)).stdout
     assert printed(output) == shown("examples.md", "python examples/loops.py")
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch_xla
 from children import in_process
+from helpers import needs_tpu_compiler
 
 from torch_xla_donate import auto_donate, donation_report, hlo
 
@@ -35,15 +35,15 @@ def check_row(devices: int, topology: str, way: str) -> None:
     assert row["memory"]["output_bytes"] == model.outputs(size, devices, topology[:3])
 
 
+@needs_tpu_compiler
 @in_process()
 def test_the_formula_is_exact_on_one_device() -> None:
-    pytest.importorskip("libtpu")
     check_row(1, "v6e:1x1", "by-hand")
 
 
+@needs_tpu_compiler
 @in_process(devices=4)
 def test_the_formula_is_exact_and_all_is_aliased_on_four_devices() -> None:
-    pytest.importorskip("libtpu")
     check_row(4, "v5e:2x2", "by-hand")
 
 

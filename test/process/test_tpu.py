@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import subprocess
@@ -14,10 +15,12 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
+from helpers import make, needs_tpu_compiler
+from torch_xla.utils.dlpack import to_dlpack
 
-from torch_xla_donate import compile, donate_buffer, hlo, placeholder, placeholder_like
+from torch_xla_donate import DonationError, compile, donate_buffer, hlo, placeholder, placeholder_like
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+pytestmark = needs_tpu_compiler
 
 F32 = torch.float32
 
@@ -99,7 +102,7 @@ def test_sharded_placeholders_are_compiled_for_their_devices():
     outcomes = {donor.name.partition(" ")[0]: donor for donor in executable.donors}
     assert outcomes["w"].output == (0,) and outcomes["w"].shape.dims == (16, 32)
     assert executable.memory_analysis().argument_bytes < 4 * 3 * 64 * 128
-    with pytest.raises(ValueError, match="has 4 partitions, but topology v6e:1x1 has 1 devices"):
+    with pytest.raises(ValueError, match="has 4 partitions, but topology v6e:1x1 has 1 device. "):
         lowered.compile("v6e:1x1")
     # The same on this machine, and as often as one likes.
     assert lowered.compile().memory_analysis().alias_bytes == 4 * (16 * 32 + 64 * 32)
@@ -149,18 +152,116 @@ def test_a_module_on_meta_and_its_optimizer():
     assert all(donor.name for donor in donors)
 
 
+USES = {
+    "operation": lambda t: t + 1,
+    "in place": lambda t: t.add_(1),
+    "read": lambda t: t.tolist(),
+    "print": str,
+    "comparison": lambda t: torch.equal(t, torch.ones(4).to("xla")),
+    "deep copy": lambda t: copy.deepcopy(t).tolist(),
+    "view": lambda t: t.view(2, 2).sum().item(),
+    "dlpack": to_dlpack,
+    "lazy": lambda t: compile(lambda a: a + 1)(t),
+    "pure": lambda t: compile(lambda a: a + 1, pure=True)(t),
+}
+
+
+@pytest.mark.parametrize("is_lowered", [False, True])
 @in_process
-def test_a_step_that_reads_a_placeholder_raises():
-    empty = placeholder((4,), F32)
-    result = empty + 1
-    with pytest.raises(RuntimeError, match="A step reads a placeholder, which has no value"):
-        torch_xla.sync()
-    del result, empty
-    t = torch.ones(4).to("xla")
-    donate_buffer(t)
-    out = t + 1
+def test_a_use_of_a_placeholder_raises_and_loses_nothing(is_lowered):
+    empty, w, x = placeholder((4,), F32), make(4), make(4)
+    closed_over = [empty]
+
+    def outside(a):
+        return a * closed_over[0]
+
+    if is_lowered:  # the trace computes with the placeholder
+        compile(lambda a: a * 2, donate_argnums=0).lower(empty).compile()
+        compile(outside).lower(w)
+    w.mul_(2)
+    y = x * 3
+    for use in USES.values():
+        with pytest.raises(RuntimeError, match="A placeholder has no value, so only lower"):
+            use(empty)
+    with pytest.raises(RuntimeError, match="A placeholder has no value, so only lower"):
+        compile(outside)(x)
     torch_xla.sync(wait=True)
-    assert out.tolist() == [2.0] * 4
+    assert (w.tolist(), y.tolist()) == ([0, 2, 4, 6], [0, 3, 6, 9])
+    del empty
+    closed_over.clear()
+    donate_buffer(x)
+    z = x + 1
+    torch_xla.sync(wait=True)
+    assert z.tolist() == [1, 2, 3, 4]
+
+
+HOST_OPERATIONS = {
+    "mask": lambda x: x[x > 0].sum(),
+    "equal": lambda x: x if torch.equal(x, x) else -x,
+    "argument's mask": lambda x: x[x.bool()].sum(),
+    "lgamma": torch.lgamma,
+    "item": lambda x: x * x.sum().item(),
+    "computed": lambda x: torch.lgamma(x * 2),
+}
+
+
+@pytest.mark.parametrize("name", HOST_OPERATIONS)
+@in_process
+def test_an_operation_on_the_host_cannot_be_lowered(name):
+    x = make(4)
+
+    def f(x):
+        return HOST_OPERATIONS[name](x)
+
+    with pytest.raises(DonationError, match=r"f cannot be lowered, because at .*test_tpu.py:\d+ it (makes|reads)"):
+        compile(f).lower(x)
+    donate_buffer(x)
+    y = x + 1
+    torch_xla.sync(wait=True)
+    assert y.tolist() == [1, 2, 3, 4]
+
+
+@in_process
+def test_a_buffer_that_is_donated_and_kept_is_refused():
+    x = placeholder((4,), F32)
+    with pytest.raises(ValueError, match=r"a \(argument 0 of .*\) is donated, and b \(.*has the same buffer"):
+        compile(lambda a, b: a + b, donate_argnums=0).lower(x, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fn])
+@in_process
+def test_a_tensor_of_eight_bit_floats_is_lowered(dtype):
+    t = make(4).to(dtype)
+    torch_xla.sync()
+    text = compile(lambda a: a.float()).lower(t).as_text()
+    assert {torch.float8_e5m2: "f8e5m2[4]", torch.float8_e4m3fn: "f8e4m3fn[4]"}[dtype] in text
+
+
+@in_process
+def test_a_copied_module_keeps_its_gradients():
+    model = torch.nn.Linear(64, 64, bias=False).to("xla")
+    model(torch.ones(2, 64, device="xla")).sum().backward()
+    torch_xla.sync()
+
+    def accumulate(model, batch):
+        model(batch).sum().backward()
+
+    batch = placeholder((2, 64), F32)
+    real, copied = (
+        compile(accumulate).lower(one, batch).compile("v6e:1x1").memory_analysis()
+        for one in (model, placeholder_like(model))
+    )
+    assert real == copied
+    assert copied.alias_bytes >= 64 * 64 * 4
+
+
+@in_process(devices=4)
+def test_a_sharded_placeholder_from_outside_keeps_its_sharding():
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    w = placeholder((64, 32), F32, sharding=(mesh, ("x", None)))
+    lowered = compile(lambda x: x @ w.T).lower(placeholder((8, 32), F32))
+    assert "sharding={devices=[4,1]0,1,2,3}" in lowered.as_text()
 
 
 @pytest.mark.parametrize(
@@ -203,6 +304,7 @@ def test_dumps_of_a_step_and_of_jax_keep_their_donors(dump_folder):
     compiled = hlo.compile_for(module.before.path, "v6e:1x1")
     assert [donor.output is not None for donor in compiled.donors] == [True, True]
     assert compiled.memory.alias_bytes == 4 * 256 * 128 + 512
+    assert len([found for found in hlo.read_dump(dump_folder) if found.donors]) == 1  # the compiler dumps nothing there
     program = """
 import sys, jax, jax.numpy as jnp
 f = jax.jit(lambda a, b: (a + 1, (b * 2).sum()), donate_argnums=(0, 1))
@@ -237,6 +339,25 @@ def test_parameters_in_one_tuple_are_told_apart():
     assert (donor.shape.dims, donor.output, len(module.after.parameters)) == ((256, 128), (0,), 2)
 
 
+def test_an_output_has_the_index_of_the_program():
+    """The TPU compiler flattens results, and returns a single output without a tuple."""
+    result = "(f32[256,128]{1,0}, (f32[100]{0}))"
+    nested = WRAPPED.replace("(f32[256,128]{1,0}, f32[100]{0})}", f"{result}}}").replace("{1})", "{0})")
+    nested = nested.replace("-> (f32[256,128], f32[100])", "-> (f32[256,128], (f32[100]))")
+    nested = nested.replace(
+        "  ROOT %t = (f32[256,128]{1,0}, f32[100]{0}) tuple(%c, %d)", "  %n = (f32[100]{0}) tuple(%d)\n"
+    )
+    nested = nested.replace("tuple(%d)\n", f"tuple(%d)\n  ROOT %t = {result} tuple(%c, %n)")
+    (donor,) = hlo.compile_for(nested, "v6e:1x1").donors
+    assert donor.output == (1, 0)
+
+
+@in_process
+def test_a_single_output_has_one_index_everywhere():
+    lowered = compile(lambda a: a * 2, donate_argnums=0).lower(placeholder((256,), F32))
+    assert [lowered.compile(topology).donors[0].output for topology in (None, "v6e:1x1")] == [(0,)] * 2
+
+
 SHARDED_BY_JAX = """
 import os
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
@@ -249,8 +370,12 @@ print(f.lower(jnp.ones((256, 128))).compiler_ir("hlo").as_hlo_text())
 """
 
 
-def test_a_sharded_module_of_jax_keeps_its_sharding():
-    text = subprocess.run([sys.executable, "-c", SHARDED_BY_JAX], capture_output=True, text=True, check=True).stdout
+@pytest.mark.parametrize("shardy", [False, True])
+def test_a_sharded_module_of_jax_keeps_its_sharding(shardy):
+    env = os.environ | {"JAX_USE_SHARDY_PARTITIONER": str(shardy)}
+    program = [sys.executable, "-c", SHARDED_BY_JAX]
+    text = subprocess.run(program, capture_output=True, text=True, check=True, env=env).stdout
+    assert ("xla.sdy." in text) == shardy
     module = hlo.compile_for(text, "v6e:2x2")
     (donor,) = module.donors
     assert (module.num_devices, donor.shape.dims, donor.output is not None) == (4, (64, 128), True)
@@ -271,14 +396,26 @@ SMALL = BIG.replace("65536", "128")
 @pytest.mark.parametrize(
     ("text", "topology", "error", "message"),
     [
-        (BIG, "v6e:1x1", RuntimeError, r"does not fit on a device of v6e:1x1: Used 40.00G of 31.25G hbm. The largest"),
+        (
+            BIG,
+            "v6e:1x1",
+            RuntimeError,
+            r"does not fit on a device of v6e:1x1: Used 40.00G of 31.25G hbm .*arguments 32.00G",
+        ),
         (SMALL, "v6e:3", ValueError, "topology 'v6e:3' does not exist .*v6e:4x8"),
         (SMALL, "v99:2x2", ValueError, "topology 'v99:2x2' does not exist"),
+        (SMALL, "v6e:11x1", ValueError, "topology 'v6e:11x1' does not exist"),
+        (SMALL, "", ValueError, "topology '' does not exist. Use GENERATION:CHIPS"),
+        (SMALL, 8, ValueError, "topology 8 does not exist. Use GENERATION:CHIPS"),
         (SMALL.replace("dot(", "dott("), "v6e:1x1", ValueError, "module big is not HLO that XLA can read"),
         (SMALL.replace("f32", "c128"), "v6e:1x1", RuntimeError, "the TPU compiler refused module big for v6e:1x1"),
-        (SMALL.replace("HloModule big", "HloModule big, is_scheduled=true"), "v6e:1x1", ValueError, "after optimisat"),
+        ("\n" + SMALL.replace(" big", " big, is_scheduled=true"), "v6e:1x1", ValueError, "after optimisat"),
+        (SMALL.replace(" big", " big, replica_count=4"), "v6e:2x2", ValueError, "module big has 4 replicas"),
     ],
-    ids=["memory", "chips", "generation", "text", "dtype", "scheduled"],
+    ids=[
+        *("memory", "chips", "generation", "11 chips", "empty", "number"),
+        *("text", "dtype", "scheduled", "replicas"),
+    ],
 )
 def test_what_cannot_be_compiled_says_why(text, topology, error, message):
     with pytest.raises(error, match=message):

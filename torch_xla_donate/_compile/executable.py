@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -100,7 +101,7 @@ class Executable:
         """HLO after optimisation; ``input_output_alias`` lists the parameters whose memory outputs reuse."""
         return self._text
 
-    @property
+    @functools.cached_property
     def donors(self) -> tuple[hlo.DonorOutcome, ...]:
         """The outcome of each donor: the output that takes its memory, or the reason why none does."""
         if self._before is None:
@@ -159,7 +160,7 @@ class TopologyExecutable:
         """The bytes of a run on one device, padded to the TPU's tiles."""
         return self._module.memory
 
-    @property
+    @functools.cached_property
     def donors(self) -> tuple[hlo.DonorOutcome, ...]:
         """As `Executable.donors`, on the TPU."""
         return _named(self._module.donors, self._names)

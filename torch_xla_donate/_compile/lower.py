@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _host, _numbers, _trace, _trees, hlo
+from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees, hlo
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import ArgumentRoles, CallArguments
 from torch_xla_donate._compile.executable import Executable, TopologyExecutable, Types
@@ -33,12 +33,12 @@ class Lowered:
         made = Placeholders()
 
         def replaced(leaf: Any) -> Any:
-            # Sharded tensors stay: a placeholder would have to be sharded in the same way.
-            is_plain = is_materialised(leaf) and not _host.sharding_spec(leaf) and not _host.auto_sharding()
-            return made(leaf) if is_plain else leaf
+            is_replaceable = is_materialised(leaf) and not _host.auto_sharding()
+            return made(leaf, _host.op_sharding(leaf)) if is_replaceable else leaf
 
         self._args, self._kwargs = pytree.tree_map(replaced, (args, kwargs))
         self._types = Types(roles, args, kwargs, floats_are_inputs=compiled.traces_floats)
+        self._refuse_kept_donors()
         with self._traced() as (outputs, donors):
             self._text, _ = _host.hlo_text(outputs, donors)
         log.dump_lowered(compiled.function, self.as_text)
@@ -56,12 +56,15 @@ class Lowered:
         with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
             _host.show_shardings([leaf for leaf in [*donated, *kept] if is_materialised(leaf)])
             call, numbers = put_numbers(function, call, floats)
-            observer = Observer(function, [*donated, *kept])
+            refusal = _trace.impure if self._compiled.traces_floats else _trace.not_lowerable
+            observer = Observer(function, [*donated, *kept], refusal)
             given = [_host.same_buffer(leaf) for leaf in donated if is_materialised(leaf)]
             try:
                 with interrupts.Restored(), _trace.Restoring(observer):
-                    with observer.reads, observer:
+                    with _trace.host_reads_refused(function, refusal), observer.reads, observer:
+                        _C.refuse_reads(True)
                         results = pytree.tree_leaves(self._compiled.body(*call.args, **call.kwargs))
+                        _C.refuse_reads(False)
                     given_floats = {id(one) for one in numbers}
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
                     returned = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(results)} - {0}
@@ -71,6 +74,7 @@ class Lowered:
             finally:
                 # Pending work may depend on placeholders. It must never run.
                 _host.forget_pending()
+                observer.forget_nodes()
 
     @property
     def args_info(self) -> Any:
@@ -116,11 +120,23 @@ class Lowered:
         named = [names.get(buffer, "") for buffer in ordered]
         return Executable(self._compiled, self._types, before, *_host.describe_graph(graph.hash), named)
 
+    def _refuse_kept_donors(self) -> None:
+        """Raises ValueError for a buffer that is donated and passed as another argument, too, as a call does."""
+        donated, kept = (
+            CallArguments(self._roles, self._args, self._kwargs).leaves(arguments)
+            for arguments in (self._roles.donated, self._roles.kept)
+        )
+        number_of = {_C.identity(leaf)[1]: number for number, leaf in enumerate(donated[0]) if is_materialised(leaf)}
+        for number, leaf in enumerate(kept[0]):
+            if is_materialised(leaf) and _C.identity(leaf)[1] in number_of:
+                raise _marks.passed_twice(donated[1].name(number_of[_C.identity(leaf)[1]]), kept[1].name(number))
+
     def _compile_for(self, topology: str) -> TopologyExecutable:
+        rule = hlo.size_rule_of(topology)
         names = self._names()
         with self._traced() as (outputs, donors):
             text, buffers = _host.hlo_text(outputs, donors)
-            with _host.size_rule("tpu before v4" if topology.startswith(("v2:", "v3:")) else "tpu"):
+            with _host.size_rule(rule):
                 order = _host.parameter_order(outputs, donors, buffers)
         if not text:
             raise ValueError(
@@ -152,8 +168,9 @@ class Lowered:
 class Observer(_trace.Recorder):
     """Watches a trace that may change tensors from outside, which a step may do."""
 
-    def __init__(self, function: str, arguments: Sequence[Any]) -> None:
+    def __init__(self, function: str, arguments: Sequence[Any], refusal: _trace.Refusal) -> None:
         super().__init__(function, arguments)
+        self.reads = _trace.HostReads(function, refusal)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
         self._snapshots += [
@@ -167,8 +184,17 @@ class Observer(_trace.Recorder):
             if leaf.device.type == "cpu" and id(leaf) not in self._on_host:
                 self._on_host[id(leaf)] = (leaf, leaf.detach().clone())
             elif leaf.device.type == "xla":
+                known = len(self._snapshots)
                 self._read(leaf)
+                if len(self._snapshots) > known:  # the first use of a tensor from outside
+                    _host.show_shardings([leaf])
         return self._call_with_numbers(func, args, kwargs or {})
+
+    def forget_nodes(self) -> None:
+        """Drops the placeholders' nodes of the trace, so that a later use of one passes the hooks."""
+        for tensor in [*self._arguments, *self.captured.values()]:
+            if is_materialised(tensor) and not _C.has_value(tensor):
+                _C.give_array(tensor, tensor)
 
     def restore(self) -> None:
         super().restore()

@@ -25,10 +25,14 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, *, sharding: Sharding 
         sharding: ``(mesh, partition_spec)`` as for ``torch_xla.distributed.spmd.mark_sharding``. Needs SPMD.
 
     Raises:
-        TypeError: dtype is not a torch dtype that XLA has, or sharding is not such a pair.
+        TypeError: shape is not a sequence of ints, dtype is not a torch dtype that XLA has, or sharding is not such a
+            pair.
         ValueError: a size is negative, SPMD is off, or the sharding does not fit the shape.
     """
-    sizes = tuple(int(size) for size in shape)
+    try:
+        sizes = tuple(torch.Size(shape))
+    except (TypeError, OverflowError):
+        raise TypeError(f"placeholder got shape={shape!r}. Give a sequence of ints. {see('ahead')}") from None
     if any(size < 0 for size in sizes):
         raise ValueError(f"placeholder got shape={sizes}. Give sizes of 0 or more. {see('ahead')}")
     return _empty(sizes, dtype, None if sharding is None else _op_sharding(sizes, sharding))
@@ -37,9 +41,10 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, *, sharding: Sharding 
 def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Sharding | None] | None = None) -> T:
     """A copy of a tensor, a module, an optimizer or a pytree of them, with placeholders instead of the tensors.
 
-    The tensors may be on any device. A module that was made under ``torch.device("meta")`` has no memory either.
-    Tensors that are one object, or that share an XLA buffer, stay so. A copied optimizer updates the copied
-    parameters. CPU scalars in the state of an optimizer, such as its step counts, keep their values.
+    It replaces tensor leaves, the parameters and buffers of modules, and their gradients. Tensors in other attributes
+    of a module stay. The tensors may be on any device, also on ``meta``. Tensors that are one object, or that share an
+    XLA buffer, stay so. A copied optimizer updates the copied parameters. CPU scalars in the state of an optimizer,
+    such as its step counts, keep their values.
 
     Args:
         tree: what to copy. Other leaves are copied as they are.
@@ -57,7 +62,9 @@ def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Shardin
 
     def add(leaf: torch.Tensor, found: Any) -> None:
         shardings[id(leaf)] = found
-        memo[id(leaf)] = made(leaf, found)
+        memo[id(leaf)] = new = made(leaf, found)
+        if leaf.is_leaf and leaf.grad is not None:
+            new.grad = memo[id(leaf.grad)] = made(leaf.grad, found)
 
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
@@ -92,7 +99,7 @@ class Placeholders:
             if buffer:
                 self._by_buffer[buffer] = (identity, empty.detach())
         else:
-            empty = known[1].detach() if known[0] == identity else _host.same_buffer(known[1])
+            empty = known[1].detach() if known[0] == identity else _host.same_placeholder(known[1])
         if isinstance(leaf, torch.nn.Parameter):
             return torch.nn.Parameter(empty, leaf.requires_grad)
         return empty.requires_grad_(leaf.requires_grad)
@@ -126,7 +133,7 @@ def _kept(leaf: torch.Tensor, sharding: object) -> Any:
 def _op_sharding(sizes: tuple[int, ...], sharding: Sharding) -> Any:
     try:
         mesh, spec = sharding
-        make = mesh.get_op_sharding
+        make, spec = mesh.get_op_sharding, tuple(spec)
     except (TypeError, ValueError, AttributeError):
         raise TypeError(
             f"a placeholder got sharding={sharding!r}. Give (mesh, partition_spec), as for "
@@ -143,7 +150,7 @@ def _op_sharding(sizes: tuple[int, ...], sharding: Sharding) -> Any:
             f"{len(sizes)} dimensions. {see('ahead')}"
         )
     try:
-        return make(tuple(spec))
+        return make(spec)
     except (AssertionError, ValueError, KeyError) as error:
         raise ValueError(
             f"a placeholder of shape {sizes} got the sharding {spec}, which the mesh of axes {mesh.axis_names} "

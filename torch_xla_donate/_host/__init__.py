@@ -65,6 +65,7 @@ from torch_xla_donate._host.tensors import (
     pending,
     op_sharding,
     placeholder,
+    same_placeholder,
     show_shardings,
     same_buffer,
     seed_buffer,

@@ -121,7 +121,11 @@ def accumulate(
     if is_tracing():
         iterable_tensors = tuple(map(_sliced_without_a_run, iterable_tensors))
     loop: Callable[..., Any] = _by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
-    result = loop(step, iterable_tensors, model, *carried_tensors)
+    reads_refused = _C.refuse_reads(False)  # the loop syncs tensors without a value
+    try:
+        result = loop(step, iterable_tensors, model, *carried_tensors)
+    finally:
+        _C.refuse_reads(reads_refused)
     if not carried_tensors:
         return result
     loss, *carried = result

@@ -64,11 +64,17 @@ def array_of(tensor: torch.Tensor) -> hlo.HloShape:
     return hlo.HloShape(shape["type"], tuple(shape["sizes"]))
 
 
+_FLOAT8 = {torch.float8_e5m2: "f8e5m2", torch.float8_e4m3fn: "f8e4m3fn"}
+
+
 def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) -> torch.Tensor:
     """An XLA tensor without memory. sharding: torch_xla's OpSharding, under SPMD."""
     from torch_xla.core import xla_builder
 
-    empty: torch.Tensor = xla_builder.create_placeholder_tensor(tuple(shape), dtype)  # type: ignore[no-untyped-call]
+    # torch_xla's `create_placeholder_tensor` does the same, but does not know the float8 types.
+    name = _FLOAT8.get(dtype) or xla_builder.Op.from_torch_type(dtype)  # type: ignore[no-untyped-call]
+    array = xla_builder.mkshape(name, tuple(shape)).shape  # type: ignore[no-untyped-call]
+    empty: torch.Tensor = xlac()._xla_create_placeholder_tensor(array)
     _C.note_placeholder(empty)
     if sharding is None:
         return empty
@@ -77,6 +83,13 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) 
     xlac()._xla_mark_sharding(sharded, sharding)
     _C.give_array(sharded, empty)
     return sharded
+
+
+def same_placeholder(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of a placeholder's array."""
+    other = placeholder(tensor.shape, tensor.dtype)
+    _C.give_array(other, tensor)
+    return other
 
 
 def op_sharding(tensor: torch.Tensor) -> Any:

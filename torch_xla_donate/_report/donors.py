@@ -27,7 +27,8 @@ class Donor:
         shape: sizes of the whole array, before any sharding.
         dtype: XLA's name of the element type, such as ``f32``.
         bytes: bytes of the whole array.
-        bytes_per_device: bytes on each device, which XLA compares. Equal to ``bytes`` without SPMD.
+        bytes_per_device: bytes on each device. Equal to ``bytes`` without SPMD. XLA compares these on CPU, and the
+            bytes padded to tiles on a TPU.
         sharding: in XLA's notation, such as ``{devices=[4,1]0,1,2,3}``; empty without SPMD.
         device: such as ``CPU:0``.
         outcome: ``donated``, ``unusable`` or ``pending``.

@@ -21,14 +21,15 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     if not outputs:
         return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
     size = raw["size"]
-    each = " on each device" if split_sharding(raw["array"])[1] else ""
+    is_sharded = bool(split_sharding(raw["array"])[1])
+    each = " on each device" if is_sharded else ""
     if size != raw["bytes_per_device"]:
         each = f", padded from {raw['bytes_per_device']} to TPU tiles{each},"
     free = _C.FreeOutputs([_C.size_on_device(text) for text in outputs])
     fitting = free.count(size)
     if not fitting:
         alike = [text for text in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
-        if alike and each:
+        if alike and is_sharded:
             return _differs_per_device(raw, alike[0], len(outputs) == 1)
         sizes = free.sizes()
         shown = ", ".join(f"{free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
@@ -51,8 +52,8 @@ def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str
     array, sharding = split_sharding(output)
     text = (
         f"an output has its size of {raw['bytes']} bytes, but not per device: the donor, sharded {donor_sharding}, "
-        f"takes {raw['bytes_per_device']} bytes on each device, and the output {array}, sharded {sharding}, takes "
-        f"{_C.bytes_per_device(output)}; "
+        f"takes {raw['size']} bytes on each device, and the output {array}, sharded {sharding}, takes "
+        f"{_C.size_on_device(output)}; "
     )
     if alone and sharding == "{replicated}" and not _C.is_even(raw["array"]):
         return f"{text}XLA does not shard the only output of a step if the devices do not divide it evenly, so pad it"

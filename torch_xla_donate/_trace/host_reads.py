@@ -10,7 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xla_donate import _frames, _host, _numbers, _trees
+from torch_xla_donate._errors import DonationError
 from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
+
+Refusal = Callable[[str, str, str, str], DonationError]  # as `impure`
 
 
 class HostReads(TorchDispatchMode):
@@ -21,9 +24,9 @@ class HostReads(TorchDispatchMode):
         numbers: the numbers in the running operation. If there are any, the error names them.
     """
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, refusal: Refusal = impure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._function = function
+        self._function, self._refusal = function, refusal
         self.drew = False
         self.numbers: Sequence[_numbers.Number] = ()
         self._transfers = _host.transfers()
@@ -47,17 +50,17 @@ class HostReads(TorchDispatchMode):
                 if self.numbers:
                     raise self.numbers[0].refuse(self.numbers)
                 what = f"reads {_trees.dtype_and_shape(tensor)} on the host"
-                raise impure(self._function, _frames.call_site(), what, RETURN_IT)
+                raise self._refusal(self._function, _frames.call_site(), what, RETURN_IT)
 
     def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
         """Raises DonationError if an operation has read on the host, as operations without an XLA lowering do."""
         # Both counts have to change: other threads may read, and this one may wait without reading.
         if all(now != before for now, before in zip(_host.transfers(), self._transfers)):
-            raise impure(self._function, where(), "reads a tensor on the host", RETURN_IT)
+            raise self._refusal(self._function, where(), "reads a tensor on the host", RETURN_IT)
 
 
 @contextlib.contextmanager
-def host_reads_refused(function: str) -> Iterator[None]:
+def host_reads_refused(function: str, refusal: Refusal = impure) -> Iterator[None]:
     """Turns torch_xla's error for an execution inside the trace into one that names the line."""
     try:
         yield
@@ -65,4 +68,5 @@ def host_reads_refused(function: str) -> Iterator[None]:
         if not _host.is_refused_execution(error):
             raise
         where = _frames.line_of(error)
-        raise impure(function, where, "makes torch_xla run something, as a read on the host does", RETURN_IT) from error
+        what = "makes torch_xla run something, as a read on the host or an operation that XLA lacks does"
+        raise refusal(function, where, what, RETURN_IT) from error

@@ -16,6 +16,12 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def not_lowerable(function: str, where: str, what: str, remedy: str) -> DonationError:
+    """The same for `lower` of a function that is not declared pure."""
+    at = f"at {where} it" if where else "it"
+    return DonationError(f"{function} cannot be lowered, because {at} {what}. {remedy}. {see('ahead')}")
+
+
 def impure(function: str, where: str, what: str, remedy: str) -> DonationError:
     """The error. `where` is the line, or empty if no line is known."""
     at = f"at {where} it" if where else "it"

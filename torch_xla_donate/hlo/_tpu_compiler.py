@@ -28,7 +28,7 @@ def main(folder: Path) -> dict[str, Any]:
     try:
         chips = request["topology"].partition(":")[2]
         # libtpu assumes hosts of four chips. A host with one chip has to be named.
-        single = {"chips_per_host_bounds": (1, 1, 1)} if set(chips) == {"1", "x"} else {}
+        single = {"chips_per_host_bounds": (1, 1, 1)} if set(chips.split("x")) == {"1"} else {}
         topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **single)
     except Exception as error:  # of several classes
         return {"kind": "topology", "error": str(error)}
@@ -63,6 +63,7 @@ def compile_module(module: Any, request: dict[str, Any], devices: list[Any]) -> 
     build.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices]]))
     if len(devices) > 1:
         build.use_spmd_partitioning = True
+        build.use_shardy_partitioner = request["shardy"]
         # As torch_xla compiles. Otherwise outputs without a sharding are replicated, and take no donor.
         build.allow_spmd_sharding_propagation_to_output = [True]
     return devices[0].client.compile(stablehlo_of(module, request), xla_client.DeviceList(tuple(devices)), options)

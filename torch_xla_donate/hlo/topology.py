@@ -29,8 +29,13 @@ TOPOLOGIES = (
 )
 _COMPILER = Path(__file__).with_name("_tpu_compiler.py")
 _SHARDING = re.compile(r"sharding=\{[^\n]*?devices=\[([0-9,]+)\]")
-_LARGEST = re.compile(r"1\. Size: (\S+)\n(?:.*\n)*?\s+Shape: (\S+)")
-_OPERATOR = re.compile(r'1\. Size: .*\n\s+Operator: op_name="([^"]*)"')
+# An entry of the compiler's lists of buffers.
+_BUFFER = re.compile(
+    r"""^\s*\d+\. Size: (?P<size>(?P<count>[\d.]+)(?P<unit>[KMG]?)\S*)\n"""
+    r"""(?:\s+Operator: op_name="(?P<operator>[^"]*)".*\n)?"""
+    r"""(?:(?!\s*\d+\. Size:).*\n)*?\s+Shape: (?P<shape>\S+)""",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,13 @@ class TopologyModule:
         return donor_outcomes(self.before, self.after)
 
 
+def size_rule_of(topology: str) -> str:
+    """The rule of sizes of a topology's devices, from its name. Raises ValueError for what is not such a name."""
+    if not isinstance(topology, str) or not re.fullmatch(r"[^:]+:[^:]+", topology):
+        raise ValueError(_no_topology(topology))
+    return "tpu before v4" if topology.startswith(("v2:", "v3:")) else "tpu"
+
+
 def compile_for(text_or_path: str | os.PathLike[str], topology: str) -> TopologyModule:
     """Compiles a module with the TPU compiler, for a TPU that need not be there.
 
@@ -86,12 +98,18 @@ def compile_for(text_or_path: str | os.PathLike[str], topology: str) -> Topology
 
 def compile_module(before: HloModule, text: str, topology: str, order: Sequence[int]) -> TopologyModule:
     """As `compile_for`. order: the parameters in the order that the module should have; empty to keep theirs."""
-    if "is_scheduled=true" in text[: text.find("\n")]:
+    size_rule_of(topology)
+    if "is_scheduled=true" in text.lstrip().partition("\n")[0]:
         raise ValueError(
             f"module {before.name} is the text after optimisation, which XLA does not compile again. Give compile_for "
             f"the text before optimisation (module_*.before_optimizations.txt of a dump). {see('tpu')}"
         )
     partitions = _partitions(before, text)
+    if before.replica_count > 1:
+        raise ValueError(
+            f"module {before.name} has {before.replica_count} replicas, one for each process or thread of its program. "
+            f"Give compile_for a module without replicas, such as one compiled under SPMD. {see('tpu')}"
+        )
     parameters = {place: number for number, place in enumerate(before.leaves)}
     outputs = {index: number for number, (index, _) in enumerate(before.result.leaves())}
     request = {
@@ -103,6 +121,7 @@ def compile_module(before: HloModule, text: str, topology: str, order: Sequence[
             for alias in before.aliases
         ],
         "order": list(order),
+        "shardy": "xla.sdy." in text,  # JAX's way to write shardings
     }
     with tempfile.TemporaryDirectory(prefix="torch_xla_donate_") as scratch:
         folder = Path(scratch)
@@ -119,7 +138,9 @@ def compile_module(before: HloModule, text: str, topology: str, order: Sequence[
 
 def _run(folder: Path) -> dict[str, Any]:
     command = [sys.executable, str(_COMPILER), str(folder)]
-    child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    # The flags of this process may be unknown to jaxlib, or dump the module among those of the program.
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    child = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=env)
     answer = folder / "answer.json"
     if child.returncode == 0 and answer.exists():
         read: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
@@ -137,14 +158,12 @@ def _error(answer: dict[str, Any], module: str, topology: str, partitions: int) 
                 f'pip install "torch_xla_donate[tpu]" on Python 3.11 or newer. {see("tpu")}'
             )
         case "topology":
-            return ValueError(
-                f"topology {topology!r} does not exist ({text}). Use GENERATION:CHIPS, such as "
-                f"{', '.join(TOPOLOGIES)}. {see('tpu')}"
-            )
+            return ValueError(_no_topology(topology, f" ({text})"))
         case "devices":
             return ValueError(
                 f"module {module} has {partitions} partitions, but topology {topology} has {answer['devices']} "
-                f"devices. Choose a topology with at least {partitions} devices, or a smaller mesh. {see('tpu')}"
+                f"device{'s' if answer['devices'] > 1 else ''}. Choose a topology with at least {partitions} devices, "
+                f"or a smaller mesh. {see('tpu')}"
             )
         case "text":
             return ValueError(f"module {module} is not HLO that XLA can read: {text}. {see('tpu')}")
@@ -156,12 +175,23 @@ def _error(answer: dict[str, Any], module: str, topology: str, partitions: int) 
     exhausted = re.search(r"Ran out of memory in memory space hbm\. (Used \S+ of \S+ hbm)", text)
     if exhausted is None:
         return RuntimeError(f"the TPU compiler refused module {module} for {topology}: {text}. {see('tpu')}")
-    largest, operator = _LARGEST.search(text), _OPERATOR.search(text)
-    buffer = f" The largest buffer is {largest[2]} ({largest[1]})" if largest else ""
-    buffer += f" of {operator[1]}." if operator and largest else "." if largest else ""
+    uses = ", ".join(f"{found[1]} {found[2]}" for found in re.finditer(r"^\s+(program|arguments) +(\S+)", text, re.M))
+    buffers, buffer = list(_BUFFER.finditer(text)), ""
+    if buffers:
+        largest = max(buffers, key=lambda one: float(one["count"]) * 1024 ** " KMG".index(one["unit"] or " "))
+        operator = f" of {largest['operator']}" if largest["operator"] else ""
+        buffer = f" The largest buffer of the program is {largest['shape']} ({largest['size']}){operator}."
+    used = f"{exhausted[1]} ({uses})." if uses else f"{exhausted[1]}."
     return RuntimeError(
-        f"module {module} does not fit on a device of {topology}: {exhausted[1]}.{buffer} Donate more, shard over more "
-        f"devices, or recompute activations. {see('tpu')}\n\n{text}"
+        f"module {module} does not fit on a device of {topology}: {used}{buffer} Donate more, shard over more devices, "
+        f"or recompute activations. {see('tpu')}\n\n{text}"
+    )
+
+
+def _no_topology(topology: object, details: str = "") -> str:
+    return (
+        f"topology {topology!r} does not exist{details}. Use GENERATION:CHIPS, such as {', '.join(TOPOLOGIES)}. "
+        f"{see('tpu')}"
     )
 
 
