@@ -11,11 +11,12 @@ NEEDED := 9
 export PJRT_DEVICE ?= CPU
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export NO_MKDOCS_2_WARNING := 1
 
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo llama test test-fast test-all test-cpp coverage lint format bench soak fuzz build env clean
+.PHONY: help demo llama test test-fast test-all test-cpp coverage lint format bench soak fuzz docs build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -29,7 +30,7 @@ test: build test-cpp  ## what guards every promise: C++ (ctest), then Python (py
 test-fast: build  ## what an edit needs: the tests that start no process
 	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
 
-test-all: build test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
+test-all: build $(VENV)/docs test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
 	$(PYTEST) --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) soak fuzz
 ifdef UPSTREAM
@@ -81,6 +82,11 @@ fuzz: build  ## 24,000 random programs in each way of donating, and 5,000 of aut
 	export $(FOUR); $(FUZZ) --kind states --jobs 2 --programs 4000 --seed $$RANDOM --sharded
 	export $(FOUR); $(FUZZ) --programs 1000 --seed $$RANDOM --sharded
 
+# Pictures, messages and docstrings come from the sources. The tool that formats signatures, ruff, is found in PATH.
+docs: build $(VENV)/docs  ## build the site in out/site from docs/ and the code, and check its links
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build -f docs/site/mkdocs.yml
+	@echo "out/site/index.html; for the search: $(BIN)/python -m http.server -b 127.0.0.1 -d out/site"
+
 # Configured once, or when the CMake files change; ninja knows what else is out of date.
 build: env $(VENV)/configured
 	@$(BIN)/cmake --build build > build/build.log 2>&1 || { cat build/build.log; exit 1; }
@@ -99,6 +105,10 @@ $(VENV)/installed: requirements.txt pyproject.toml
 	$(BIN)/pip install -q -r requirements.txt
 	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py)
 	@echo "$(CURDIR)" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
+	@touch $@
+
+$(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py
+	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py docs)
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv

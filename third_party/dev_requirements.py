@@ -1,9 +1,11 @@
-"""Prints the pinned packages of pyproject.toml's extra "dev" for make. Python 3.10 has no TOML library."""
+"""Prints the pinned packages of an extra of pyproject.toml, "dev" or the one named. Python 3.10 has no TOML library."""
 
 import re
+import sys
 from pathlib import Path
 
 text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
-block = re.search(r"^dev = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
-assert block is not None, "pyproject.toml has no extra 'dev'"
+extra = sys.argv[1] if len(sys.argv) > 1 else "dev"
+block = re.search(rf"^{extra} = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+assert block is not None, f"pyproject.toml has no extra {extra!r}"
 print(" ".join(re.findall(r'"([^"]+)"', block.group(1))))

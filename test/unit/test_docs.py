@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -15,9 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import messages
 import pytest
 import torch_xla
 from children import run_file, run_in_child
+from links import anchor
+from message_pages import words
 
 import torch_xla_donate
 from torch_xla_donate import _C, _host, _report
@@ -63,11 +65,6 @@ def processes(page: Path) -> list[Process]:
             found.append(Process(dict(setting.split("=", 1) for setting in settings)))
         found[-1].blocks.append(Block(text.count("\n", 0, match.start()) + 1, match["source"], match["text"]))
     return found
-
-
-def words(text: str) -> str:
-    """The text with its line breaks and runs of blanks made one blank: pages break lines where they like."""
-    return " ".join(text.split())
 
 
 def cases() -> Iterator[object]:
@@ -141,62 +138,22 @@ def test_the_readme_names_the_versions_that_are_supported() -> None:
 # --- Every message has a page ---
 
 
-def constants(node: ast.expr) -> list[str]:
-    """The constant pieces of a string, an f-string, or a sum or choice of them."""
-    return [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-
-
-def page_named_in(node: ast.expr) -> str | None:
-    """The page that a message sends its reader to, by `see(page)`."""
-    calls = [n for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
-    return next((ast.literal_eval(call.args[0]) for call in calls if call.func.id == "see"), None)
-
-
-def python_messages() -> Iterator[tuple[str, str, str | None]]:
-    """For each message, where it is, its longest piece, and the page that it names."""
-    errors = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
-    for path in sorted((ROOT / "torch_xla_donate").rglob("*.py")):
-        if path.name == "_numbers.py":
-            continue  # its error is torch's own
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            called = isinstance(node, ast.Call) and (
-                (isinstance(node.func, ast.Name) and node.func.id in errors)
-                or (isinstance(node.func, ast.Attribute) and node.func.attr in ("warn", "warn_explicit"))
-            )
-            if called and node.args and constants(node.args[0]):
-                message = node.args[0]
-                yield f"{path.name}:{node.lineno}", max(constants(message), key=len), page_named_in(message)
-            if isinstance(node, ast.FunctionDef) and node.name in (
-                "explain",
-                "_differs_per_device",
-                "_expect",
-                "predict",
-                "describe_use",
-                "describe_reuse",
-                "_line",
-                "_text",
-                "_unusable_text",
-            ):
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Return) and inner.value is not None and constants(inner.value):
-                        longest = max(constants(inner.value), key=len)
-                        yield f"{path.name}:{inner.lineno}", longest, page_named_in(inner.value)
-
-
-def sentences() -> Iterator[tuple[str, str, str | None]]:
-    """The pieces of the sentences for the hooks' codes, between what is filled in."""
-    for code, text in reasons.SENTENCES.items():
-        for piece in re.split(r"\{details\}|(?<=: )", text):
-            if piece:
-                yield f"{code}: {piece[:30]}", piece, None
-
-
-MESSAGES = [*python_messages(), *sentences()]
+WRITTEN, REASONS = messages.written(), messages.reasons()
+CASES = [(message.where, message.longest, message.page) for message in WRITTEN]
+CASES += [(f"{message.where}: {piece[:30]}", piece, None) for message in REASONS for piece in message.pieces]
 
 
 def test_the_messages_of_the_code_are_found() -> None:
-    assert len(list(sentences())) >= len(reasons.SENTENCES)
-    assert len(MESSAGES) >= 30
+    assert len(REASONS) >= len(reasons.SENTENCES) - 2  # one is empty, and one is all filled in
+    assert len(WRITTEN) >= 100
+
+
+def test_a_message_is_found_for_each_page_that_the_code_names() -> None:
+    """`see(page)` ends a message, which the reader of the code finds with that page."""
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "torch_xla_donate").rglob("*.py"))
+    named = set(re.findall(r"""\bsee\(["'](\w+)["']\)""", code))
+    assert len(named) >= 15
+    assert {message.page for message in WRITTEN} - {None} == named
 
 
 def test_every_code_of_the_hooks_has_a_sentence() -> None:
@@ -204,19 +161,15 @@ def test_every_code_of_the_hooks_has_a_sentence() -> None:
 
 
 def test_no_message_sends_users_to_a_private_name() -> None:
-    for where, text, _ in MESSAGES:
-        assert not re.search(r"torch_xla_donate\._", text), where
+    for message in [*WRITTEN, *REASONS]:
+        assert not re.search(r"torch_xla_donate\._", message.text), message.where
 
 
-@pytest.mark.parametrize(("message", "page"), [case[1:] for case in MESSAGES], ids=[case[0] for case in MESSAGES])
-def test_every_message_of_the_code_has_a_page(message: str, page: str | None) -> None:
+@pytest.mark.parametrize(("text", "page"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_every_message_of_the_code_has_a_page(text: str, page: str | None) -> None:
     """If the message names a page, that page has it."""
     pages = PAGES if page is None else [ROOT / "docs" / f"{page}.md"]
-    assert words(message) in words(" ".join(path.read_text(encoding="utf-8") for path in pages))
-
-
-def test_messages_name_their_pages() -> None:
-    assert len({page for *_, page in MESSAGES if page}) >= 15
+    assert words(text) in words(" ".join(path.read_text(encoding="utf-8") for path in pages))
 
 
 def test_the_texts_of_the_page_on_import_errors_are_in_the_code() -> None:
@@ -259,9 +212,8 @@ def test_the_record_lists_every_hook_and_tests_that_exist() -> None:
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
-    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+    """The anchors of a page's headings."""
+    return set(map(anchor, re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)))
 
 
 @pytest.mark.parametrize("page", LINKED, ids=[str(page.relative_to(ROOT)) for page in LINKED])
