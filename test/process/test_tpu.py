@@ -275,7 +275,7 @@ SMALL = BIG.replace("65536", "128")
         (SMALL, "v6e:3", ValueError, "topology 'v6e:3' does not exist .*v6e:4x8"),
         (SMALL, "v99:2x2", ValueError, "topology 'v99:2x2' does not exist"),
         (SMALL.replace("dot(", "dott("), "v6e:1x1", ValueError, "module big is not HLO that XLA can read"),
-        (SMALL.replace("f32", "c128"), "v6e:1x1", RuntimeError, "the TPU compiler refused module big for v6e:1x1"),
+        (SMALL.replace("f32", "c128"), "v6e:1x1", RuntimeError, "the compiler refused module big for v6e:1x1"),
         (SMALL.replace("HloModule big", "HloModule big, is_scheduled=true"), "v6e:1x1", ValueError, "after optimisat"),
     ],
     ids=["memory", "chips", "generation", "text", "dtype", "scheduled"],
