@@ -94,7 +94,7 @@ def test_the_page_has_every_part() -> None:
         "Donated, of the bytes offered 50.0%",
         "Not donated 4.0 MiB",
         "Donated, over all runs 480.0 MiB",
-        "Largest peak of a step 12.0 MiB Without donation 12.0 MiB",
+        "Largest peak of a step 12.0 MiB Largest peak, not donated 12.0 MiB",
         "Exit code of the program 0",
         "1. SyncTensorsGraph.12 1 of 2 donors donated, 4.0 MiB",
         "2. SyncTensorsGraph.3 0 of 0 donors donated, 0 B",
