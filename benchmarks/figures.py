@@ -16,19 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 FIGURE = FOLDER.parent / "docs" / "benchmarks.svg"
 INK = "#7d8590"  # readable on a light and on a dark page
 PLAIN, DONATED = "#9aa4af", "#2f81f7"
-STYLE = {
-    "svg.hashsalt": "torch_xla_donate",  # equal results give equal files
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
+STYLE = "torch_xla_donate._tools.figures"  # figures.mplstyle in that package
 
 
 def read(results: Path, name: str) -> dict[str, Any]:
@@ -93,7 +81,7 @@ def draw_automatic(axes: Any, rows: list[dict[str, Any]]) -> None:
 
 def draw(results: Path, path: Path) -> None:
     """Draws the figure of these results."""
-    with matplotlib.rc_context(STYLE):
+    with pyplot.style.context(STYLE):
         figure, axes = pyplot.subplots(2, 2, figsize=(9, 6.2), layout="constrained")
         draw_update(axes[0][0], axes[0][1], read(results, "peak_memory")["rows"])
         draw_overhead(axes[1][0], read(results, "step_overhead")["nothing_marked"])

@@ -10,19 +10,7 @@ from typing import Any
 MIB = 1 << 20
 INK = "#7d8590"  # readable on a light and on a dark page
 COLOURS = {"1b": "#2f81f7", "8b": "#d29922", "70b": "#a371f7"}
-STYLE = {
-    "svg.hashsalt": "torch_xla_donate",  # equal results give equal files
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "axes.facecolor": "none",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.color": INK,
-    "ytick.color": INK,
-}
+STYLE = "torch_xla_donate._tools.figures"  # figures.mplstyle in that package
 OUTSIDE = ("embedding", "norm", "head")  # weights outside the layers
 
 
@@ -161,7 +149,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    with matplotlib.rc_context(STYLE):
+    with pyplot.style.context(STYLE):
         figure, axes = pyplot.subplots(figsize=(7.5, 4.4), layout="constrained")
         counts = [1, 2, 4, 8, 16, 32, 64]
         for name, colour in COLOURS.items():

@@ -41,7 +41,8 @@ def main(topology: str, pairs: list[tuple[str, str]]) -> list[dict[str, Any]]:
     answers = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        request = {"topology": topology, "partitions": 1, "donors": [0], "aliases": [], "order": [], "shardy": False}
+        request = {"topology": topology, "partitions": 1, "donors": [0], "aliases": [], "order": []}
+        request |= {"shardy": False, "undonated": False}
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         for donor, output in pairs:
             (folder / "module.hlo").write_text(module(donor, output), encoding="utf-8")

@@ -408,7 +408,7 @@ SMALL = BIG.replace("65536", "128")
         (SMALL, "", ValueError, "topology '' does not exist. Use GENERATION:CHIPS"),
         (SMALL, 8, ValueError, "topology 8 does not exist. Use GENERATION:CHIPS"),
         (SMALL.replace("dot(", "dott("), "v6e:1x1", ValueError, "module big is not HLO that XLA can read"),
-        (SMALL.replace("f32", "c128"), "v6e:1x1", RuntimeError, "the TPU compiler refused module big for v6e:1x1"),
+        (SMALL.replace("f32", "c128"), "v6e:1x1", RuntimeError, "the compiler refused module big for v6e:1x1"),
         ("\n" + SMALL.replace(" big", " big, is_scheduled=true"), "v6e:1x1", ValueError, "after optimisat"),
         (SMALL.replace(" big", " big, replica_count=4"), "v6e:2x2", ValueError, "module big has 4 replicas"),
     ],

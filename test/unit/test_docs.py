@@ -71,7 +71,7 @@ def cases() -> Iterator[object]:
     for page in [ROOT / "README.md", *PAGES]:
         for process in processes(page):
             needs_jax = any(
-                re.search("import jax|v6e", block.source) for block in process.blocks
+                re.search("import jax|v6e|compile_for", block.source) for block in process.blocks
             ) and sys.version_info < (3, 11)
             skipped = [pytest.mark.skip(reason="jax 0.7.1 and torchax need Python 3.11")] if needs_jax else []
             yield pytest.param(process, id=f"{page.relative_to(ROOT)}:{process.blocks[0].line}", marks=skipped)

@@ -1,4 +1,4 @@
-"""Compiles a module for a TPU topology: python _tpu_compiler.py FOLDER, in a process without torch_xla.
+"""Compiles a module for a TPU topology or for CPU: python _tpu_compiler.py FOLDER, in a process without torch_xla.
 
 Reads `request.json` and `module.hlo` in the folder, and writes `answer.json` and `compiled.hlo`. A separate process,
 because libtpu ends its process on some errors, and because it writes to stderr.
@@ -6,6 +6,7 @@ because libtpu ends its process on some errors, and because it writes to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -19,20 +20,17 @@ os.environ.update({"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "ALLOW_MUL
 
 def main(folder: Path) -> dict[str, Any]:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    if request["topology"] == "cpu":
+        # Replaces the flags of the program, which may dump modules or belong to another version of XLA.
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={request['partitions']}"
     try:
-        import libtpu  # noqa: F401
-        from jax.experimental import topologies
         from jaxlib import _jax
+
+        devices = devices_of(request["topology"])
     except ImportError as error:
         return {"kind": "missing", "error": str(error)}
-    try:
-        chips = request["topology"].partition(":")[2]
-        # libtpu assumes hosts of four chips. A host with one chip has to be named.
-        single = {"chips_per_host_bounds": (1, 1, 1)} if set(chips.split("x")) == {"1"} else {}
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=request["topology"], **single)
     except Exception as error:  # of several classes
         return {"kind": "topology", "error": str(error)}
-    devices: list[Any] = sorted(topology.devices, key=lambda device: device.id)
     if request["partitions"] > len(devices):
         return {"kind": "devices", "devices": len(devices)}
     text = (folder / "module.hlo").read_text(encoding="utf-8")
@@ -45,13 +43,38 @@ def main(folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {"kind": "compile", "error": str(error), "devices": len(devices)}
     (folder / "compiled.hlo").write_text(compiled.hlo_modules()[0].to_string(), encoding="utf-8")
+    answer = {"devices": len(devices), "memory": memory_of(compiled)}
+    if request["undonated"]:
+        plain = {**request, "donors": [], "aliases": []}
+        with contextlib.suppress(Exception):  # without donation a step may need more memory than there is
+            answer["undonated"] = memory_of(compile_module(module, plain, devices[: request["partitions"]]))
+    return answer
+
+
+def devices_of(topology: str) -> list[Any]:
+    """The devices of a TPU topology, or those that jax has on this machine's CPU."""
+    if topology == "cpu":
+        import jax
+
+        return list(jax.devices("cpu"))
+    import libtpu  # noqa: F401
+    from jax.experimental import topologies
+
+    chips = topology.partition(":")[2]
+    # libtpu assumes hosts of four chips. A host with one chip has to be named.
+    single = {"chips_per_host_bounds": (1, 1, 1)} if set(chips.split("x")) == {"1"} else {}
+    found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **single)
+    return sorted(found.devices, key=lambda device: device.id)
+
+
+def memory_of(compiled: Any) -> dict[str, int]:
     stats = compiled.get_compiled_memory_stats()
     names = ("argument", "output", "alias", "temp", "generated_code")
-    return {"devices": len(devices), "memory": {name: getattr(stats, f"{name}_size_in_bytes") for name in names}}
+    return {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
 
 
 def compile_module(module: Any, request: dict[str, Any], devices: list[Any]) -> Any:
-    """An executable that cannot be run."""
+    """An executable of these devices. That of a topology cannot be run."""
     import numpy as np
     from jaxlib import xla_client
 
@@ -66,7 +89,10 @@ def compile_module(module: Any, request: dict[str, Any], devices: list[Any]) -> 
         build.use_shardy_partitioner = request["shardy"]
         # As torch_xla compiles. Otherwise outputs without a sharding are replicated, and take no donor.
         build.allow_spmd_sharding_propagation_to_output = [True]
-    return devices[0].client.compile(stablehlo_of(module, request), xla_client.DeviceList(tuple(devices)), options)
+    client = devices[0].client
+    # jax has no compiler for a CPU without its devices.
+    compile_ = client.compile_and_load if devices[0].platform == "cpu" else client.compile
+    return compile_(stablehlo_of(module, request), xla_client.DeviceList(tuple(devices)), options)
 
 
 def stablehlo_of(module: Any, request: dict[str, Any]) -> bytes:

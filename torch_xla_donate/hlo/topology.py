@@ -1,4 +1,4 @@
-"""Compiles modules for TPUs that are not there: what the TPU compiler does with a step's donors, and its memory."""
+"""Compiles modules for TPUs that are not there, or for CPU: what XLA does with a step's donors, and its memory."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ _BUFFER = re.compile(
 class TopologyModule:
     """A module compiled for a topology. It cannot be run.
 
-    topology: the name, such as `v6e:4x8`.
+    topology: the name, such as `v6e:4x8`, or `cpu`.
     num_devices: the devices that the module is compiled for, one for each partition.
     before, after: the module before and after optimisation.
     memory: bytes on one device, padded as the platform pads them.
+    undonated: the same without donors and aliases; None if that was not asked for, or does not fit on the device.
     """
 
     topology: str
@@ -54,6 +55,7 @@ class TopologyModule:
     after: HloModule
     memory: MemoryAnalysis
     _text: str = field(repr=False)
+    undonated: MemoryAnalysis | None = None
 
     def as_text(self) -> str:
         """HLO after optimisation; `input_output_alias` lists the parameters whose memory outputs reuse."""
@@ -72,8 +74,8 @@ def size_rule_of(topology: str) -> str:
     return "tpu before v4" if topology.startswith(("v2:", "v3:")) else "tpu"
 
 
-def compile_for(text_or_path: str | os.PathLike[str], topology: str) -> TopologyModule:
-    """Compiles a module with the TPU compiler, for a TPU that need not be there.
+def compile_for(text_or_path: str | os.PathLike[str], topology: str, *, undonated: bool = False) -> TopologyModule:
+    """Compiles a module with the TPU compiler, for a TPU that need not be there, or with jax's compiler for CPU.
 
     Donors, aliases and shardings of the module are kept. A sharded module is compiled for as many devices of the
     topology as it has partitions. Needs the packages of ``pip install "torch_xla_donate[tpu]"``: jax, jaxlib and
@@ -81,7 +83,9 @@ def compile_for(text_or_path: str | os.PathLike[str], topology: str) -> Topology
 
     Args:
         text_or_path: HLO before optimisation, as for `parse`: of this package, of torch_xla or of JAX.
-        topology: generation and chips, such as ``v5e:4x8``, ``v6e:2x2`` or ``v4:2x2x1``.
+        topology: generation and chips, such as ``v5e:4x8``, ``v6e:2x2`` or ``v4:2x2x1``. ``cpu`` compiles for this
+            machine. It needs jax and jaxlib only, and ignores ``XLA_FLAGS``.
+        undonated: compile the module a second time, without donors and aliases, for `TopologyModule.undonated`.
 
     Raises:
         ImportError: a package is missing.
@@ -93,12 +97,15 @@ def compile_for(text_or_path: str | os.PathLike[str], topology: str) -> Topology
     before = parse(text_or_path)
     is_path = before.path is not None or not isinstance(text_or_path, str)
     text = Path(text_or_path).read_text(encoding="utf-8") if is_path else str(text_or_path)
-    return compile_module(before, text, topology, ())
+    return compile_module(before, text, topology, (), undonated=undonated)
 
 
-def compile_module(before: HloModule, text: str, topology: str, order: Sequence[int]) -> TopologyModule:
+def compile_module(
+    before: HloModule, text: str, topology: str, order: Sequence[int], *, undonated: bool = False
+) -> TopologyModule:
     """As `compile_for`. order: the parameters in the order that the module should have; empty to keep theirs."""
-    size_rule_of(topology)
+    if topology != "cpu":
+        size_rule_of(topology)  # raises for what is not a topology's name
     if "is_scheduled=true" in text.lstrip().partition("\n")[0]:
         raise ValueError(
             f"module {before.name} is the text after optimisation, which XLA does not compile again. Give compile_for "
@@ -122,6 +129,7 @@ def compile_module(before: HloModule, text: str, topology: str, order: Sequence[
         ],
         "order": list(order),
         "shardy": "xla.sdy." in text,  # JAX's way to write shardings
+        "undonated": undonated,
     }
     with tempfile.TemporaryDirectory(prefix="torch_xla_donate_") as scratch:
         folder = Path(scratch)
@@ -131,9 +139,13 @@ def compile_module(before: HloModule, text: str, topology: str, order: Sequence[
         if "memory" not in answer:
             raise _error(answer, before.name, topology, partitions)
         compiled = (folder / "compiled.hlo").read_text(encoding="utf-8")
-    memory = MemoryAnalysis(**{f"{name}_bytes": size for name, size in answer["memory"].items()})
+    memory, plain = (
+        MemoryAnalysis(**{f"{name}_bytes": size for name, size in answer[key].items()}) if key in answer else None
+        for key in ("memory", "undonated")
+    )
+    assert memory is not None
     before = before.reordered(order or range(len(parameters)))
-    return TopologyModule(topology, partitions, before, parse(compiled), memory, compiled)
+    return TopologyModule(topology, partitions, before, parse(compiled), memory, compiled, plain)
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -154,7 +166,7 @@ def _error(answer: dict[str, Any], module: str, topology: str, partitions: int) 
     match answer["kind"]:
         case "missing":
             return ImportError(
-                f"compiling for {topology} needs the TPU compiler ({text}). Install it with "
+                f"compiling for {topology} needs the compiler ({text}). Install it with "
                 f'pip install "torch_xla_donate[tpu]" on Python 3.11 or newer. {see("tpu")}'
             )
         case "topology":
@@ -169,12 +181,12 @@ def _error(answer: dict[str, Any], module: str, topology: str, partitions: int) 
             return ValueError(f"module {module} is not HLO that XLA can read: {text}. {see('tpu')}")
         case "crash":
             return RuntimeError(
-                f"the TPU compiler ended with exit code {answer['code']} for module {module} and {topology}: {text}. "
+                f"the compiler ended with exit code {answer['code']} for module {module} and {topology}: {text}. "
                 f"Compile a smaller part of the step to find the operation. {see('tpu')}"
             )
     exhausted = re.search(r"Ran out of memory in memory space hbm\. (Used \S+ of \S+ hbm)", text)
     if exhausted is None:
-        return RuntimeError(f"the TPU compiler refused module {module} for {topology}: {text}. {see('tpu')}")
+        return RuntimeError(f"the compiler refused module {module} for {topology}: {text}. {see('tpu')}")
     uses = ", ".join(f"{found[1]} {found[2]}" for found in re.finditer(r"^\s+(program|arguments) +(\S+)", text, re.M))
     buffers, buffer = list(_BUFFER.finditer(text)), ""
     if buffers:

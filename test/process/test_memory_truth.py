@@ -1,0 +1,182 @@
+"""A step's memory with and without donation, as XLA counts it, and the sentences on what donation saves."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process, run_file
+
+from torch_xla_donate import compile, donate_buffer, hlo, placeholder
+from torch_xla_donate._tools.memory import findings, moment, with_undonated
+from torch_xla_donate._tools.summary import StepDonor, StepSummary
+from torch_xla_donate.hlo.dump import copied_parameters
+
+needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+# matplotlib imports pyparsing by names that the latter has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+
+
+def summary_of(folder: Path) -> tuple[StepSummary, Path]:
+    """The step with donors in a dump, and the path of its HLO before optimisation."""
+    (dumped,) = [module for module in hlo.read_dump(folder) if module.donors]
+    copied = dict(copied_parameters(dumped.after.path.read_text(encoding="utf-8")))
+    donors = tuple(
+        StepDonor(
+            parameter=outcome.donor.parameter_number,
+            array=str(outcome.shape),
+            bytes=outcome.shape.bytes,
+            kind="marked",
+            output=outcome.output[0] if outcome.output is not None else None,
+            reason=outcome.reason,
+            copied_bytes=copied.get(outcome.donor.parameter_number, 0),
+        )
+        for outcome in hlo.donor_outcomes(dumped.before, dumped.after)
+    )
+    step = StepSummary(
+        module=dumped.name,
+        file=str(dumped.after.path),
+        parameters=len(dumped.before.leaves),
+        outputs=len(list(dumped.before.result.leaves())),
+        donors=donors,
+        aliases=len(dumped.aliases),
+    )
+    return step, dumped.before.path
+
+
+def square(w):
+    return w @ w
+
+
+def flipped_and_shifted(t):
+    return t.flip(0), t + t.sum()
+
+
+def scaled(w):
+    return 0.9 * w
+
+
+def run_step(function, *shape):
+    t = torch.ones(*shape).to("xla")
+    torch_xla.sync()
+    donate_buffer(t)
+    results = function(t)
+    torch_xla.sync(wait=True)
+    return results
+
+
+@needs_jax
+@in_process
+def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
+    """A product cannot be written over its own operand, so XLA copies the operand into a temporary first."""
+    run_step(square, 512, 512)
+    step, before = summary_of(dump_folder)
+    step = with_undonated(step, before)
+    assert (step.memory.alias_bytes, step.memory.temp_bytes) == (MIB, MIB)
+    assert (step.undonated.alias_bytes, step.undonated.temp_bytes) == (0, 0)
+    assert step.memory.peak_bytes == step.undonated.peak_bytes
+    (sentence,) = findings(step)
+    assert sentence == (
+        "Aliased, yet a full extra temporary copy: outputs reuse 1.0 MiB of donors, but the temporaries grow by 1.0 "
+        "MiB. A run takes 2.0 MiB with donation and 2.0 MiB without."
+    )
+
+
+@needs_jax
+@in_process
+def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
+    run_step(flipped_and_shifted, 1 << 18)
+    step, before = summary_of(dump_folder)
+    step = with_undonated(step, before)
+    assert step.undonated.peak_bytes - step.memory.peak_bytes > 0.9 * MIB
+    assert findings(step) == [
+        "XLA copies 1.0 MiB of donated arrays at each run (parameter 0), because an operation reads the old value "
+        "after XLA begins to write the new one."
+    ]
+
+
+@needs_jax
+@in_process
+def test_a_plain_update_saves_all_that_it_aliases(dump_folder):
+    run_step(scaled, 512, 512)
+    step, before = summary_of(dump_folder)
+    step = with_undonated(step, before)
+    assert step.undonated.peak_bytes - step.memory.peak_bytes == step.donated_bytes == MIB
+    assert findings(step) == []
+
+
+@needs_jax
+@pytest.mark.parametrize("function", [square, flipped_and_shifted, scaled])
+@in_process
+def test_the_bytes_are_those_of_torch_xlas_own_compiler(function):
+    """A result of one array has no table of addresses in jax's compiler; torch_xla's table has 8 bytes."""
+    lowered = compile(function, donate_argnums=0).lower(placeholder((256, 256), torch.float32))
+    own, other = lowered.compile().memory_analysis(), hlo.compile_for(lowered.as_text(), "cpu").memory
+    table = 8 if function is not flipped_and_shifted else 0
+    assert (own.argument_bytes, own.alias_bytes, own.temp_bytes) == (
+        other.argument_bytes,
+        other.alias_bytes,
+        other.temp_bytes,
+    )
+    assert own.output_bytes == other.output_bytes + table
+
+
+@needs_jax
+@in_process
+def test_on_a_topology_both_are_padded(dump_folder):
+    run_step(scaled, 100)
+    step, before = summary_of(dump_folder)
+    there = with_undonated(StepSummary(step.module, "", 1, 1, step.donors, 1, topology="v6e:1x1"), before)
+    assert there.memory.alias_bytes == 512
+    assert there.undonated.alias_bytes == 0
+    assert there.undonated.output_bytes == there.memory.output_bytes
+
+
+@needs_jax
+@in_process(devices=4)
+def test_of_a_sharded_step_the_bytes_are_of_one_device():
+    xr.use_spmd()
+    mesh = xs.Mesh(list(range(4)), (4,), ("x",))
+    w = placeholder((1024, 64), torch.float32, sharding=(mesh, ("x", None)))
+    module = hlo.compile_for(compile(scaled, donate_argnums=0).lower(w).as_text(), "cpu", undonated=True)
+    assert module.num_devices == 4
+    assert module.memory.alias_bytes == 1024 * 64 * 4 // 4
+    assert module.undonated.alias_bytes == 0
+
+
+@needs_jax
+@in_process
+def test_compiling_for_cpu_leaves_the_programs_dump_alone(dump_folder):
+    run_step(scaled, 4)
+    _, before = summary_of(dump_folder)
+    files = sorted(os.listdir(dump_folder))
+    assert hlo.compile_for(before, "cpu").memory.alias_bytes == 16
+    assert sorted(os.listdir(dump_folder)) == files
+
+
+@in_process
+def test_the_next_run_adds_new_outputs_and_temporaries():
+    text = compile(square, donate_argnums=0).lower(placeholder((8, 8), torch.float32)).compile()
+    memory = text.memory_analysis()
+    step = StepSummary("m", "", 1, 1, (), 1, memory=memory)
+    assert moment(3, step, 1000).peak_bytes == 1000 + memory.output_bytes - 256 + 256
+    assert moment(3, StepSummary("m", "", 1, 1, (), 1), 1000).peak_bytes == 1000
+
+
+# --- The pictures of docs/memory_truth.md ---
+
+
+@needs_jax
+def test_the_pictures_of_the_page_show_what_is_measured(tmp_path):
+    run_file(ROOT / "benchmarks" / "memory_truth.py", "--output", str(tmp_path))
+    for name in ("memory_truth.svg", "live_bytes.svg"):
+        assert (tmp_path / name).read_bytes() == (ROOT / "docs" / name).read_bytes(), name
