@@ -64,14 +64,13 @@ def test_the_example_project_passes(installed):
 
 
 UNUSABLE = """
-import pytest, torch, torch_xla
+import torch, torch_xla
 from torch_xla_donate import donate_buffer
 
-@pytest.mark.parametrize("strict", ["off", "warn"])
-def test_lost(fail_on_unusable_donation, strict):
+def test_lost(fail_on_unusable_donation):
     t = torch.ones(7).to("xla")
     torch_xla.sync()
-    donate_buffer(t, strict=strict)
+    donate_buffer(t, strict="off")
     total = t.sum()
     torch_xla.sync()
 
@@ -100,8 +99,8 @@ def test_an_unusable_donation_fails_its_test(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     ended = run_in_child(run_pytest, "-q", "-p", "torch_xla_donate.testing", str(tmp_path))
     assert ended.value == 1
-    assert "3 failed, 1 passed" in ended.stdout
-    assert ended.stdout.count("f32[7]: no output of the step has its size of 28 bytes") == 2
+    assert "2 failed, 1 passed" in ended.stdout
+    assert ended.stdout.count("f32[7]: no output of the step has its size of 28 bytes") == 1
     assert "f32[9]: no output" not in ended.stdout
     assert "assert 9.0 == 8" in ended.stdout
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 _ROWS = 1000
 # Of the page's own text colour, so that it fits light and dark pages.
 _LINE = "1px solid color-mix(in srgb, currentColor 25%, transparent)"
-_CELL = f"padding:.25em .75em;border-bottom:{_LINE};text-align:left;vertical-align:top;overflow-wrap:anywhere"
+_CELL = f"padding:.25em .75em;border-bottom:{_LINE};text-align:left;vertical-align:top"
+# On a narrow page the table scrolls sideways, and only the reasons are broken into lines.
+_WIDTHS = ["white-space:nowrap"] * (len(table.COLUMNS) - 1) + ["min-width:20em"]
 
 
 def report(found: DonationReport) -> str:
@@ -33,7 +35,8 @@ def report(found: DonationReport) -> str:
 
 
 def _cells(tag: str, texts: Iterable[str]) -> str:
-    return "".join(f'<{tag} style="{_CELL}">{escape(text)}</{tag}>' for text in texts)
+    cells = zip(texts, _WIDTHS)
+    return "".join(f'<{tag} style="{_CELL};{width}">{escape(text)}</{tag}>' for text, width in cells)
 
 
 def _paragraphs(texts: Iterable[str]) -> str:
