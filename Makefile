@@ -104,7 +104,7 @@ $(VENV)/installed: requirements.txt pyproject.toml
 	@echo "installing torch, torch_xla and the tools into $(VENV) (about $(NEEDED) GB, a few minutes) ..."
 	$(BIN)/pip install -q -r requirements.txt
 	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py)
-	@echo "$(CURDIR)" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
+	@printf '%s\n' "$(CURDIR)" "$(CURDIR)/torch_xla_donate/_pytest" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
 	@touch $@
 
 $(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py

@@ -4,6 +4,7 @@ from torch_xla_donate import _host  # first: it checks the versions and loads `_
 
 from torch_xla_donate import _C, _errors, _modes, _report
 from torch_xla_donate import hlo as hlo
+from torch_xla_donate import testing as testing
 from torch_xla_donate._compile.api import compile as compile
 from torch_xla_donate._compile.placeholders import placeholder as placeholder
 from torch_xla_donate._compile.placeholders import placeholder_like as placeholder_like
@@ -21,9 +22,12 @@ from torch_xla_donate._marks import is_donated as is_donated
 from torch_xla_donate._modes import auto_donate as auto_donate
 from torch_xla_donate._modes import debug_nans as debug_nans
 from torch_xla_donate._modes import donation_disabled as donation_disabled
+from torch_xla_donate._modes import expect_donated as expect_donated
 from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import HeldInput as HeldInput
+from torch_xla_donate._report import Reason as Reason
+from torch_xla_donate._report import configure as configure
 from torch_xla_donate._report import donation_report as donation_report
 
 __version__ = "0.1.0"
@@ -35,14 +39,17 @@ __all__ = [
     "DonationWarning",
     "Donor",
     "HeldInput",
+    "Reason",
     "auto_donate",
     "call_jax",
     "cancel_donation",
     "compile",
+    "configure",
     "debug_nans",
     "donate_buffer",
     "donation_disabled",
     "donation_report",
+    "expect_donated",
     "gradient_accumulation",
     "hlo",
     "is_donated",
@@ -50,6 +57,7 @@ __all__ = [
     "placeholder_like",
     "scan",
     "scan_layers",
+    "testing",
     "user_computation",
 ]
 
@@ -65,3 +73,4 @@ _host.install_hooks()
 _modes.debug.start()
 _modes.auto.start()
 _report.copies.start()
+_report.settings.start()

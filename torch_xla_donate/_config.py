@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import re
+from typing import Literal
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -19,18 +21,54 @@ def flag(name: str) -> bool:
     raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no. Set it to 1 or 0.")
 
 
-def is_strict(strict: bool | None) -> bool:
-    """Whether an unusable donation raises. Without ``strict`` the environment decides (``TORCH_XLA_DONATE_STRICT``)."""
-    return flag("TORCH_XLA_DONATE_STRICT") if strict is None else strict
+def number(name: str, default: int, least: int) -> int:
+    """The environment variable as a whole number. Raises ValueError if it is none, or too small."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name}={os.environ[name]!r} is not a whole number of {least} or more. Set it to {default}.")
+    return int(text)
 
 
-def check_strict(strict: bool | None) -> None:
-    """Raises TypeError unless the argument ``strict`` of a donation is a bool or None."""
-    if strict is not None and not isinstance(strict, bool):
-        raise TypeError(
-            f"strict is {strict!r}, of type {type(strict).__name__}, not a bool. Pass True or False, or omit it to "
-            "use TORCH_XLA_DONATE_STRICT. Nothing was donated."
-        )
+class Strictness(enum.IntEnum):
+    """The effect of an unusable donation. The numbers are those of csrc/registry/donor.h."""
+
+    OFF = 0
+    WARN = 1
+    ERROR = 2
+
+
+Strict = bool | Literal["off", "warn", "error"] | None
+_MODES = {mode.name.lower(): mode for mode in Strictness}
+
+
+def strictness(strict: Strict) -> Strictness:
+    """The effect of an unusable donation. Without ``strict`` the environment decides (``TORCH_XLA_DONATE_STRICT``)."""
+    if isinstance(strict, str):
+        return _MODES[strict]
+    if strict is not None:
+        return Strictness.ERROR if strict else Strictness.WARN
+    value = os.environ.get("TORCH_XLA_DONATE_STRICT", "").strip().lower()
+    if value in _MODES:
+        return _MODES[value]
+    if value in _TRUE or value in _FALSE:
+        return Strictness.ERROR if value in _TRUE else Strictness.WARN
+    raise ValueError(
+        f"TORCH_XLA_DONATE_STRICT={os.environ['TORCH_XLA_DONATE_STRICT']!r} is unknown. Set it to off, warn or error, "
+        "or to 1 for error and 0 for warn."
+    )
+
+
+def check_strict(strict: Strict) -> None:
+    """Raises TypeError or ValueError unless the argument ``strict`` of a donation is valid."""
+    if strict is None or isinstance(strict, bool) or (isinstance(strict, str) and strict in _MODES):
+        return
+    kind = ValueError if isinstance(strict, str) else TypeError
+    raise kind(
+        f"strict is {strict!r}, of type {type(strict).__name__}, and unknown. Pass 'off', 'warn' or 'error', a bool, "
+        "or omit it to use TORCH_XLA_DONATE_STRICT. Nothing was donated."
+    )
 
 
 def debug_nans() -> bool:
@@ -41,6 +79,16 @@ def debug_nans() -> bool:
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on. Views then share the graphs of their bases."""
     return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
+
+
+def kept_steps() -> int:
+    """How many steps the report can look back (``TORCH_XLA_DONATE_KEPT_STEPS``)."""
+    return number("TORCH_XLA_DONATE_KEPT_STEPS", default=8, least=1)
+
+
+def warn_min_bytes() -> int:
+    """The bytes from which an unusable donor is reported (``TORCH_XLA_DONATE_WARN_MIN_BYTES``)."""
+    return number("TORCH_XLA_DONATE_WARN_MIN_BYTES", default=0, least=0)
 
 
 def is_yes(value: str) -> bool:

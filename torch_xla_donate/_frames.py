@@ -18,11 +18,14 @@ def is_internal(frame: types.FrameType) -> bool:
 _INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "typing_extensions"}
 
 
-def call_site() -> str:
-    """``file:line`` of the nearest caller outside this package, torch and torch_xla."""
+def call_site(stacklevel: int = 1) -> str:
+    """``file:line`` of the nearest caller outside this package, torch and torch_xla. With 2: of its caller."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and is_internal(frame):
-        frame = frame.f_back
+    for level in range(stacklevel):
+        if level > 0 and frame.f_back is not None:
+            frame = frame.f_back
+        while frame.f_back is not None and is_internal(frame):
+            frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -27,6 +27,7 @@ struct Output {
   at::ScalarType dtype;
   lazy::BackendDataPtr buffer;
   at::Tensor copy;  // defined once it has been fetched
+  std::weak_ptr<const lazy::BackendData> given;
 };
 struct Run {
   bool compiled = false;
@@ -77,7 +78,7 @@ void Note(RunContext& context) {
     const std::string array = abi::DescribeBuffer(*buffer);
     const std::optional<at::ScalarType> dtype = ElementType(array);
     if (dtype && (c10::isFloatingType(*dtype) || c10::isComplexType(*dtype))) {
-      noted.floating.push_back({i, WithoutLayout(array), *dtype, buffer, {}});
+      noted.floating.push_back({i, WithoutLayout(array), *dtype, buffer, {}, buffer});
     }
   }
   const auto ended = std::make_shared<std::promise<void>>();
@@ -121,6 +122,7 @@ std::vector<BadOutput> TakeBadOutputs(bool infs) {
       BadOutput found{run.compiled, output.index, run.outputs, output.array, values.numel()};
       found.nans = at::isnan(values).sum().item<std::int64_t>();
       found.infs = infs ? at::isinf(values).sum().item<std::int64_t>() : 0;
+      found.buffer = output.given;
       if (found.nans + found.infs > 0) {
         bad.push_back(std::move(found));
       }

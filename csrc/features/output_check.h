@@ -9,11 +9,16 @@
 //   run, because torch_xla raises that failure.
 #pragma once
 
+#include <torch/csrc/lazy/backend/backend_data.h>
+
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 namespace torch_xla_donate {
+
+namespace lazy = torch::lazy;
 
 struct BadOutput {
   bool compiled = false;  // of a compiled graph, not of a step
@@ -23,6 +28,7 @@ struct BadOutput {
   std::int64_t values = 0;
   std::int64_t nans = 0;
   std::int64_t infs = 0;  // 0 unless requested
+  std::weak_ptr<const lazy::BackendData> buffer;
 };
 
 // Returns the outputs of this thread's runs since the last call that hold a NaN or, if requested, an infinity. If there

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/config.h>
+#include <torch/csrc/lazy/core/metrics.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -115,6 +116,11 @@ std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async&
              ", expected " + kComputationType);
   }
   return cached;
+}
+
+std::uint64_t Compilations() {
+  lazy::CounterData* counter = lazy::GetCounter("UncachedCompile");
+  return counter == nullptr ? 0 : static_cast<std::uint64_t>(counter->Value());
 }
 
 CompiledGraph DescribeGraph(const HostCachedComputation& executable) {

@@ -69,6 +69,9 @@ struct CompiledGraph {
   std::string text;
   std::string memory;
 };
+// The number of graphs that torch_xla has compiled in this process, until the program clears torch_xla's counters.
+std::uint64_t Compilations();
+
 // The executable of a prepared run. Throws std::runtime_error if the objects are not of the expected classes.
 struct HostCachedComputation;
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run);

@@ -31,8 +31,7 @@ void BindAuto(py::module_& m) {
   m.def("pop_auto_donate", &PopAutoDonate, py::arg("depth"), "Ends this thread's pushes beyond that depth.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
   m.def(
-      "note_auto_refusal",
-      [](const std::string& reason) { DonationRegistry::Get().NoteAutoRefusal(Reason::Given(reason)); },
+      "note_auto_refusal", [](const Reason& reason) { DonationRegistry::Get().NoteAutoRefusal(reason); },
       py::arg("reason"), "Counts a step that automatic donation has skipped for this reason.");
   m.def(
       "auto_refusals",

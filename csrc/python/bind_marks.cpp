@@ -55,10 +55,10 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   return false;
 }
 
-std::shared_ptr<CallSite> SiteOf(const std::string& where, bool strict, py::object names) {
+std::shared_ptr<CallSite> SiteOf(const std::string& where, int strict, py::object names) {
   auto site = std::make_shared<CallSite>();
   site->where = where;
-  site->strict = strict;
+  site->strict = static_cast<Strictness>(strict);
   site->names = Share(std::move(names));
   return site;
 }
@@ -82,8 +82,7 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   }
 }
 
-Call Mark(const py::sequence& leaves, const std::string& where, bool strict, py::object names,
-          const py::dict& targets) {
+Call Mark(const py::sequence& leaves, const std::string& where, int strict, py::object names, const py::dict& targets) {
   DeferredDecrefs::Get().Run();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
@@ -117,7 +116,7 @@ Call Mark(const py::sequence& leaves, const std::string& where, bool strict, py:
   return call;
 }
 
-Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, bool strict,
+Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, int strict,
                    bool for_compiled_run, py::object names) {
   DeferredDecrefs::Get().Run();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
@@ -197,10 +196,11 @@ void BindMarks(py::module_& m) {
   py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, or why there are none.")
       .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
-  m.def("mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
-        "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
-        "should take the buffers. The first leaf that cannot be marked is the refusal of the call. Raises "
-        "DonatedBufferError for a leaf that was donated before.");
+  m.def(
+      "mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
+      "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
+      "should take the buffers. The first leaf that cannot be marked is the refusal of the call. strict: 0, 1 or 2, as "
+      "in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
   m.def("mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
         py::arg("for_compiled_run"), py::arg("names"),
         "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
@@ -238,14 +238,8 @@ void BindMarks(py::module_& m) {
       "Cancels the pending marks of the buffers that a call of mark was given, even those of another call.");
   m.def(
       "end_call",
-      [](const Call& call, const std::unordered_map<std::uint32_t, std::string>& reasons, const std::string& reason,
-         bool notify) {
-        std::unordered_map<std::uint32_t, Reason> given;
-        for (const auto& [leaf, text] : reasons) {
-          given.emplace(leaf, Reason::Given(text));
-        }
-        DonationRegistry::Get().EndCall(call.site.get(), given, Reason::Given(reason), notify);
-      },
+      [](const Call& call, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,
+         bool notify) { DonationRegistry::Get().EndCall(call.site.get(), reasons, reason, notify); },
       py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("notify"),
       "Ends the pending marks of a call as unusable, for the reason of the leaf's position or the general one.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),

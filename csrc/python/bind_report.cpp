@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -45,7 +46,7 @@ py::dict DonorDict(const Donor& donor) {
   }
   result["holders"] = holders;
   result["where"] = WhereOf(donor);
-  result["strict"] = donor.Strict();
+  result["strict"] = static_cast<int>(donor.Strict());
   result["shape"] = donor.Shape();
   result["bytes"] = donor.bytes;
   const std::string array = ArrayOf(donor);
@@ -78,8 +79,20 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["outputs"] = step.outputs;
     item["plain_before"] = step.plain_before;
     item["after_backward_thread"] = step.after_backward_thread;
+    item["compiled_before"] = step.compiled_before;
     result.append(item);
   }
+  return result;
+}
+
+py::dict TallyDict(const StepTally& tally) {
+  const auto [counts, unusable] = DonationRegistry::Get().Read(tally);
+  py::dict result;
+  result["steps"] = counts.steps;
+  result["plain_steps"] = counts.plain_steps;
+  result["offered_bytes"] = counts.offered_bytes;
+  result["donated_bytes"] = counts.donated_bytes;
+  result["unusable"] = StepDicts(unusable);
   return result;
 }
 
@@ -109,6 +122,7 @@ py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
   for (const BadOutput& output : outputs) {
     py::dict item;
     item["compiled"] = output.compiled;
+    item["buffer"] = reinterpret_cast<std::uintptr_t>(output.buffer.lock().get());
     item["index"] = output.index;
     item["outputs"] = output.outputs;
     item["array"] = output.array;
@@ -129,6 +143,24 @@ void BindReport(py::module_& m) {
   m.def(
       "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
       "The last steps that read marked buffers, oldest first.");
+  m.def(
+      "set_kept_steps", [](std::size_t count) { DonationRegistry::Get().SetKeptSteps(count); }, py::arg("count"),
+      "How many steps to keep for steps(), at least one.");
+  py::class_<StepTally, std::shared_ptr<StepTally>>(
+      m, "StepTally", "Counts the steps that begin while it is open, on the thread that opens it or on all threads.")
+      .def(py::init<>())
+      .def(
+          "open",
+          [](const std::shared_ptr<StepTally>& tally, bool all_threads) {
+            tally->thread = all_threads ? std::nullopt : std::optional(std::this_thread::get_id());
+            DonationRegistry::Get().Open(tally);
+          },
+          py::arg("all_threads"))
+      .def(
+          "close", [](const std::shared_ptr<StepTally>& tally) { DonationRegistry::Get().Close(tally); },
+          "May be called again.")
+      .def("read", &TallyDict,
+           "The number of steps, bytes offered and donated of those that have ended, and the first unusable ones.");
   m.def(
       "pending",
       [] {

@@ -2,6 +2,7 @@
 #include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <optional>
@@ -21,14 +22,50 @@ namespace {
 
 // The names of the codes, in the order of ReasonCode. A test finds missing ones.
 constexpr std::array<const char*, static_cast<std::size_t>(ReasonCode::kFailedForeign) + 1> kReasonCodes = {
-    "none",           "given",         "another_buffer",
-    "held_by_others", "has_views",     "constant",
-    "read_eagerly",   "unmatched",     "ignored",
-    "auto_sharding",  "disabled",      "debug_nans",
-    "debug_process",  "kept_nodes",    "shared_graphs",
-    "device_locked",  "token_kept",    "plan_failed",
-    "given_up",       "not_compiled",  "earlier_step_failed",
-    "failed",         "failed_foreign"};
+    "none",
+    "another_buffer",
+    "held_by_others",
+    "has_views",
+    "constant",
+    "read_eagerly",
+    "not_read",
+    "closed_over",
+    "still_needed",
+    "graph_break",
+    "module_hooks",
+    "partial_graph",
+    "no_graph",
+    "unknown_outputs",
+    "host_operations",
+    "perhaps_returned",
+    "saved_for_backward",
+    "eager_computation",
+    "unmatched",
+    "ignored",
+    "auto_sharding",
+    "disabled",
+    "debug_nans",
+    "debug_process",
+    "kept_nodes",
+    "shared_graphs",
+    "device_locked",
+    "token_kept",
+    "plan_failed",
+    "unsupported",
+    "functionalization_off",
+    "given_up",
+    "not_compiled",
+    "earlier_step_failed",
+    "failed",
+    "failed_foreign"};
+
+Reason MakeReason(const std::string& code, std::string details) {
+  const auto found = std::find(kReasonCodes.begin(), kReasonCodes.end(), code);
+  if (found == kReasonCodes.end()) {
+    throw py::value_error("no reason has the code " + code);
+  }
+  return {static_cast<ReasonCode>(found - kReasonCodes.begin()), std::move(details)};
+}
 
 // One request to disable donation.
 class DisablingScope {
@@ -120,6 +157,7 @@ void Exit(const py::object& self, const py::object& kind, const py::object&, con
 
 void BindSwitches(py::module_& m) {
   py::class_<Reason>(m, "Reason", "Why a donor was not donated, or why a step has no donors.")
+      .def(py::init(&MakeReason), py::arg("code") = "none", py::arg("details") = "")
       .def_property_readonly(
           "code", [](const Reason& reason) { return kReasonCodes[static_cast<std::size_t>(reason.code)]; },
           "One of reason_codes.")

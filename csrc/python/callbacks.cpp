@@ -95,7 +95,7 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
   callbacks.prepare_auto = [prepare]() -> Reason {
     py::gil_scoped_acquire gil;
     try {
-      return Reason::Given((*prepare)().cast<std::string>());
+      return (*prepare)().cast<Reason>();
     } catch (py::error_already_set& error) {
       PassOn(error);
     }

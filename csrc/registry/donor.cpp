@@ -35,8 +35,12 @@ bool Donor::IsForCompiledRun() const {
                      [](const Holder& holder) { return holder.site->for_compiled_run; });
 }
 
-bool Donor::Strict() const {
-  return std::any_of(holders.begin(), holders.end(), [](const Holder& holder) { return holder.site->strict; });
+Strictness Donor::Strict() const {
+  if (holders.empty()) {
+    return Strictness::kWarn;
+  }
+  const auto less = [](const Holder& left, const Holder& right) { return left.site->strict < right.site->strict; };
+  return std::max_element(holders.begin(), holders.end(), less)->site->strict;
 }
 
 }  // namespace torch_xla_donate

@@ -13,15 +13,19 @@
 
 #include "host/graphs.h"
 #include "registry/reasons.h"
+#include "registry/step_tally.h"
 
 namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
 
+// The effect of an unusable donation, in increasing order.
+enum class Strictness : std::uint8_t { kOff, kWarn, kError };
+
 // One call of donate_buffer() or of a compiled function.
 struct CallSite {
-  std::string where;              // "train.py:12"
-  bool strict = false;            // an unusable donation is an error, not a warning
+  std::string where;  // "train.py:12"
+  Strictness strict = Strictness::kWarn;
   bool for_compiled_run = false;  // for one run of a compiled graph: steps ignore the marks
   std::shared_ptr<void> names;    // names the leaves; a Python object, opaque here (see callbacks.h)
 };
@@ -65,8 +69,8 @@ struct Donor {
   bool HeldBy(const abi::TensorData* tensor) const;
   // The output that should take the buffer; null if no holder requested one that is still alive.
   std::shared_ptr<abi::TensorData> Target() const;
-  // Whether a holder was marked with strict=True.
-  bool Strict() const;
+  // The strictest of its holders.
+  Strictness Strict() const;
   // Whether all its marks are for a run of a compiled graph.
   bool IsForCompiledRun() const;
 };
@@ -95,6 +99,8 @@ struct Step {
   std::weak_ptr<const abi::HostCachedComputation> executable;
   std::uint64_t plain_before = 0;  // steps without donors that this process ran before this one
   bool after_backward_thread = false;
+  std::uint64_t compiled_before = 0;                // graphs that torch_xla had compiled when this step was claimed
+  std::vector<std::shared_ptr<StepTally>> tallies;  // that count it
 };
 using StepPtr = std::shared_ptr<Step>;
 
@@ -107,6 +113,7 @@ struct StepSnapshot {
   std::vector<std::string> outputs;
   std::uint64_t plain_before = 0;
   bool after_backward_thread = false;
+  std::uint64_t compiled_before = 0;
 };
 
 }  // namespace torch_xla_donate

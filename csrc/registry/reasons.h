@@ -12,13 +12,25 @@ namespace torch_xla_donate {
 
 enum class ReasonCode : std::uint8_t {
   kNone,
-  kGiven,  // details: the whole sentence, written by Python
   // Of one donor:
   kAnotherBuffer,
   kHeldByOthers,
   kHasViews,
   kConstant,
   kReadEagerly,
+  // Of one donor, found by Python:
+  kNotRead,
+  kClosedOver,
+  kStillNeeded,
+  kGraphBreak,
+  kModuleHooks,
+  kPartialGraph,
+  kNoGraph,
+  kUnknownOutputs,
+  kHostOperations,
+  kPerhapsReturned,  // details: the error
+  kSavedForBackward,
+  kEagerComputation,
   // Of a step and all its donors:
   kUnmatched,
   kIgnored,  // details: the setting
@@ -29,8 +41,10 @@ enum class ReasonCode : std::uint8_t {
   kKeptNodes,
   kSharedGraphs,
   kDeviceLocked,
-  kTokenKept,   // details: the error
-  kPlanFailed,  // details: the error
+  kTokenKept,    // details: the error
+  kPlanFailed,   // details: the error
+  kUnsupported,  // details: the error
+  kFunctionalizationOff,
   // Of a step that failed or did not run:
   kGivenUp,
   kNotCompiled,
@@ -45,10 +59,6 @@ struct Reason {
 
   Reason() = default;
   Reason(ReasonCode of, std::string more = {}) : code(of), details(std::move(more)) {}
-  // A sentence from Python; no reason if it is empty.
-  static Reason Given(std::string text) {
-    return text.empty() ? Reason() : Reason(ReasonCode::kGiven, std::move(text));
-  }
 
   bool empty() const { return code == ReasonCode::kNone; }
   friend bool operator<(const Reason& left, const Reason& right) {

@@ -59,7 +59,7 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
       // A compiled run finds its mark by the call, so its mark joins an earlier one instead of replacing it.
       if (own == donor->holders.end() || own->site == site || site->for_compiled_run) {
         donor->holders.push_back(fresh);
-      } else if (site->strict || leaf.target != nullptr) {
+      } else if (site->strict > own->site->strict || leaf.target != nullptr) {
         *own = fresh;
       }
       continue;

@@ -4,7 +4,7 @@
 // unusable. Only the registry holds marks: device data carries no flag of ours.
 //
 // Ownership: the registry and the steps share the donors, which hold buffers and tensors weakly, so a mark never keeps
-//   memory alive. Reports can read the last kKeptSteps steps.
+//   memory alive. Reports can read the last steps, 8 unless SetKeptSteps() says otherwise.
 // Threads: any thread may call any member. One mutex guards everything. No member holds it while it waits for a step,
 //   takes the GIL or runs host code. pthread_atfork handlers keep it usable in a forked child.
 // Errors: throws none itself.
@@ -31,7 +31,6 @@ namespace torch_xla_donate {
 
 class DonationRegistry {
  public:
-  static constexpr std::size_t kKeptSteps = 8;
   static constexpr std::size_t kKeptOutcomes = 1024;
 
   // Never destroyed: hooks may run until the process ends.
@@ -119,7 +118,12 @@ class DonationRegistry {
   // The executable of a step that is about to run.
   void NoteExecutable(const StepPtr& step, const std::shared_ptr<const abi::HostCachedComputation>& executable);
   // A step that reads no marked buffer is about to run. Does not wait.
-  void NotePlainStep() noexcept { plain_steps_.fetch_add(1, std::memory_order_relaxed); }
+  void NotePlainStep() {
+    plain_steps_.fetch_add(1, std::memory_order_relaxed);
+    if (tallying_.load(std::memory_order_relaxed)) {
+      TallyPlainStep();
+    }
+  }
 
   // The step has run, or has failed for the reason given. Reads from the buffers whether XLA used them.
   void Settle(const StepPtr& step, const Reason& failure = {});
@@ -133,6 +137,15 @@ class DonationRegistry {
   void NoteError(const char* error);
 
   // --- For readers ---
+
+  // From now on keeps so many steps, at least one.
+  void SetKeptSteps(std::size_t count);
+
+  // Counts the steps that begin from now on, until it is closed. The outcomes of those steps are added later, too.
+  void Open(const std::shared_ptr<StepTally>& tally);
+  void Close(const std::shared_ptr<StepTally>& tally);
+  // A copy that readers use without the lock, and the steps that it keeps.
+  std::pair<StepTally, std::vector<StepSnapshot>> Read(const StepTally& tally) const;
 
   std::map<Reason, std::uint64_t> AutoRefusals() const;
   std::map<std::string, std::uint64_t> Errors() const;
@@ -168,6 +181,7 @@ class DonationRegistry {
   StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
   std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
+  void TallyPlainStep();
   void ForgetConsumed();  // removes the entries of freed buffers
   const Consumed* Lookup(const lazy::BackendData* buffer) const;
 
@@ -181,7 +195,10 @@ class DonationRegistry {
   ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
   std::size_t remembered_ = 0;  // the size of consumed_ after the last ForgetConsumed()
   ska::flat_hash_map<const lazy::BackendData*, std::pair<DonorPtr, std::uint64_t>> spared_;
+  std::size_t kept_steps_ = 8;
   std::deque<StepPtr> steps_;
+  std::atomic<bool> tallying_{false};
+  std::vector<std::shared_ptr<StepTally>> tallies_;  // the open ones
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;
   std::deque<std::string> outcome_order_;

@@ -7,6 +7,36 @@
 
 namespace torch_xla_donate {
 
+namespace {
+
+bool CountsThisThread(const StepTally& tally) {
+  return !tally.thread.has_value() || *tally.thread == std::this_thread::get_id();
+}
+
+// Adds the outcomes of a step that has ended.
+void Count(const StepPtr& step) {
+  std::int64_t offered = 0, donated = 0;
+  bool unusable = false;
+  for (const auto* donors : {&step->donors, &step->refused}) {
+    for (const DonorPtr& donor : *donors) {
+      const bool used = donor->state == DonorState::kDonated;
+      offered += used || !donor->automatic ? donor->bytes : 0;
+      donated += used ? donor->bytes : 0;
+      unusable = unusable || !(used || donor->automatic || donor->reported);
+    }
+  }
+  for (const std::shared_ptr<StepTally>& tally : step->tallies) {
+    tally->offered_bytes += offered;
+    tally->donated_bytes += donated;
+    if (unusable && tally->unusable.size() < StepTally::kKeptUnusable) {
+      tally->unusable.push_back(step);
+    }
+  }
+  step->tallies.clear();  // a kept step must not keep them alive
+}
+
+}  // namespace
+
 StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread) {
   std::lock_guard<std::mutex> lock(mutex_);
   return ClaimLocked(std::move(asked), std::move(refused), after_backward_thread);
@@ -22,6 +52,13 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
   step->number = next_step_++;
   step->plain_before = PlainSteps();
   step->after_backward_thread = after_backward_thread;
+  step->compiled_before = abi::Compilations();
+  for (const std::shared_ptr<StepTally>& tally : tallies_) {
+    if (CountsThisThread(*tally)) {
+      ++tally->steps;
+      step->tallies.push_back(tally);
+    }
+  }
   for (const DonorPtr& donor : asked) {
     donor->state = DonorState::kClaimed;
     if (donor->automatic) {
@@ -48,12 +85,13 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
 }
 
 void DonationRegistry::AddStep(const StepPtr& step) {
+  Count(step);
   steps_.push_back(step);
-  if (steps_.size() > kKeptSteps) {
+  if (steps_.size() > kept_steps_) {
     steps_.pop_front();
   }
   const auto to_report = [](const DonorPtr& donor) {
-    return donor->state == DonorState::kUnusable && !donor->reported;
+    return donor->state == DonorState::kUnusable && !donor->reported && donor->Strict() > Strictness::kOff;
   };
   if (std::any_of(step->donors.begin(), step->donors.end(), to_report) ||
       std::any_of(step->refused.begin(), step->refused.end(), to_report)) {
@@ -207,6 +245,7 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.status = names[static_cast<int>(step.status)];
   snapshot.plain_before = step.plain_before;
   snapshot.after_backward_thread = step.after_backward_thread;
+  snapshot.compiled_before = step.compiled_before;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());
   for (const DonorPtr& donor : step.donors) {
     snapshot.donors.push_back(*donor);
@@ -230,6 +269,44 @@ std::vector<StepSnapshot> DonationRegistry::Steps() const {
     result.push_back(Snapshot(*step));
   }
   return result;
+}
+
+void DonationRegistry::SetKeptSteps(std::size_t count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  kept_steps_ = std::max<std::size_t>(count, 1);
+  while (steps_.size() > kept_steps_) {
+    steps_.pop_front();
+  }
+}
+
+void DonationRegistry::TallyPlainStep() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const std::shared_ptr<StepTally>& tally : tallies_) {
+    if (tally->steps > 0 && CountsThisThread(*tally)) {
+      ++tally->plain_steps;
+    }
+  }
+}
+
+void DonationRegistry::Open(const std::shared_ptr<StepTally>& tally) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  tallies_.push_back(tally);
+  tallying_.store(true, std::memory_order_relaxed);
+}
+
+void DonationRegistry::Close(const std::shared_ptr<StepTally>& tally) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  tallies_.erase(std::remove(tallies_.begin(), tallies_.end(), tally), tallies_.end());
+  tallying_.store(!tallies_.empty(), std::memory_order_relaxed);
+}
+
+std::pair<StepTally, std::vector<StepSnapshot>> DonationRegistry::Read(const StepTally& tally) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<StepSnapshot> unusable;
+  for (const StepPtr& step : tally.unusable) {
+    unusable.push_back(Snapshot(*step));
+  }
+  return {tally, std::move(unusable)};
 }
 
 std::vector<Donor> DonationRegistry::Pending() const {

@@ -25,6 +25,7 @@ from torch_xla_donate import (
     DonationError,
     DonationWarning,
     _report,
+    compile,
     debug_nans,
     donate_buffer,
     donation_disabled,
@@ -161,6 +162,41 @@ def test_an_in_place_update_is_checked_before_the_next_step(make):
         t.sub_(1).log_()
         with pytest.raises(FloatingPointError, match=r"output 0 of 1 of the step, f32\[4\]: 1 NaN"):
             torch_xla.sync()
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_outputs_of_compiled_functions_have_their_paths(make, options):
+    @compile(**options)
+    def losses(x, y):
+        return {"total": x.sum() * 2, "parts": [torch.log(x - 3), (y * 3, torch.sqrt(y - 9))]}
+
+    for donating in (False, True):
+        x, y = make(4), make(5)
+        with debug_nans(), pytest.raises(FloatingPointError) as caught:
+            losses(x, y) if not donating else compile(losses.__wrapped__, donate_argnums=(0, 1), **options)(x, y)
+        names = [text.partition(" (output ")[0] for text in caught.value.outputs]
+        assert sorted(names) == ["result['parts'][0]", "result['parts'][1][1]"]
+        assert "f32[4]: 3 NaN of 4 values" in str(caught.value)
+
+
+def test_a_single_result_and_updated_arguments_have_names(make):
+    x = make(4)
+    with (
+        debug_nans(),
+        pytest.raises(FloatingPointError, match=r"\n  result \(output 0 of 1 of the step\), f32"),
+    ):
+        compile(lambda x: torch.sqrt(x - 1))(x)
+
+    @compile
+    def update(state, n):
+        state["w"].sub_(1).log_()
+        return state["w"].sum() * 0 if n else None
+
+    state = {"w": make(4)}
+    with debug_nans(), pytest.raises(FloatingPointError) as caught:
+        update(state, 0)
+    assert "argument 0 of " in str(caught.value)
+    assert "['w']" in str(caught.value)
 
 
 def test_a_compiled_graph_is_checked_at_sync_and_at_the_exit(make):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import inspect
 import re
 import threading
 import weakref
@@ -36,7 +38,6 @@ from torch_xla_donate import (
 
 def line_of(function, text):
     """file:line of the line in this function that contains the text."""
-    import inspect
 
     lines, first = inspect.getsourcelines(function)
     found = [first + i for i, line in enumerate(lines) if text in line]
@@ -605,9 +606,9 @@ def test_an_error_made_of_a_warning_does_not_swallow_the_others(make):
     assert total.item() == 3 + 10 + 21
 
 
-def test_strict_is_yes_or_no(make):
+def test_strict_is_a_mode_or_a_bool(make):
     t = make(3)
-    message = r"strict is 'no', of type str, not a bool. Pass True or False, or omit it to use TORCH_XLA_DONATE_STRICT"
+    message = r"strict is 'no', of type str, and unknown. Pass 'off', 'warn' or 'error', a bool, or omit it to use"
     for call in (
         lambda: donate_buffer(t, strict="no"),
         lambda: compile(lambda x: x + 1, donate_argnums=0, strict="no"),
@@ -618,9 +619,111 @@ def test_strict_is_yes_or_no(make):
         lambda: user_computation("add", [t], None, strict="no"),
         lambda: call_jax(None, (t,), strict="no"),
     ):
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match="strict is 1, of type int, and unknown"):
+        donate_buffer(t, strict=1)
     assert _C.pending() == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "strict", "outcome"),
+    [
+        (None, None, "warns"),
+        (None, "off", "nothing"),
+        (None, "warn", "warns"),
+        (None, "error", "raises"),
+        ("error", None, "raises"),
+        ("on", None, "raises"),
+        ("warn", None, "warns"),
+        ("0", None, "warns"),
+        ("off", None, "nothing"),
+        ("error", "off", "nothing"),
+        ("error", False, "warns"),
+        ("off", True, "raises"),
+    ],
+)
+def test_strict_is_off_warn_or_error(make, monkeypatch, environment, strict, outcome):
+    if environment is not None:
+        monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", environment)
+    t = make(3)
+    donate_buffer(t, strict=strict)
+    total = t.sum()
+    expected = {
+        "warns": lambda: pytest.warns(DonationWarning, match="f32.3."),
+        "raises": lambda: pytest.raises(DonationError, match="f32.3."),
+        "nothing": contextlib.nullcontext,
+    }
+    with expected[outcome]():
+        torch_xla.sync(wait=True)
+    assert donation_report(steps=1).donors[0].outcome == "unusable"
+    assert total.item() == 3
+
+
+def test_the_stricter_of_two_marks_holds(make):
+    for first, second in [("off", "error"), ("error", "off")]:
+        t = make(3)
+        donate_buffer(t, strict=first)
+        donate_buffer(t, strict=second)
+        total = t.sum()
+        with pytest.raises(DonationError):
+            torch_xla.sync(wait=True)
+        assert total.item() == 3
+
+
+def test_compiled_functions_and_loops_know_the_modes(make):
+    quiet = compile(lambda x: x.sum(), donate_argnums=0, strict="off")
+    assert quiet(make(3)).item() == 3
+    loud = compile(lambda x: x.sum(), donate_argnums=0, strict="error")
+    with pytest.raises(DonationError):
+        loud(make(3))
+    xs = make(2, 3)
+    carry, _ = scan(lambda c, x: (c + x.sum(), c), make(), xs, donate="xs", strict="off")
+    torch_xla.sync(wait=True)
+    assert carry.item() == 15
+
+
+def test_a_mark_made_in_a_helper_has_its_callers_line(make):
+    def helper(t, level):
+        donate_buffer(t, stacklevel=level)
+
+    def outer(t, level):
+        helper(t, level)
+
+    def line_of(level):
+        t = make(3)
+        outer(t, level)
+        (pending,) = donation_report().pending
+        cancel_donation(t)
+        return int(pending.where.rpartition(":")[2])
+
+    first = helper.__code__.co_firstlineno
+    assert line_of(1) == first + 1
+    assert line_of(2) == outer.__code__.co_firstlineno + 1
+    assert line_of(3) == line_of.__code__.co_firstlineno + 2
+
+
+def test_loops_and_computations_take_a_stacklevel(make):
+    def helper(*args, **kwargs):
+        return scan(lambda c, x: (c + x, c), *args, donate="init", stacklevel=2, **kwargs)
+
+    init = make(3)
+    line = inspect.currentframe().f_lineno + 1
+    carry, _ = helper(init, make(2, 3))
+    assert donation_report().pending[0].where == f"{__file__}:{line}"
+    torch_xla.sync()
+    assert carry.shape == (3,)
+    for wrong, error in [(0, ValueError), ("1", TypeError), (True, TypeError)]:
+        for call in (
+            lambda level: donate_buffer(carry, stacklevel=level),
+            lambda level: scan(lambda c, x: (c, x), carry, carry, stacklevel=level),
+            lambda level: scan_layers([], carry, stacklevel=level),
+            lambda level: gradient_accumulation(lambda x: x.sum(), (carry,), torch.nn.Linear(1, 1), stacklevel=level),
+            lambda level: user_computation("add", [carry], None, stacklevel=level),
+            lambda level: call_jax(None, (carry,), stacklevel=level),
+        ):
+            with pytest.raises(error, match="stacklevel is .*Pass 1 for the line of the call, or 2"):
+                call(wrong)
 
 
 def test_the_environment_makes_donations_strict(make, monkeypatch):
@@ -631,7 +734,7 @@ def test_the_environment_makes_donations_strict(make, monkeypatch):
     with pytest.raises(DonationError, match="not usable"):
         torch_xla.sync(wait=True)
     monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "perhaps")
-    with pytest.raises(ValueError, match="TORCH_XLA_DONATE_STRICT='perhaps' is neither yes nor no"):
+    with pytest.raises(ValueError, match="TORCH_XLA_DONATE_STRICT='perhaps' is unknown. Set it to off, warn or error"):
         donate_buffer(t)
     assert total.item() == 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import inspect
 import io
 import re
@@ -157,7 +158,29 @@ def test_a_message_is_found_for_each_page_that_the_code_names() -> None:
 
 
 def test_every_code_of_the_hooks_has_a_sentence() -> None:
-    assert _C.reason_codes() == list(reasons.SENTENCES)
+    assert _C.reason_codes() == ["none", *reasons.SENTENCES]
+
+
+def test_the_reasons_are_a_closed_set() -> None:
+    """Codes of the hooks, cases of explain.py, and unread marks. docs/reasons.md lists each with its sentence."""
+    explained = set(re.findall(r"Reason\.([A-Z_]+)", read("torch_xla_donate/_report/explain.py")))
+    hooks = {code.name for code in reasons.SENTENCES}
+    assert {reason.name for reason in reasons.Reason} == explained | hooks | {"UNREAD"}
+    assert not explained & hooks
+    rows = dict(re.findall(r"^\| `Reason\.(\w+)` \| `(.+?)` \|", read("docs/reasons.md"), re.MULTILINE))
+    assert list(rows) == [reason.name for reason in reasons.Reason]
+    for code, text in reasons.SENTENCES.items():
+        assert rows[code.name] == text.replace("{details}", "..."), code
+
+
+def test_the_package_gives_only_reasons_of_the_set() -> None:
+    given = set()
+    for path in (ROOT / "torch_xla_donate").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Reason":
+                given |= set(constants(node.args[0])) if node.args else set()
+    assert len(given) >= 12
+    assert given <= {"none", *reasons.Reason}
 
 
 def test_no_message_sends_users_to_a_private_name() -> None:
@@ -315,7 +338,8 @@ def sections() -> dict[str, tuple[str, str]]:
 
 def public() -> dict[str, object]:
     names = {name: getattr(torch_xla_donate, name) for name in torch_xla_donate.__all__}
-    return names | {f"hlo.{name}": getattr(torch_xla_donate.hlo, name) for name in torch_xla_donate.hlo.__all__}
+    modules = {"hlo": torch_xla_donate.hlo, "testing": torch_xla_donate.testing}
+    return names | {f"{name}.{member}": getattr(of, member) for name, of in modules.items() for member in of.__all__}
 
 
 def plain(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -353,4 +377,4 @@ def test_the_reference_gives_signatures_and_fields(name: str) -> None:
         shown = found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
         assert heading == f"{name}{shown}"
     else:
-        assert inspect.ismodule(thing) or (isinstance(thing, type) and issubclass(thing, Exception))
+        assert inspect.ismodule(thing) or (isinstance(thing, type) and issubclass(thing, Exception | enum.Enum))

@@ -14,7 +14,7 @@ FLOORS = [
     {"_report"},
     {"_marks", "_modes", "_trace"},
     {"_compile", "_loops", "_computations"},
-    {"_tools"},
+    {"_tools", "testing"},
     {"__init__", "_doctor", "_pages"},
     {"__main__"},
 ]

@@ -97,7 +97,7 @@ def compile(  # type: ignore[overload-overlap]
     static_argnames: ArgNames = None,
     backend: Backend = "lazy",
     pure: bool = False,
-    strict: bool | None = None,
+    strict: _config.Strict = None,
     **kwargs: Any,
 ) -> CompiledModule: ...
 @overload
@@ -110,7 +110,7 @@ def compile(
     static_argnames: ArgNames = None,
     backend: Backend = "lazy",
     pure: bool = False,
-    strict: bool | None = None,
+    strict: _config.Strict = None,
     **kwargs: Any,
 ) -> CompiledFunction[P, R]: ...
 @overload
@@ -123,7 +123,7 @@ def compile(
     static_argnames: ArgNames = None,
     backend: Backend = "lazy",
     pure: bool = False,
-    strict: bool | None = None,
+    strict: _config.Strict = None,
     **kwargs: Any,
 ) -> Decorator: ...
 def compile(
@@ -135,7 +135,7 @@ def compile(
     static_argnames: ArgNames = None,
     backend: Backend = "lazy",
     pure: bool = False,
-    strict: bool | None = None,
+    strict: _config.Strict = None,
     **kwargs: Any,
 ) -> Any:
     """Makes ``f`` run as one step, which may reuse the buffers of the arguments named.
@@ -194,7 +194,7 @@ def compile(
 
 
 def _make(
-    f: Callable[..., Any], options: dict[str, Any], backend: Backend, pure: bool, strict: bool | None, kwargs: Any
+    f: Callable[..., Any], options: dict[str, Any], backend: Backend, pure: bool, strict: _config.Strict, kwargs: Any
 ) -> Compiled:
     arguments = Arguments(f, **options)
     if pure and backend != "lazy":

@@ -36,7 +36,7 @@ class Compiled:
     has_captured = False
     traces_floats = False
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None) -> None:
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: _config.Strict) -> None:
         functools.update_wrapper(self, f, updated=())
         self._f = f
         self._arguments = arguments
@@ -102,13 +102,13 @@ class Compiled:
         finally:
             _marks.inside_call.value = False
         try:
-            if call.roles.donated and self.is_strict():
+            if call.roles.donated and self.strictness() == _config.Strictness.ERROR:
                 # Else a later step would raise the error, without this call's result.
                 _C.wait_for_steps()
             if _C.has_notices() or _C.has_new_graphs():
                 _report.warn_or_raise()
             if _C.disabled():
-                _modes.check_outputs()
+                _modes.check_outputs(lambda: _names_of_outputs(call, result))
             if compiled.value or self.has_captured:
                 self.note_compilation(call, where)
         except (DonationError, DonationWarning) as error:
@@ -160,9 +160,9 @@ class Compiled:
         static = zip(texts, call.values(call.roles.static))
         self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
 
-    def is_strict(self) -> bool:
-        """Whether an unusable donation of this function is an error."""
-        return _config.is_strict(self._strict)
+    def strictness(self) -> _config.Strictness:
+        """The effect of an unusable donation of this function."""
+        return _config.strictness(self._strict)
 
     def names(self, call: CallArguments, structures: Sequence[Hashable]) -> CallNames:
         """The names of a call's donated leaves. Computed once for each structure, because it is slow.
@@ -177,6 +177,18 @@ class Compiled:
             _refuse_opaque(leaves, found)
             self._names[key] = found
         return found
+
+
+def _names_of_outputs(call: CallArguments, result: Any) -> dict[int, str]:
+    """The names of a call's outputs by their buffers: paths in the result, or arguments that it updated in place."""
+    leaves, names = call.leaves(call.roles.nonstatic)
+    results, paths = _trees.flatten(result)
+    named = [
+        *((leaf, names.name(index)) for index, leaf in enumerate(leaves)),
+        *((leaf, _trees.qualified_name("result", paths.name(index))) for index, leaf in enumerate(results)),
+    ]
+    tensors = [(_trees.without_wrapper(leaf), name) for leaf, name in named if isinstance(leaf, torch.Tensor)]
+    return {_C.identity(tensor)[1]: name for tensor, name in tensors if tensor.device.type == "xla"}
 
 
 _HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)

@@ -9,7 +9,7 @@ from torch_xla_donate import _C, _host, _marks, _trees
 from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._compile.base import Compiled
 
-NOT_READ = "not read by the step"
+NOT_READ = _C.Reason("not_read")
 
 
 def leaves_of_call(call: CallArguments) -> tuple[list[Any], list[tuple[list[Any], Hashable]]]:
@@ -44,7 +44,7 @@ class DonatedArguments:
             DonationError: a leaf is pending.
             DonatedBufferError: a leaf has been donated already.
         """
-        strict = self._compiled.is_strict()
+        strict = self._compiled.strictness()
         marked = _C.mark_arguments(self.leaves, self._kept, where, strict, for_compiled_run, self.names)
         if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
             self.leaves = [_trees.without_wrapper(leaf) for leaf in self.leaves]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch_xla
 
-from torch_xla_donate import _C, _trees
+from torch_xla_donate import _C, _config, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
@@ -16,7 +16,7 @@ from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
 class LazyCompiled(Compiled):
     """Traces and runs the function at every call, as `torch_xla.compile` does."""
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: _config.Strict, **options: Any) -> None:
         super().__init__(f, arguments, strict)
         options.setdefault("name", arguments.function)
         self._step = torch_xla.compile(self._trace, **options)

@@ -14,7 +14,7 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from torch_xla_donate import _C, _host, _trees
+from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
@@ -32,12 +32,12 @@ class Graph:
     Args:
         model: the graph, functional, with flat inputs and outputs.
         kept: positions of inputs that outlive the graph, because autograd saves them or the function returns them.
-        refusal: the reason why this graph cannot consume donors; empty if it can.
+        refusal: the reason why this graph cannot consume donors; no reason if it can.
         frame: the frame that the graph is a part of.
     """
 
     def __init__(
-        self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: str, frame: _host.CapturedFrame | None
+        self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: _C.Reason, frame: _host.CapturedFrame | None
     ) -> None:
         self._model = _host.with_pure_copies(model)
         self._kept = kept
@@ -49,7 +49,7 @@ class Graph:
 
     def __call__(self, *args: Any) -> Any:
         donation = _donation.value
-        if donation is not None and donation.unread in (_NO_GRAPH, NOT_READ):
+        if donation is not None and donation.unread.code in ("no_graph", "not_read"):
             donation.unread = self._unread
         if donation is not None and not self._refusal:
             _host.compute_pending(args)
@@ -83,7 +83,7 @@ class Graph:
         try:
             around = self._frame.values_around() if self._frame is not None else []
         except Exception as error:  # from evaluating torch.compile's expressions
-            donation.refuse_all(f"the function may return it unchanged; looking for that raised {error!r}")
+            donation.refuse_all(_C.Reason("perhaps_returned", repr(error)))
             return
         donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
 
@@ -94,7 +94,7 @@ class Graph:
         if positions and graph.parts != 1:
             # Operations without an XLA lowering split the graph. A later part may need a buffer that an earlier one
             # consumed.
-            self._refusal = "operations that run on the host split the graph, and a later part may read it"
+            self._refusal = _C.Reason("host_operations")
         return Variant(new_graph_name(), _kept_apart(graph.run, self._model), graph.returned, graph.places)
 
 
@@ -145,7 +145,7 @@ def _kept_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callabl
 class OpenxlaCompiled(Compiled):
     """Runs the function through `torch.compile(backend="openxla")`."""
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: bool | None, **options: Any) -> None:
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: _config.Strict, **options: Any) -> None:
         super().__init__(f, arguments, strict)
         self._codes = _codes_of(f)
         self._module = f if isinstance(f, torch.nn.Module) else None
@@ -155,7 +155,7 @@ class OpenxlaCompiled(Compiled):
         if not call.roles.donated:
             return self._compiled(*call.args, **call.kwargs)
         donation = RunDonation(DonatedArguments(self, call), where)
-        donation.unread = _NO_GRAPH  # until a graph runs
+        donation.unread = _C.Reason("no_graph")  # until a graph runs
         try:
             with _donation.replaced(donation):
                 result = self._compiled(*call.args, **call.kwargs)
@@ -186,7 +186,7 @@ class OpenxlaCompiled(Compiled):
             if len(graph_inputs) < given:  # torch.compile has merged views of one tensor, because one is updated
                 return make_boxed_func(self._refuse_merged)  # type: ignore[no-any-return, no-untyped-call]
             kept = _handed_on(graph, graph_inputs)
-            why = _UNKNOWN if kept is None else ""
+            why = _C.Reason("unknown_outputs" if kept is None else "none")
             return make_boxed_func(Graph(graph, returned | (kept or frozenset()), refusal or why, frame))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
@@ -200,22 +200,20 @@ class OpenxlaCompiled(Compiled):
             f"Nothing was donated. {see('torch_compile')}"
         )
 
-    def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> str:
-        """The reason why this graph must not consume donors; empty if it may."""
+    def _examine(self, model: torch.fx.GraphModule, frame: _host.CapturedFrame | None) -> _C.Reason:
+        """The reason why this graph must not consume donors; no reason if it may."""
         reason = getattr(model, "compile_subgraph_reason", None)
         if reason is None or reason.graph_break:
-            return "torch.compile broke the function's graph, and the code after the break may read it"
+            return _C.Reason("graph_break")
         if self._module is not None and _host.has_hooks(self._module):
-            return "the module has hooks, which run outside the compiled graph and may read it"
+            return _C.Reason("module_hooks")
         if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
-            return "torch.compile did not compile the whole function, and the rest may read it"
-        return ""
+            return _C.Reason("partial_graph")
+        return _C.Reason()
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # torch.compile's name of a frame after a graph break
-_NO_GRAPH = "torch.compile compiled no graph of the function, and code outside a graph may read it"
-_UNKNOWN = "torch.compile does not report which inputs of its graph outlive it"
-_STILL_NEEDED = "the result, or the backward pass, still needs it"
+_STILL_NEEDED = _C.Reason("still_needed")
 
 
 def _outputs_of(graph: torch.fx.GraphModule) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _frames, _host, _numbers, _trees
+from torch_xla_donate import _C, _config, _frames, _host, _numbers, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import DonatedArguments, leaves_of_call
@@ -17,7 +17,7 @@ from torch_xla_donate._compile.run_donation import RunDonation
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import see
 
-_CLOSED_OVER = "the function also closes over it"
+_CLOSED_OVER = _C.Reason("closed_over")
 
 
 class _Call:
@@ -54,7 +54,7 @@ class PureCompiled(Compiled):
         self,
         f: Callable[..., Any],
         arguments: Arguments,
-        strict: bool | None,
+        strict: _config.Strict,
         *,
         name: str | None = None,
         full_graph: bool = True,

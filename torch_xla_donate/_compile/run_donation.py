@@ -30,7 +30,7 @@ class RunDonation:
     """
 
     def __init__(self, donated: DonatedArguments, where: str) -> None:
-        self._refused: dict[int, str] = {}
+        self._refused: dict[int, _C.Reason] = {}
         self._count = len(donated.leaves)
         try:
             self._call = donated.mark(where, for_compiled_run=True)
@@ -43,8 +43,8 @@ class RunDonation:
             self.cancel()
             raise
         for leaf in self._call.constants:
-            self._refused[leaf] = _report.CONSTANT
-        # The reason why this call donates nothing; empty if it does.
+            self._refused[leaf] = _C.Reason("constant")
+        # The reason why this call donates nothing; False if it does.
         self._off = _report.no_donation()
         self.unread = NOT_READ  # the reason for leaves that no graph has read
 
@@ -61,7 +61,7 @@ class RunDonation:
             _host.list_live_tensors()
             shared = _C.shared_with_listed(self._call)
         for leaf in shared:
-            self._refused[leaf] = _report.HELD_BY_OTHERS
+            self._refused[leaf] = _C.Reason("held_by_others")
 
     def choice(self) -> Hashable:
         """The key for the result of `positions`, in addition to the signature of the arguments."""
@@ -78,14 +78,14 @@ class RunDonation:
     def _fit(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         return tuple(position for position, leaf in _C.marked_by(self._call, arguments) if leaf not in self._refused)
 
-    def refuse(self, arguments: Sequence[Any], reason: str) -> bool:
+    def refuse(self, arguments: Sequence[Any], reason: _C.Reason) -> bool:
         """Refuses these arguments for the whole call. Returns whether this is new for one of them."""
         before = len(self._refused)
         for _, leaf in _C.marked_by(self._call, arguments):
             self._refused.setdefault(leaf, reason)
         return len(self._refused) > before
 
-    def refuse_all(self, reason: str) -> None:
+    def refuse_all(self, reason: _C.Reason) -> None:
         """Refuses all donated leaves of the call, for this reason."""
         for leaf in range(self._count):
             self._refused.setdefault(leaf, reason)

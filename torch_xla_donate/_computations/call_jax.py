@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _config, _frames, _host, _marks, _trees
+from torch_xla_donate import _config, _host, _marks, _trees
 from torch_xla_donate._computations.user_computation import give, to_donate
 from torch_xla_donate._errors import DonationError, see
 
@@ -20,7 +20,8 @@ def call_jax(
     name: str | None = None,
     override_hash: Any = None,
     *,
-    strict: bool | None = None,
+    strict: _config.Strict = None,
+    stacklevel: int = 1,
 ) -> Any:
     """`torch_xla.core.xla_builder.call_jax`, which also donates the donated arguments of a jitted function.
 
@@ -36,27 +37,26 @@ def call_jax(
         override_hash: as in torch_xla. It replaces ``f`` as the key of caches if each call makes a new ``f``. The
             donated arguments are those of the ``f`` of this call.
         strict: as for `user_computation`.
+        stacklevel: as for `user_computation`.
 
     Returns:
         The result of ``f``, with pending XLA tensors for its arrays.
 
     Raises:
         ImportError: jax or torchax is missing.
-        TypeError: ``strict`` is not a bool.
+        TypeError: ``strict`` or ``stacklevel`` has another type.
         ValueError: an argument that is not donated shares the buffer of a donated one, or a tensor has 64 bits and JAX
             works with 32.
         DonationError: a donated tensor is pending, or torch_xla shares its buffer between tensors.
         DonatedBufferError: a step has consumed an argument.
     """
-    _config.check_strict(strict)
-    where = _frames.call_site()
+    request = _marks.DonationRequest.make(strict, stacklevel)
     jax, torchax = _host.import_jax()
     tree = (args, kwargs or {})
     leaves, spec = jax.tree.flatten(tree)
     if not isinstance(f, jax.stages.Wrapped) or any(isinstance(leaf, torchax.tensor.Tensor) for leaf in leaves):
         return _host.call_jax(f, args, kwargs, name, override_hash)
     offered = _offered(f, leaves, spec, tree, override_hash)
-    request = _marks.DonationRequest(where, strict)
     donated = to_donate(leaves, offered.donors, offered, request)
     results = _host.call_jax(f, args, kwargs, name, override_hash)
     if donated:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _config, _frames, _host, _marks, _report, _trees, hlo
+from torch_xla_donate import _C, _config, _host, _marks, _report, _trees, hlo
 from torch_xla_donate._errors import see
 
 # An instruction, or the head of a computation, as torch_xla prints them.
@@ -17,7 +17,12 @@ _NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
 
 
 def user_computation(
-    name: str, inputs: Sequence[torch.Tensor], computation: Any, *, strict: bool | None = None
+    name: str,
+    inputs: Sequence[torch.Tensor],
+    computation: Any,
+    *,
+    strict: _config.Strict = None,
+    stacklevel: int = 1,
 ) -> list[torch.Tensor]:
     """Calls an HLO module on XLA tensors, and donates the inputs that the module declares as donors.
 
@@ -32,26 +37,25 @@ def user_computation(
             tuple takes one tensor for each of its arrays.
         computation: a computation of `torch_xla.core.xla_builder`, made by ``create_computation``, or by
             ``computation_from_module_proto`` of a serialized HLO module.
-        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``. With False,
-            an input that cannot be donated is kept, with a `DonationWarning` instead of an error.
+        strict: what an unusable donation does, as for `donate_buffer`. If given and not ``"error"`` or True, an input
+            that cannot be donated is kept, with a `DonationWarning` instead of an error, or with nothing for ``"off"``.
+        stacklevel: the line of the donation, as for `donate_buffer`.
 
     Returns:
         A list of pending tensors, one for each element of the computation's result.
 
     Raises:
-        TypeError: an input, the computation or ``strict`` has another type.
+        TypeError: an input, the computation, ``strict`` or ``stacklevel`` has another type.
         ValueError: number, shapes or dtypes of the inputs differ from those of the parameters, torch_xla cannot call
             the module, or an input that is not donated shares the buffer of a donated one.
         DonationError: a donated input is pending, or torch_xla shares its buffer between tensors.
         DonatedBufferError: a step has consumed an input.
     """
-    _config.check_strict(strict)
-    where = _frames.call_site()
+    request = _marks.DonationRequest.make(strict, stacklevel)
     module = _module(computation)
     tensors = [_trees.without_wrapper(tensor) for tensor in inputs]
     names = _trees.FixedNames([f"inputs[{index}] of {name}" for index in range(len(tensors))])
     module.check(tensors, names)
-    request = _marks.DonationRequest(where, strict)
     donated = to_donate(tensors, module.donors, names, request)
     results = _host.call_computation(name, tensors, module.callable)
     targets: dict[int, torch.Tensor] = {}
@@ -175,18 +179,13 @@ def _module(computation: Any) -> _Module:
     return module
 
 
-_EAGER = (
-    "eager mode runs each operation at once, so the computation runs outside a step; call it in a function of "
-    "torch_xla.compile, or without eager mode"
-)
-
-
 def to_donate(
     tensors: Sequence[Any], donors: Sequence[int], names: _trees.Names, request: _marks.DonationRequest
 ) -> list[int]:
     """The donors of a computation that can be donated. Runs before the computation, so an error changes nothing.
 
-    With ``strict=False`` and in eager mode it warns instead. In eager mode a strict donation raises DonationError.
+    Unless it is strict, it warns instead if ``strict`` was given, and in eager mode. In eager mode a strict donation
+    raises DonationError.
 
     Raises:
         ValueError: an input that is not donated shares the buffer of a donor.
@@ -196,7 +195,8 @@ def to_donate(
         return []
     _marks.prepare(request.where)
     eager = _host.in_eager_mode()
-    may_warn = request.strict is False or (eager and not request.is_strict())
+    strict = request.strictness()
+    may_warn = strict < _config.Strictness.ERROR and (eager or request.strict is not None)
     body = _marks.current_body()
     kept = {
         _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
@@ -218,7 +218,7 @@ def to_donate(
             raise error
         else:
             unfit[index] = str(error).rpartition(" Nothing was ")[0]  # the other donors are marked
-    if unfit:
+    if unfit and strict > _config.Strictness.OFF:
         lines = "\n  ".join(unfit.values())
         arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
         _report.warn_once(
@@ -227,7 +227,8 @@ def to_donate(
             request.where,
         )
     if eager and free:
-        _marks.refuse_all([_marks.Donation(names.name(index), tensors[index], request) for index in free], _EAGER)
+        refused = [_marks.Donation(names.name(index), tensors[index], request) for index in free]
+        _marks.refuse_all(refused, _C.Reason("eager_computation"))
         return []
     return free
 

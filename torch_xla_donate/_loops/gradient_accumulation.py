@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
+from torch_xla_donate import _C, _config, _host, _marks, _trace, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
@@ -21,7 +21,8 @@ def gradient_accumulation(
     model: torch.nn.Module,
     *carried_tensors: torch.Tensor,
     donate: str | Sequence[str] = (),
-    strict: bool | None = None,
+    strict: _config.Strict = None,
+    stacklevel: int = 1,
 ) -> Any:
     """`torch_xla.experimental.gradient_accumulation.gradient_accumulation`, which can donate its arguments.
 
@@ -36,26 +37,26 @@ def gradient_accumulation(
         model: the module whose gradients the loop accumulates, in the ``grad`` of its parameters.
         *carried_tensors: tensors that one iteration passes to the next.
         donate: ``"iterable_tensors"``, ``"carried_tensors"`` or both, to donate all of these tensors.
-        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``.
+        strict: what an unusable donation does, as for `donate_buffer`.
+        stacklevel: the line of the donation, as for `donate_buffer`.
 
     Returns:
         The mean loss, a float32 scalar. With carried tensors a tuple of the loss and these tensors.
 
     Raises:
-        TypeError: ``donate`` or ``strict`` has another type, a carried value is not a tensor, or the loss is not
-            float32.
+        TypeError: ``donate``, ``strict`` or ``stacklevel`` has another type, a carried value is not a tensor, or the
+            loss is not float32.
         ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, or two carried
             tensors share a buffer.
         DonationError: a donated tensor is pending, a tensor donated in the step is not one of its arguments, the step
             makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
             the call is inside a pure function.
     """
-    _config.check_strict(strict)
+    request = _marks.DonationRequest.make(strict, stacklevel)
     by = _trace.current_watcher()
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
     refuse_eager_mode("gradient_accumulation")
-    where = _frames.call_site()
     chosen = chosen_arguments(donate, _ARGUMENTS)
     _refuse_twice(carried_tensors)
     found: dict[int, _marks.DonationRequest | None] = {}
@@ -75,7 +76,7 @@ def gradient_accumulation(
         result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
     given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
     arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
-    _marks.mark_all(loop_donations(arguments, chosen, _marks.DonationRequest(where, strict), found))
+    _marks.mark_all(loop_donations(arguments, chosen, request, found))
     return result
 
 

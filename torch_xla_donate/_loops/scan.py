@@ -75,7 +75,8 @@ def scan(
     is_fn_pure: bool = False,
     *,
     donate: str | Sequence[str] = (),
-    strict: bool | None = None,
+    strict: _config.Strict = None,
+    stacklevel: int = 1,
 ) -> tuple[Any, Any]:
     """`torch_xla.experimental.scan.scan`, which can donate the buffers of ``init`` and ``xs`` to the step.
 
@@ -90,27 +91,27 @@ def scan(
         partition_fn: divides the forward from the backward graph.
         is_fn_pure: whether ``fn`` is traced only once. The donations of that trace hold for every call.
         donate: ``"init"``, ``"xs"`` or both, to donate all leaves of the argument.
-        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``.
+        strict: what an unusable donation does, as for `donate_buffer`.
+        stacklevel: the line of the donation, as for `donate_buffer`.
 
     Returns:
         The final carry, and the outputs ``y`` stacked along a new leading dimension.
 
     Raises:
         ValueError: ``donate`` names another argument, or ``fn`` cannot be called.
-        TypeError: ``donate`` or ``strict`` has another type, or ``fn`` is pure but cannot be hashed or weakly
-            referenced.
+        TypeError: ``donate``, ``strict`` or ``stacklevel`` has another type, or ``fn`` is pure but cannot be hashed or
+            weakly referenced.
         DonationError: a donated leaf is pending, a tensor donated in the body is not one of its arguments, torch_xla is
             in eager mode, or, with ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental.scan import scan as host_scan
 
-    _config.check_strict(strict)
+    request = _marks.DonationRequest.make(strict, stacklevel)
     if not callable(fn):
         raise ValueError(
             f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('loops')}"
         )
     refuse_eager_mode("scan")
-    where = _frames.call_site()
     chosen = chosen_arguments(donate, _ARGUMENTS)
     body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
@@ -123,7 +124,7 @@ def scan(
     _keep_loops(result, body.loops)
     arguments = [(argument, *_trees.flatten(tree)) for argument, tree in zip(_ARGUMENTS, (init, xs))]
     found = body.requests.get(_kind(init, xs, rows=1), {})
-    donations = loop_donations(arguments, chosen, _marks.DonationRequest(where, strict), found)
+    donations = loop_donations(arguments, chosen, request, found)
     _donate_leaves(donations, result)
     return result
 
@@ -148,11 +149,8 @@ def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
     saved = [given for given in donations if not read.isdisjoint(_C.identity(given.tensor))]
     if saved:
         _marks.cancel_donation([given.tensor for given in saved])  # an earlier mark would also donate it
-        _marks.refuse_all(saved, _SAVED)
+        _marks.refuse_all(saved, _C.Reason("saved_for_backward"))
     _marks.mark_all([given for given in donations if read.isdisjoint(_C.identity(given.tensor))])
-
-
-_SAVED = "autograd has saved it for the backward scan"
 
 
 def _read_by_backward(result: Any) -> set[int]:
@@ -172,7 +170,8 @@ def scan_layers(
     is_layer_pure: bool = False,
     *,
     donate: bool = False,
-    strict: bool | None = None,
+    strict: _config.Strict = None,
+    stacklevel: int = 1,
 ) -> Any:
     """`torch_xla.experimental.scan_layers.scan_layers`, which can donate the buffers of ``input_data`` to the step.
 
@@ -184,17 +183,18 @@ def scan_layers(
         partition_fn: divides the forward from the backward graph.
         is_layer_pure: whether the layer is traced only once.
         donate: whether ``input_data`` is donated.
-        strict: whether an unusable donation raises `DonationError`. Default: ``TORCH_XLA_DONATE_STRICT``.
+        strict: what an unusable donation does, as for `donate_buffer`.
+        stacklevel: the line of the donation, as for `donate_buffer`.
 
     Returns:
         The result of the last layer.
 
     Raises:
-        TypeError: ``strict`` is not a bool.
+        TypeError: ``strict`` or ``stacklevel`` has another type.
         DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
             ``strict``, autograd has saved a donated leaf.
     """
-    _config.check_strict(strict)
+    _marks.DonationRequest.make(strict, stacklevel)
     layers = list(layers)  # torch_xla iterates over them twice
     by = _trace.current_watcher()
     if by is not None:
@@ -203,5 +203,5 @@ def scan_layers(
     if layers and nested.is_in_a_trace(layers[0]):
         given = [nested.InATrace(layers[0]), *layers[1:]]
         is_layer_pure = False  # torch_xla caches a pure layer by its id, and this one ends with the trace
-    ours = functools.partial(scan, donate="init" if donate else (), strict=strict)
+    ours = functools.partial(scan, donate="init" if donate else (), strict=strict, stacklevel=stacklevel)
     return _host.scan_layers(ours, given, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)

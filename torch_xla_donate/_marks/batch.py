@@ -24,10 +24,10 @@ def mark(
     argument: the argument that the names belong to.
     """
     paired, wanted = pair_leaves(leaves, names, targets, request.where) if targets else (None, {})
-    marked = _C.mark(leaves, request.where, request.is_strict(), paired or names, wanted)
+    marked = _C.mark(leaves, request.where, request.strictness(), paired or names, wanted)
     if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
         leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
-        marked = _C.mark(leaves, request.where, request.is_strict(), paired or names, wanted)
+        marked = _C.mark(leaves, request.where, request.strictness(), paired or names, wanted)
     if (why := marked.refusal) is not None:
         name = names.name(why.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
@@ -68,16 +68,16 @@ def mark_all(donations: Sequence[Donation]) -> None:
                 body.donate(argument, given.request)
 
 
-def refuse_all(donations: Sequence[Donation], reason: str) -> None:
+def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
     """Ends donations before they begin. The report and a warning show them as unusable, for this reason.
 
     Raises DonationError if one is strict. Inside a compiled function the end of its call raises the error.
     """
-    off = _report.sentence(_C.disabled_reason())
+    off = _C.disabled_reason()
     for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
         names = _trees.FixedNames([given.name for given in group])
-        call = _C.mark_arguments(leaves, [], request.where, request.is_strict(), True, names)
+        call = _C.mark_arguments(leaves, [], request.where, request.strictness(), True, names)
         assert call.refusal is None, "the leaves have been checked"
         _C.end_call(call, {}, off or reason, notify=not off)
         _C.expect_run()  # the report counts these donors with the next run

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _config, _frames, _report, _trees
+from torch_xla_donate import _C, _config, _report, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._marks.batch import Donation, mark, mark_all
 from torch_xla_donate._marks.into import targets_in_order
@@ -30,7 +30,7 @@ class Marks:
             _C.cancel_marks(self._call)
 
 
-def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None) -> Marks:
+def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = None, stacklevel: int = 1) -> Marks:
     """Marks the buffers of ``tensors`` as donors of the next step that reads them.
 
     At that step (``torch_xla.sync()`` or ``xm.mark_step()``) XLA may write an output into each buffer. A later use of
@@ -46,25 +46,28 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
             ``None`` for a leaf without a target. Each must be pending and have the same shape, dtype and sharding.
             Without it the buffer goes to the output computed from the tensor, if there is one of its size. The pair
             is certain only if every output of that size is a target; `donation_report` shows whether XLA kept it.
-        strict: whether an unusable donation raises `DonationError` at the end of the step, instead of a warning.
-            Default: the environment variable ``TORCH_XLA_DONATE_STRICT``.
+        strict: what an unusable donation does at the end of the step: ``"error"`` or True raises `DonationError`,
+            ``"warn"`` or False warns, ``"off"`` only enters it into the report. Default: the environment variable
+            ``TORCH_XLA_DONATE_STRICT``, or ``"warn"``.
+        stacklevel: which line messages and the report show: 1 for the line of this call, 2 for the line that calls the
+            function with this call, and so on, as for `warnings.warn`.
 
     Returns:
         A context manager that cancels these marks if its block raises, as in ``with donate_buffer(state):``. You may
         ignore it.
 
     Raises:
-        TypeError: a leaf is not a tensor, or ``strict`` is not a bool.
-        ValueError: a leaf is not an XLA tensor, ``into`` does not fit, or ``into`` is given inside a loop's body.
+        TypeError: a leaf is not a tensor, or ``strict`` or ``stacklevel`` has another type.
+        ValueError: a leaf is not an XLA tensor, ``into`` does not fit or is given inside a loop's body, ``strict`` is
+            unknown, or ``stacklevel`` is not positive.
         DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or torch_xla shares its buffer between
             tensors (cached constants, the RNG seed).
         DonatedBufferError: a step has consumed a leaf.
     """
-    _config.check_strict(strict)
-    where = _frames.call_site()
+    request = DonationRequest.make(strict, stacklevel)
     body = current_body()
     if body is not None:
-        donations = _donations(tensors, DonationRequest(where, strict))
+        donations = _donations(tensors, request)
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
             raise ValueError(
@@ -75,12 +78,11 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: bool | None = None)
         if stands_for is not None:
             mark_all(donations)
             return Marks(None)  # an error ends the trace of the body and its requests
-    prepare(where)
-    request = DonationRequest(where, _config.is_strict(strict))
+    prepare(request.where)
     _report.resolve_pairs(wait=False)
     if into is None and type(tensors) in (list, tuple):
         # The common case needs no pytree, unless a leaf is a container.
-        marked = _C.mark(tensors, where, request.is_strict(), _trees.IndexNames(), {})
+        marked = _C.mark(tensors, request.where, request.strictness(), _trees.IndexNames(), {})
         if marked.refusal is None:
             return Marks(marked)
     is_single = isinstance(tensors, torch.Tensor)

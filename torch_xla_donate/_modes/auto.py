@@ -82,8 +82,8 @@ _lock = threading.Lock()
 _open: list[weakref.ref[auto_donate]] = []  # calls that were not entered as contexts, oldest first
 
 
-def prepare() -> str:
-    """The reason why this process cannot donate automatically; empty if it can.
+def prepare() -> _C.Reason:
+    """The reason why this process cannot donate automatically; no reason if it can.
 
     The hooks call it once, before the first step, when the runtime is set up. An exception here, such as one of a
     signal's handler, reaches the program at that step. The next step then calls it again.
@@ -91,13 +91,14 @@ def prepare() -> str:
     try:
         _host.verify_layouts()
     except ImportError as error:
-        _C.note_auto_refusal(str(error))  # the hooks would note it at each step, but are removed
-        return str(error)
+        why = _C.Reason("unsupported", str(error))
+        _C.note_auto_refusal(why)  # the hooks would note it at each step, but are removed
+        return why
     _C.set_one_of_many(_host.process_count() > 1)
     if _config.functionalization_off():
-        return "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
+        return _C.Reason("functionalization_off")
     _host.ignores_donors()  # passes the setting to the hooks; it may change, so it is not a permanent reason
-    return ""
+    return _C.Reason()
 
 
 def start() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _config, _report
@@ -42,7 +42,8 @@ class debug_nans(donation_disabled):
 
     Raises:
         FloatingPointError: an output has a NaN. Raised at the end of a step, or of the context. The text shows the
-            first five outputs; the attribute ``outputs`` has a text for each.
+            first five outputs; the attribute ``outputs`` has a text for each. Outputs of a function made by `compile`
+            have their path in its result, such as ``result['loss']``, or the name of the argument updated in place.
     """
 
     def __init__(self, *, infs: bool = False) -> None:
@@ -65,12 +66,17 @@ class debug_nans(donation_disabled):
         super().leave(raised)
 
 
-def check_outputs() -> None:
-    """Raises FloatingPointError if an output since the last check is not finite."""
+def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
+    """Raises FloatingPointError if an output since the last check is not finite.
+
+    names: returns the names of outputs by their buffers, as far as they have names.
+    """
     bad = _C.take_bad_outputs(bool(_infinities.contexts))
     if bad:
-        error = FloatingPointError(_text(bad))
-        error.outputs = tuple(_line(raw) for raw in bad)  # type: ignore[attr-defined]
+        name_of = names()
+        lines = [_line(raw, name_of.get(raw["buffer"], "")) for raw in bad]
+        error = FloatingPointError(_text(lines))
+        error.outputs = tuple(lines)  # type: ignore[attr-defined]
         raise error
 
 
@@ -86,18 +92,19 @@ def step_ended() -> None:
     check_outputs()
 
 
-def _line(raw: Mapping[str, Any]) -> str:
+def _line(raw: Mapping[str, Any], name: str) -> str:
     run = "a compiled graph" if raw["compiled"] else "the step"
     counts = [f"{raw[key]:,} {name}" for key, name in (("nans", "NaN"), ("infs", "infinite")) if raw[key]]
+    place = f"output {raw['index']} of {raw['outputs']} of {run}"
     return (
-        f"output {raw['index']} of {raw['outputs']} of {run}, {raw['array']}: "
+        f"{f'{name} ({place})' if name else place}, {raw['array']}: "
         f"{' and '.join(counts)} of {raw['values']:,} value{'s' if raw['values'] != 1 else ''}"
     )
 
 
-def _text(bad: Sequence[Mapping[str, Any]]) -> str:
+def _text(bad: Sequence[str]) -> str:
     lines = [f"{len(bad)} output{'s are' if len(bad) > 1 else ' is'} not finite."]
-    lines += [f"  {_line(raw)}." for raw in bad[:_SHOWN]]
+    lines += [f"  {line}." for line in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         lines.append(f"  ... and {len(bad) - _SHOWN} more.")
     lines.append(

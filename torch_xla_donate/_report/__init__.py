@@ -1,8 +1,10 @@
 """The outcome of donations: the report, its reasons, and the warnings."""
 
 from torch_xla_donate._report.donors import Donor
-from torch_xla_donate._report.notices import is_postponed, later, warn_once, warn_or_raise
+from torch_xla_donate._report.notices import is_postponed, later, unusable_texts, warn_once, warn_or_raise
 from torch_xla_donate._report.pairs import Paired, is_known_site, resolve_pairs, watch_pairs
-from torch_xla_donate._report.reasons import CONSTANT, HELD_BY_OTHERS, no_donation, sentence
-from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report
+from torch_xla_donate._report.reasons import Reason, no_donation, sentence
+from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report, reasons_by_buffer
 from torch_xla_donate._report.reuse import report_reuse
+from torch_xla_donate._report.settings import configure
+from torch_xla_donate._report.table import percent

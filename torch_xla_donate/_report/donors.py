@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_xla_donate import _C, hlo
-from torch_xla_donate._report.explain import explain, split_sharding
+from torch_xla_donate._report.explain import Explanation, explain, split_sharding
 from torch_xla_donate._report.pairs import pair_kept
 from torch_xla_donate._report.predict import Prediction, StepPrediction
-from torch_xla_donate._report.reasons import sentence
+from torch_xla_donate._report.reasons import Reason, sentence
 from torch_xla_donate.hlo.dump import copied_parameters
 
 Outcome = Literal["donated", "unusable", "pending"]
@@ -33,7 +33,10 @@ class Donor:
         device: such as ``CPU:0``.
         outcome: ``donated``, ``unusable`` or ``pending``.
         reason: why it is not donated; empty if it is.
+        reason_code: the same as a `Reason`, of a pending mark that of its prediction; None if it is donated.
         step: number of the step that read it, counted from 1 over steps with donors; None while pending.
+        parameter: number of the donor among the parameters of the step's HLO; None while pending, if the package
+            refused the donor, or if unknown.
         output: number of the output that reused the buffer, in the step's HLO; None if there is none or it is unknown.
         crossed: whether another output than the one computed from the donor reused the buffer, so that its value moves;
             None if no output is computed from it, or if unknown.
@@ -59,11 +62,17 @@ class Donor:
     prediction: Prediction | None = None
     output: int | None = None
     crossed: bool | None = None
+    parameter: int | None = None
+    reason_code: Reason | None = None
 
     @property
     def array(self) -> str:
         """Element type and shape in XLA's notation: ``f32[8,4]``."""
         return f"{self.dtype}[{','.join(str(size) for size in self.shape)}]"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The donor as plain data for ``json.dumps``."""
+        return {**dataclasses.asdict(self), "array": self.array}
 
 
 class _Facts(NamedTuple):
@@ -119,12 +128,15 @@ def describe_donor(
     kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     prediction: Prediction | None = None
+    code: Reason | None = None
     if step is None:
-        outcome, (prediction, reason) = "pending", _expect(raw, next_step)
+        outcome, (prediction, (code, reason)) = "pending", _expect(raw, next_step)
     elif raw["outcome"] == "donated":
         outcome, reason = "donated", ""
+    elif raw["reason"]:
+        outcome, code, reason = "unusable", Reason(raw["reason"].code), sentence(raw["reason"])
     else:
-        outcome, reason = "unusable", sentence(raw["reason"]) or explain(raw, step)
+        outcome, (code, reason) = "unusable", explain(raw, step)
     output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
     return Donor(
         name=raw["name"],
@@ -143,17 +155,16 @@ def describe_donor(
         prediction=prediction,
         output=output,
         crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
+        parameter=None if step is None else raw["parameter"],
+        reason_code=code,
     )
 
 
-def _expect(raw: Mapping[str, Any], next_step: StepPrediction | None) -> tuple[Prediction | None, str]:
+def _expect(raw: Mapping[str, Any], next_step: StepPrediction | None) -> tuple[Prediction | None, Explanation]:
     """The prediction for a pending mark, and its reason."""
     unread = "no step has read it yet"
     if next_step is None:
-        return None, unread
-    prediction, why = next_step.predict(raw)
-    if prediction == "donated":
-        return prediction, f"{unread}; the next one will donate it"
-    if prediction == "unusable":
-        return prediction, f"{unread}; the next one will not use it: {why or explain(raw, next_step.as_step())}"
-    return prediction, f"{unread}; {why}"
+        return None, Explanation(Reason.UNREAD, unread)
+    prediction, (code, why) = next_step.predict(raw)
+    expected = "the next one will not use it: " if prediction == "unusable" else ""
+    return prediction, Explanation(code, f"{unread}; {expected}{why}")

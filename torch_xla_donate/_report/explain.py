@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_xla_donate import _C
+from torch_xla_donate._report.reasons import Reason
 
 
-def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
+class Explanation(NamedTuple):
+    """A reason with its sentence."""
+
+    code: Reason
+    sentence: str
+
+
+def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> Explanation:
     """The reason why XLA did not use a donor of its donor set.
 
     XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
@@ -16,10 +24,15 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     """
     dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
     if dynamic:
-        return f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph"
+        return Explanation(
+            Reason.DYNAMIC_SIZE,
+            f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph",
+        )
     outputs = [text for text in step["outputs"] if text]
     if not outputs:
-        return "XLA did not use it; the step's outputs are gone, so their sizes are not known"
+        return Explanation(
+            Reason.OUTPUTS_GONE, "XLA did not use it; the step's outputs are gone, so their sizes are not known"
+        )
     size = raw["size"]
     is_sharded = bool(split_sharding(raw["array"])[1])
     each = " on each device" if is_sharded else ""
@@ -30,20 +43,25 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> str:
     if not fitting:
         alike = [text for text in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
         if alike and is_sharded:
-            return _differs_per_device(raw, alike[0], len(outputs) == 1)
+            return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike[0], len(outputs) == 1))
         sizes = free.sizes()
         shown = ", ".join(f"{free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
-        return (
+        return Explanation(
+            Reason.NO_OUTPUT_OF_ITS_SIZE,
             f"no output of the step has its size of {size} bytes{each} "
-            f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})"
+            f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})",
         )
     rivals = sum(other["size"] == size for other in step["donors"])
     if rivals > fitting:
         outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
-        return f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}"
-    return (
+        return Explanation(
+            Reason.MORE_DONORS_THAN_OUTPUTS,
+            f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}",
+        )
+    return Explanation(
+        Reason.OUTPUTS_TAKEN,
         f"every {size}-byte output{each} already reuses another input (torch_xla donates in-place updates), or the "
-        "buffer is exported (dlpack, numpy)"
+        "buffer is exported (dlpack, numpy)",
     )
 
 

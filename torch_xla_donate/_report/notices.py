@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
+from torch_xla_donate._report import settings
 from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donor
 
@@ -54,13 +55,9 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
     except BaseException as error:  # as below
         raised.append(error)
     for step in _C.take_notices(everywhere):
-        by_site: dict[str, list[Mapping[str, Any]]] = {}
-        for raw in step["donors"]:
-            if raw["outcome"] == "unusable" and not raw["reported"]:
-                by_site.setdefault(raw["where"], []).append(raw)
-        for where, unusable in by_site.items():
+        for where, unusable in _by_site(step, _is_due):
             message = _unusable_text(where, unusable, step)
-            if any(raw["strict"] for raw in unusable):
+            if any(raw["strict"] == _config.Strictness.ERROR for raw in unusable):
                 failures.append(message)
             else:
                 try:
@@ -76,6 +73,28 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
         raise refused from next(iter(raised), None)
     if raised:
         raise raised[0]
+
+
+def _is_due(raw: Mapping[str, Any]) -> bool:
+    loud = raw["strict"] > _config.Strictness.OFF and raw["bytes"] >= settings.warn_min_bytes()
+    return loud and not raw["reported"]
+
+
+def _by_site(
+    step: Mapping[str, Any], includes: Callable[[Mapping[str, Any]], bool]
+) -> Iterable[tuple[str, list[Mapping[str, Any]]]]:
+    """The unusable donors of a step by the line of their donation."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for raw in step["donors"]:
+        if raw["outcome"] == "unusable" and includes(raw):
+            found.setdefault(raw["where"], []).append(raw)
+    return found.items()
+
+
+def unusable_texts(step: Mapping[str, Any]) -> list[str]:
+    """A text for each line with unusable donations in a step, also if they were reported before."""
+    lines = _by_site(step, lambda raw: not raw["automatic"])
+    return [_unusable_text(where, unusable, step) for where, unusable in lines]
 
 
 @atexit.register

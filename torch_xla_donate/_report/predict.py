@@ -9,7 +9,8 @@ import torch
 import torch_xla
 
 from torch_xla_donate import _C, _host
-from torch_xla_donate._report.reasons import HELD_BY_OTHERS, no_donation
+from torch_xla_donate._report.explain import Explanation, explain
+from torch_xla_donate._report.reasons import SENTENCES, Reason, no_donation, sentence
 
 Prediction = Literal["donated", "unusable", "unknown"]
 
@@ -38,26 +39,27 @@ class StepPrediction:
         free = _C.FreeOutputs([_C.size_on_device(text) for text in self._known])
         self._used = {buffer for buffer, size in inputs if free.take(size)}
 
-    def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, str]:
-        """The outcome of a pending mark, and its reason unless XLA decides; None if no pending work reads it."""
+    def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, Explanation]:
+        """The outcome of a pending mark, and its reason; None if no pending work reads it."""
         buffer = raw["buffer"]
         if buffer not in self._read and self._complete:
-            return None, "no pending work reads it"
+            return None, Explanation(Reason.UNREAD, "no pending work reads it")
         if self._off:
-            return "unusable", self._off
+            return "unusable", Explanation(Reason(self._off.code), sentence(self._off))
         if buffer in self._shared:
-            return "unusable", HELD_BY_OTHERS
+            return "unusable", Explanation(Reason.HELD_BY_OTHERS, SENTENCES[Reason.HELD_BY_OTHERS])
         if not self._complete:
-            return "unknown", "functionalization is off, so the pending work of views is not known"
+            why = "functionalization is off, so the pending work of views is not known"
+            return "unknown", Explanation(Reason.UNREAD, why)
         if buffer in self._used:
-            return "donated", ""
+            return "donated", Explanation(Reason.UNREAD, "the next one will donate it")
         open_outputs = [text for text in self._unknown if self._may_fit(text, self._sizes[buffer])]
         if open_outputs:
             shown = ", ".join(open_outputs[:3]) + (", ..." if len(open_outputs) > 3 else "")
-            return "unknown", f"the compiler will choose the sharding of {shown}"
-        return "unusable", ""
+            return "unknown", Explanation(Reason.UNREAD, f"the compiler will choose the sharding of {shown}")
+        return "unusable", explain(raw, self._as_step())
 
-    def as_step(self) -> dict[str, Any]:
+    def _as_step(self) -> dict[str, Any]:
         """The outputs of known size and their donors, in the form of a step."""
         return {"outputs": self._known, "donors": [{"size": size} for size in self._sizes.values()]}
 

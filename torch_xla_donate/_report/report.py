@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _host
 from torch_xla_donate._errors import see
-from torch_xla_donate._report import table
+from torch_xla_donate._report import html, settings, table
 from torch_xla_donate._report.donors import Donor, describe_donor, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of
 from torch_xla_donate._report.notices import warn_or_raise
@@ -46,12 +46,15 @@ class Step:
         crossed: the number of donors whose buffer went to another output than the one computed from them.
         copied_bytes: bytes of the donated buffers that XLA copies before it overwrites them; None if unknown, because
             the executable is gone or donated nothing.
+        compilations: the number of graphs that torch_xla compiled in this process from the begin of this step to the
+            begin of the next step with donors, or to the report. 0 for a step without donors.
     """
 
     number: int | None
     donors: int = 0
     crossed: int = 0
     copied_bytes: int | None = None
+    compilations: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,11 @@ class DonationReport:
         return sum(step.crossed for step in self.steps)
 
     @property
+    def compilations(self) -> int:
+        """The number of graphs that torch_xla compiled since the first reported step began."""
+        return sum(step.compilations for step in self.steps)
+
+    @property
     def copied_bytes(self) -> int:
         """Bytes of donated buffers that XLA copied before it overwrote them, as far as known."""
         return sum(step.copied_bytes or 0 for step in self.steps)
@@ -122,15 +130,20 @@ class DonationReport:
     def __str__(self) -> str:
         return table.report(self)
 
+    def _repr_html_(self) -> str:
+        return html.report(self)
+
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data for ``json.dumps``."""
+        """The report as plain data for ``json.dumps``. docs/report_schema.json is its JSON schema."""
         return {
-            "donors": [dataclasses.asdict(donor) for donor in self.donors],
-            "pending": [dataclasses.asdict(donor) for donor in self.pending],
+            "complete": bool(self),
+            "donors": [donor.to_dict() for donor in self.donors],
+            "pending": [donor.to_dict() for donor in self.pending],
             "donated_bytes": self.donated_bytes,
             "reused_fraction": self.reused_fraction,
             "steps": [dataclasses.asdict(step) for step in self.steps],
             "crossed": self.crossed,
+            "compilations": self.compilations,
             "copied_bytes": self.copied_bytes,
             "auto_refusals": dict(self.auto_refusals),
             "held": [dataclasses.asdict(held) for held in self.held],
@@ -146,8 +159,9 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     results.
 
     Args:
-        steps: the number of steps to look back, at most and by default 8. Steps without donors count from the first
-            step with donors. Reads (``print``, ``.item()``, ``.cpu()``) do not count.
+        steps: the number of steps to look back, at most and by default the number of kept steps, 8 unless `configure`
+            has changed it. Steps without donors count from the first step with donors. Reads (``print``, ``.item()``,
+            ``.cpu()``) do not count.
         predict: whether to predict the outcome of each pending mark at the next step, from the bytes per device of
             marks and outputs. It reads all pending work, so no other thread may compute meanwhile. It compiles and
             runs nothing. It does not know of exported buffers (dlpack, numpy), which XLA copies.
@@ -165,7 +179,9 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         raise ValueError(f"steps is {steps}. Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
     resolve_pairs(wait=True)
-    found = _last_steps(min(steps or _KEPT, _KEPT))
+    kept = settings.kept_steps()
+    found = _last_steps(min(steps or kept, kept))
+    compiled = _compilations([step for step in found if step is not None])
     donors: list[Donor] = []
     summary: list[Step] = []
     for step in found:
@@ -175,7 +191,8 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         facts = facts_of(step)
         own = [describe_donor(raw, step, facts=facts) for raw in step["donors"]]
         crossed = sum(bool(donor.crossed) for donor in own)
-        summary.append(Step(step["number"], len(own), crossed, None if facts is None else sum(facts.copied.values())))
+        copied = None if facts is None else sum(facts.copied.values())
+        summary.append(Step(step["number"], len(own), crossed, copied, compiled[step["number"]]))
         donors += own
     marks = _C.pending()
     next_step = StepPrediction() if predict and marks else None
@@ -200,7 +217,20 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     return DonationReport(tuple(donors), tuple(pending), refusals, held, tuple(summary), backward_threads, errors)
 
 
-_KEPT = 8
+def reasons_by_buffer() -> list[tuple[int, str]]:
+    """The buffer (as in `_C.identity`) and the reason of each unusable donor of the kept steps, the last ones first."""
+    found = []
+    for step in reversed(_C.steps()):
+        unusable = [raw for raw in step["donors"] if raw["outcome"] == "unusable" and raw["buffer"]]
+        found += [(raw["buffer"], describe_donor(raw, step).reason) for raw in unusable]
+    return found
+
+
+def _compilations(steps: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """By the number of a step, the graphs that were compiled from its begin to the next one's."""
+    counts = [*(step["compiled_before"] for step in steps), _host.compilations()]
+    # Negative if the program has cleared torch_xla's counters.
+    return {step["number"]: max(after - before, 0) for step, before, after in zip(steps, counts, counts[1:])}
 
 
 def _last_steps(count: int) -> list[Mapping[str, Any] | None]:

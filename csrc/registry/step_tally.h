@@ -1,0 +1,29 @@
+// Counts steps from the moment it is opened, beyond the steps that the registry keeps.
+//
+// Ownership: shared by its creator and the steps that it counts. Threads: the registry's mutex guards every member.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+namespace torch_xla_donate {
+
+struct Step;
+
+struct StepTally {
+  static constexpr std::size_t kKeptUnusable = 4;
+
+  std::optional<std::thread::id> thread;  // whose steps it counts; nullopt for all threads
+  std::uint64_t steps = 0;                // with donors
+  std::uint64_t plain_steps = 0;          // without donors, after the first step with donors
+  // Of marked donors and of the automatic ones that an output reused, in steps that have ended.
+  std::int64_t offered_bytes = 0;
+  std::int64_t donated_bytes = 0;
+  std::vector<std::shared_ptr<Step>> unusable;  // the first steps with a donor that needs a notice
+};
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,111 @@
+"""torch_xla_donate_pytest: pytest finds it by its entry point, and it costs a project nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import run_in_child
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the package's metadata, as an installation has it."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def run_pytest(*arguments: str) -> int:
+    return int(pytest.main(["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:xdist", *arguments]))
+
+
+def run_installed(folder: str, *arguments: str) -> int:
+    sys.path.insert(0, folder)
+    return run_pytest(*arguments)
+
+
+UNUSED = """
+import sys
+
+def test_nothing(request):
+    assert request.config.pluginmanager.has_plugin("torch_xla_donate_pytest")
+    found = [name for name in sys.modules if name.split(".")[0] in ("torch", "torch_xla", "torch_xla_donate")]
+    assert found == []
+"""
+
+
+def test_a_project_that_does_not_donate_imports_nothing(tmp_path, installed):
+    (tmp_path / "test_unused.py").write_text(UNUSED, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        env={"PATH": "", "PYTHONPATH": f"{installed}:{ROOT}:{ROOT / 'torch_xla_donate' / '_pytest'}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
+def test_the_example_project_passes(installed):
+    """By the entry point."""
+    folder = ROOT / "examples" / "user_project"
+    ended = run_in_child(run_installed, str(installed), "-q", str(folder))
+    assert ended.value == 0, ended.stdout
+    assert "4 passed" in ended.stdout
+
+
+UNUSABLE = """
+import torch, torch_xla
+from torch_xla_donate import donate_buffer
+
+def test_lost(fail_on_unusable_donation):
+    t = torch.ones(7).to("xla")
+    torch_xla.sync()
+    donate_buffer(t, strict="off")
+    total = t.sum()
+    torch_xla.sync()
+
+def test_own_error(fail_on_unusable_donation):
+    t = torch.ones(9).to("xla")
+    torch_xla.sync()
+    donate_buffer(t, strict="off")
+    total = t.sum()
+    torch_xla.sync()
+    assert total.item() == 8
+
+def test_fine(fail_on_unusable_donation, hlo_dump):
+    t = torch.ones(8).to("xla")
+    torch_xla.sync()
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    assert len(hlo_dump.modules()[-1].aliases) == 1
+    assert hlo_dump.folder.is_dir()
+"""
+
+
+def test_an_unusable_donation_fails_its_test(tmp_path):
+    """With `-p torch_xla_donate.testing`, in a project without the entry point."""
+    (tmp_path / "test_lost.py").write_text(UNUSABLE, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+    ended = run_in_child(run_pytest, "-q", "-p", "torch_xla_donate.testing", str(tmp_path))
+    assert ended.value == 1
+    assert "2 failed, 1 passed" in ended.stdout
+    assert ended.stdout.count("f32[7]: no output of the step has its size of 28 bytes") == 1
+    assert "f32[9]: no output" not in ended.stdout
+    assert "assert 9.0 == 8" in ended.stdout
+
+
+def test_both_ways_at_once_load_it_once(installed):
+    folder = ROOT / "examples" / "user_project"
+    ended = run_in_child(run_installed, str(installed), "-q", "-p", "torch_xla_donate.testing", str(folder))
+    assert ended.value == 0, ended.stdout

@@ -1,0 +1,241 @@
+"""expect_donated: it counts the steps that begin inside, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch_xla
+from children import in_process
+from helpers import pointer
+
+from torch_xla_donate import (
+    _C,
+    DonationError,
+    DonationWarning,
+    _report,
+    auto_donate,
+    compile,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    expect_donated,
+)
+
+
+def step(value, mark=True):
+    if mark:
+        donate_buffer(value)
+    value = value * 0.5
+    torch_xla.sync()
+    return value
+
+
+def loop(value, *marks):
+    """A step for each of these: whether it donates its input."""
+    for mark in marks:
+        value = step(value, mark)
+    return value
+
+
+def lose(make, size, **options):
+    """A step that reads a donor and has no output for it."""
+    lost = make(size)
+    donate_buffer(lost, **options)
+    total = lost.sum()
+    torch_xla.sync(wait=True)
+    return total
+
+
+def test_a_loop_that_donates_passes(make):
+    value = make(100)
+    first = pointer(value)
+    with expect_donated():
+        value = loop(value, True, True, True)
+    assert pointer(value) == first
+
+
+def test_steps_beyond_the_kept_ones_count(make):
+    """The first step is not donated, and 20 others are."""
+
+    @expect_donated(0.999)
+    def run(value):
+        lose(make, 7)
+        return loop(value, *[True] * 20)
+
+    with pytest.warns(DonationWarning, match="no output"), pytest.raises(DonationError) as raised:
+        run(make(100))
+    assert len(donation_report().steps) == 8
+    assert donation_report().reused_fraction == 1.0
+    text = str(raised.value)
+    assert text.startswith("expect_donated: the steps of this block reused 99.7% of the bytes offered, and min_fra")
+    assert "f32[7]: no output of the step has its size of 28 bytes" in text
+
+
+def test_steps_before_and_after_do_not_count(make):
+    value = make(100)
+    lose(make, 7, strict="off")
+    with expect_donated(1.0):
+        value = step(value)
+    lose(make, 7, strict="off")
+    assert value.shape == (100,)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_no_donor_is_a_failure(make, steps):
+    value = step(make(10))  # a step before that donates does not count
+    with pytest.raises(DonationError, match="expect_donated: no donor was offered in the steps") as raised:
+        expect_donated()(loop)(value, *[False] * steps)
+    assert "explain testing" in str(raised.value)
+
+
+def test_a_loop_that_loses_its_donors_fails(make):
+    with pytest.raises(DonationError, match=r"reused 50.0% of the bytes offered.* 2 of 4 steps had donors"):
+        expect_donated()(loop)(make(10), True, True, False, False)
+    expect_donated(0.5)(loop)(make(10), True, True, False, False)
+    expect_donated(1.0)(loop)(make(10), False, False, True, True)  # as in the report
+
+
+def test_the_exception_of_the_block_is_raised(make):
+    @expect_donated()
+    def run(value):
+        step(value, mark=False)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        run(make(10))
+    with expect_donated():
+        step(make(10))
+
+
+def test_a_decorated_function_is_checked_at_each_call(make):
+    @expect_donated(0.9)
+    def run(value, mark):
+        return step(value, mark)
+
+    value = run(make(10), True)
+    with pytest.raises(DonationError, match="no donor was offered"):
+        run(value, False)
+    assert run(step(value), True).shape == (10,)
+
+
+def test_nested_blocks_count_separately(make):
+    value = make(10)
+    with expect_donated(0.5):
+        value = step(value)
+        with expect_donated(1.0):
+            value = step(value)
+        value = step(value, mark=False)  # 2 of 3 steps
+    block = expect_donated(0.6)
+    with block:
+        with block:
+            value = step(value)
+        value = loop(value, True, False)  # 2 of 3 steps
+
+
+def test_strict_donations_are_the_cause_of_the_failure(make):
+    with pytest.raises(DonationError, match="expect_donated: the steps of this block reused 0.0%") as raised:
+        expect_donated()(step_of_a_strict_donor)(make(7))
+    assert isinstance(raised.value.__cause__, DonationError)
+
+
+def step_of_a_strict_donor(lost):
+    donate_buffer(lost, strict=True)
+    total = lost.sum()
+    with _report.later():  # else the sync raises, if the step has started by then
+        torch_xla.sync()
+    return total
+
+
+def test_disabled_donation_fails_and_says_so(make):
+    with pytest.raises(DonationError, match=r"reused 0.0%(.|\n)*ran inside donation_disabled\(\) or debug_nans\(\)"):
+        expect_donated()(donation_disabled()(step))(make(10))
+
+
+def test_automatic_donors_count(make):
+    value = loop_of_automatic_donation(make(50), [])
+
+    @expect_donated()
+    def keeping(value):
+        kept = [value]
+        return loop_of_automatic_donation(value, kept)
+
+    with pytest.raises(DonationError, match="no donor was offered"):
+        keeping(value)
+
+
+def loop_of_automatic_donation(value, kept):
+    """With a list in `kept` that is not empty, it keeps each value."""
+    with contextlib.nullcontext() if kept else expect_donated(), auto_donate():
+        for _ in range(3):
+            value = value + 1
+            if kept:
+                kept.append(value)
+            torch_xla.sync()
+    return value
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_compiled_functions_count(make, options):
+    update = compile(lambda x: x * 0.5, donate_argnums=0, **options)
+    value = make(20)
+    with expect_donated():
+        for _ in range(3):
+            value = update(value)
+    assert value.shape == (20,)
+
+
+@in_process
+def test_each_thread_counts_its_own_steps():
+    """While one thread is in its block, another runs steps that donate nothing, and one that is unusable."""
+    values = [torch.ones(30).to("xla"), torch.ones(40).to("xla")]
+    torch_xla.sync(wait=True)
+    entered, done = threading.Event(), threading.Event()
+    failures = []
+
+    def other():
+        entered.wait()
+        values[1] = step(values[1], mark=False)
+        done.set()
+
+    def empty():
+        try:
+            with expect_donated():
+                entered.set()
+                done.wait()
+        except DonationError as error:
+            failures.append(str(error))
+
+    threads = [threading.Thread(target=other), threading.Thread(target=empty)]
+    with expect_donated(1.0):
+        values[0] = step(values[0])
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        values[0] = step(values[0])
+    assert len(failures) == 1
+    assert "no donor was offered in the steps of this block" in failures[0]
+
+
+def test_nothing_is_left_behind(make):
+    value = make(10)
+    with expect_donated():
+        value = step(value)
+    tally = _C.StepTally()
+    tally.open(all_threads=True)
+    tally.close()
+    tally.close()
+    value = step(value)
+    assert tally.read() == {"steps": 0, "plain_steps": 0, "offered_bytes": 0, "donated_bytes": 0, "unusable": []}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "error"),
+    [("0.5", "is of type str, not a number"), (True, "is of type bool"), (0, "is 0. Pass"), (1.5, "is 1.5. Pass")],
+)
+def test_a_fraction_is_a_number_above_0(fraction, error):
+    with pytest.raises((TypeError, ValueError), match=f"min_fraction {error}"):
+        expect_donated(fraction)

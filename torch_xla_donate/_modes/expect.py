@@ -1,0 +1,90 @@
+"""expect_donated: raises if the steps of a block reused too little of the memory that they were offered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch_xla_donate import _C, _report
+from torch_xla_donate._errors import DonationError, DonationWarning, see
+
+
+class expect_donated(_C.Scope, contextlib.ContextDecorator):
+    """The steps of this thread inside the context reuse at least this fraction of the bytes offered, or its end raises.
+
+    It counts all steps that begin inside, beyond those that `donation_report` keeps, and no others. The end waits until
+    they have started on the device, which is when XLA takes the buffers. It does not wait for their results. Steps of
+    other threads do not count; each thread may have its own context. It also works as a decorator of a function.
+
+    Donors are those of `donate_buffer`, of `compile`, and the automatic ones that an output reused. The fraction is
+    `DonationReport.reused_fraction` of these steps: steps without donors lower it from the first step with donors on.
+    An exception of the block is raised as it is, without this check.
+
+    Args:
+        min_fraction: above 0, at most 1.
+
+    Raises:
+        TypeError: ``min_fraction`` is not a number.
+        ValueError: ``min_fraction`` is out of range.
+        DonationError: at the end of the context, if the steps reused less, or if no step offered a donor.
+    """
+
+    def __init__(self, min_fraction: float = 0.95) -> None:
+        if isinstance(min_fraction, bool) or not isinstance(min_fraction, int | float):
+            raise TypeError(
+                f"min_fraction is of type {type(min_fraction).__name__}, not a number. Pass a fraction such as 0.95. "
+                f"{see('testing')}"
+            )
+        if not 0 < min_fraction <= 1:
+            raise ValueError(
+                f"min_fraction is {min_fraction}. Pass a number above 0 and at most 1, such as 0.95. {see('testing')}"
+            )
+        super().__init__()
+        self._min_fraction = min_fraction
+        self._tallies: list[_C.StepTally] = []  # one for each time that the context was entered
+
+    def _recreate_cm(self) -> expect_donated:
+        return type(self)(self._min_fraction)
+
+    def enter(self) -> None:
+        self._tallies.append(_C.StepTally())
+        self._tallies[-1].open(all_threads=False)
+
+    def finish(self) -> None:
+        _C.wait_for_steps()
+        failure = self._failure(self._tallies[-1].read())
+        try:
+            _report.warn_or_raise()
+        except (DonationError, DonationWarning) as error:
+            if failure is None:
+                raise
+            raise failure from error
+        if failure is not None:
+            raise failure
+
+    def leave(self, raised: bool) -> None:
+        if self._tallies:
+            self._tallies[-1].close()
+            self._tallies.pop()
+
+    def _failure(self, found: Mapping[str, Any]) -> DonationError | None:
+        steps, plain = found["steps"], found["plain_steps"]
+        if not found["offered_bytes"]:
+            return DonationError(
+                "expect_donated: no donor was offered in the steps of this block. Run at least one step that donates, "
+                f"on the thread that entered the block. {see('testing')}"
+            )
+        fraction = found["donated_bytes"] / found["offered_bytes"] * steps / (steps + plain)
+        if fraction >= self._min_fraction:
+            return None
+        lines = [
+            f"expect_donated: the steps of this block reused {_report.percent(fraction)} of the bytes offered, and "
+            f"min_fraction is {self._min_fraction}. {found['donated_bytes']} of {found['offered_bytes']} bytes were "
+            f"reused, and {steps} of {steps + plain} steps had donors. Donate in each step what an output can reuse, "
+            f"or lower min_fraction. {see('testing')}"
+        ]
+        lines += [text for step in found["unusable"] for text in _report.unusable_texts(step)]
+        if not found["unusable"] and found["donated_bytes"] < found["offered_bytes"]:
+            lines.append("These steps failed, or ran inside donation_disabled() or debug_nans().")
+        return DonationError("\n".join(lines))

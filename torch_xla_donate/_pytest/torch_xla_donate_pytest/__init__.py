@@ -1,0 +1,41 @@
+"""The fixtures of torch_xla_donate. pytest loads them in every project, so they import the package in a test only."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from torch_xla_donate.testing import HloDump, no_unusable_donation
+
+
+@pytest.fixture
+def hlo_dump(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HloDump]:
+    """The compiled modules of the steps of this test: `.modules()`, or as files in `.folder`."""
+    from torch_xla_donate import testing
+
+    with testing.HloDump(tmp_path_factory.mktemp("hlo_dump")) as dump:
+        yield dump
+
+
+@pytest.fixture
+def fail_on_unusable_donation() -> Iterator[no_unusable_donation]:
+    """Fails the test if a donation of one of its steps was unusable."""
+    from torch_xla_donate import testing
+
+    watch = testing.no_unusable_donation()
+    watch.enter()
+    yield watch
+    watch.leave(raised=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    # Here and not in the fixture, whose end would be an error and not a failure.
+    result = yield
+    watch = getattr(item, "funcargs", {}).get("fail_on_unusable_donation")
+    if watch is not None:
+        watch.finish()
+    return result

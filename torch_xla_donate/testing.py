@@ -1,0 +1,269 @@
+"""Assertions on donation for tests. The fixtures of `torch_xla_donate_pytest` use its contexts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_xla_donate import _C, _report, _trees, hlo
+from torch_xla_donate._errors import see
+
+__all__ = [
+    "HloDump",
+    "assert_aliased",
+    "assert_donated",
+    "assert_not_donated",
+    "assert_reused",
+    "no_unusable_donation",
+]
+
+pytest_plugins = ["torch_xla_donate_pytest"]  # for `pytest -p torch_xla_donate.testing`
+
+
+def assert_donated(tensors: Any) -> None:
+    """Asserts that steps have consumed the buffers of all ``tensors``.
+
+    Waits until running steps have started on the device.
+
+    Args:
+        tensors: as for `donate_buffer`.
+
+    Raises:
+        AssertionError: a leaf is not donated. The text gives the reason for each, if the report has it.
+        TypeError: a leaf is not a tensor.
+    """
+    _C.wait_for_steps()
+    wrong = [f"{name}: {_why_not(tensor)}" for name, tensor in _leaves(tensors) if not _C.is_donated(tensor)]
+    if wrong:
+        raise AssertionError(f"expected to be donated:\n  {_lines(wrong)}\n{see('testing')}")
+
+
+def assert_not_donated(tensors: Any) -> None:
+    """Asserts that no step has consumed the buffer of one of ``tensors``.
+
+    Args, Raises: as for `assert_donated`.
+    """
+    _C.wait_for_steps()
+    wrong = [f"{name} was donated" for name, tensor in _leaves(tensors) if _C.is_donated(tensor)]
+    if wrong:
+        raise AssertionError(f"expected not to be donated:\n  {_lines(wrong)}\n{see('testing')}")
+
+
+def assert_reused(at_least: float = 0.95, *, steps: int | None = None) -> None:
+    """Asserts that outputs reused this fraction of the bytes offered in the last steps.
+
+    It reads `donation_report`, which has steps that ran before the test, too. `expect_donated` counts only its own.
+
+    Args:
+        at_least: the least `DonationReport.reused_fraction`.
+        steps: as for `donation_report`.
+
+    Raises:
+        AssertionError: less was reused. The text is the report.
+        TypeError, ValueError, DonationError: as for `donation_report`.
+    """
+    report = _report.donation_report(steps=steps)
+    if not report.reused_fraction >= at_least:
+        raise AssertionError(
+            f"{_report.percent(report.reused_fraction)} of the bytes offered were reused, expected at least "
+            f"{_report.percent(at_least)}.\n{report}\n{see('testing')}"
+        )
+
+
+class _Donor(NamedTuple):
+    """A donor of a compiled module: its number among all input arrays, a text for messages, and its output."""
+
+    number: int
+    text: str
+    name: str
+    is_aliased: bool
+    reason: str = ""
+
+
+def assert_aliased(module: Any, *parameters: int | str) -> None:
+    """Asserts that outputs of a compiled module reuse the memory of its parameters.
+
+    Args:
+        module: HLO after optimisation: its text or path, an `hlo.HloModule`, `hlo.DumpedModule` or
+            `hlo.TopologyModule`, or what ``lower(...).compile()`` returns.
+        *parameters: numbers of input arrays, or names as in ``lower(...).compile().donors``, such as
+            ``state['w']``. Without them: all donors, of which there must be one.
+
+    Raises:
+        AssertionError: no output reuses one of them.
+        ValueError: a parameter does not exist, or is a name and the module has none; or a text is not HLO.
+        TypeError: ``module`` or a parameter has another type.
+    """
+    count, donors = _donors_of(module)
+    asked = [_find(parameter, count, donors) for parameter in parameters] if parameters else donors
+    wrong = [f"{donor.text}{': ' if donor.reason else ''}{donor.reason}" for donor in asked if not donor.is_aliased]
+    if wrong:
+        raise AssertionError(f"no output reuses the memory of:\n  {_lines(wrong)}\n{see('testing')}")
+    if not asked:
+        raise AssertionError(f"the module has neither donors nor aliases, expected at least one. {see('testing')}")
+
+
+def _donors_of(module: Any) -> tuple[int, list[_Donor]]:
+    """The number of input arrays, and the donors."""
+    if isinstance(module, str | os.PathLike):
+        module = hlo.parse(module)
+    if isinstance(module, hlo.DumpedModule):
+        module = module.after if module.after is not None else module.before
+    if isinstance(module, hlo.HloModule):
+        numbers = {place: number for number, place in enumerate(module.leaves)}
+        offered = [(one.donor, True) for one in module.aliases] + [(one, False) for one in module.donors]
+        return len(numbers), [
+            _Donor(number := numbers[_place(donor)], f"parameter {number} {module.shape_of(donor)}", "", is_aliased)
+            for donor, is_aliased in offered
+        ]
+    outcomes = getattr(module, "donors", None)
+    if not isinstance(outcomes, tuple) or not callable(getattr(module, "as_text", None)):
+        raise TypeError(
+            f"module is of type {type(module).__name__}, which is not compiled HLO. Pass its text, its path, an "
+            f"hlo.HloModule or the result of lower(...).compile(). {see('testing')}"
+        )
+    numbers = {place: number for number, place in enumerate(hlo.parse(module.as_text()).leaves)}
+    found = []
+    for one in outcomes:
+        number = numbers[_place(one.donor)]
+        text = f"{one.name or f'parameter {number}'} {one.shape}"
+        found.append(_Donor(number, text, one.name, one.output is not None, one.reason))
+    return len(numbers), found
+
+
+def _place(donor: hlo.BufferDonor) -> tuple[int, tuple[int, ...]]:
+    return donor.parameter_number, donor.parameter_index
+
+
+def _find(parameter: int | str, count: int, donors: list[_Donor]) -> _Donor:
+    if isinstance(parameter, str):
+        found = next((donor for donor in donors if parameter in (donor.name, _path(donor))), None)
+        if found is not None:
+            return found
+        names = ", ".join(repr(_path(donor)) for donor in donors if donor.name)
+        raise ValueError(
+            f"parameters has {parameter!r}, which is not the name of a donor. Use one of {names}, or a number."
+            f" {see('testing')}"
+            if names
+            else f"parameters has {parameter!r}, but this module has no names. Pass the number. {see('testing')}"
+        )
+    if isinstance(parameter, bool) or not isinstance(parameter, int):
+        raise TypeError(
+            f"parameters has {parameter!r}, of type {type(parameter).__name__}. Pass numbers or names. {see('testing')}"
+        )
+    if not 0 <= parameter < count:
+        raise ValueError(
+            f"parameters has {parameter}, but the module has {count} input arrays. Count from 0. {see('testing')}"
+        )
+    # Not a donor: nothing was offered.
+    missing = _Donor(parameter, f"parameter {parameter}", "", False, "it is not a donor")
+    return next((donor for donor in donors if donor.number == parameter), missing)
+
+
+def _path(donor: _Donor) -> str:
+    """The name without its argument: ``state['w']`` of ``state['w'] (argument 0 of train)``."""
+    return donor.name.rpartition(" (argument ")[0] or donor.name
+
+
+class HloDump:
+    """A context that records the compiled modules of this thread's steps. The fixture ``hlo_dump`` is one.
+
+    XLA reads ``XLA_FLAGS`` once in a process, so a test cannot switch XLA's own dump on. This takes the modules after
+    optimisation from torch_xla, each when it first runs inside. Reads (``print``, ``.item()``) are not recorded.
+
+    Args:
+        folder: the folder for the texts.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        self._count = 0
+
+    def __enter__(self) -> HloDump:
+        _C.record_graphs(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._write()
+        _C.record_graphs(False)
+
+    @property
+    def folder(self) -> Path:
+        """The folder, with the modules of all steps until now, for `hlo.read_dump`."""
+        self._write()
+        return self._folder
+
+    def modules(self) -> tuple[hlo.DumpedModule, ...]:
+        """The modules of the steps until now, in the order of their first run. Their ``before`` is None."""
+        folder = self.folder
+        return hlo.read_dump(folder) if self._count else ()
+
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for graph in _C.take_graphs():
+            name = re.sub(r"[^\w.-]", "_", hlo.parse(graph.text).name)[:200]
+            path = self._folder / f"module_{self._count:04}.{name}.after_optimizations.txt"
+            path.write_text(graph.text, encoding="utf-8")
+            self._count += 1
+
+
+class no_unusable_donation(_C.Scope):
+    """A context whose end raises if a donation of a step inside was unusable, on any thread.
+
+    The fixture ``fail_on_unusable_donation`` is one. Donations that `donation_disabled` or `debug_nans` prevented do
+    not count, nor do steps that failed.
+
+    Raises:
+        AssertionError: at the end, with the reasons.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tally = _C.StepTally()
+
+    def enter(self) -> None:
+        self._tally.open(all_threads=True)
+
+    def finish(self) -> None:
+        _C.wait_for_steps()
+        texts = [text for step in self._tally.read()["unusable"] for text in _report.unusable_texts(step)]
+        if texts:
+            raise AssertionError("\n".join(texts))
+
+    def leave(self, raised: bool) -> None:
+        self._tally.close()
+
+
+def _leaves(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    leaves, names = _trees.flatten(tensors)
+    for index, leaf in enumerate(leaves):
+        tensor = _trees.without_wrapper(leaf)
+        if tensor is None:
+            continue
+        name = _trees.qualified_name("tensors", names.name(index))
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{name} is of type {type(tensor).__name__}, not a tensor. Remove this leaf. {see('testing')}"
+            )
+        yield f"{name} {_trees.dtype_and_shape(tensor)}", tensor
+
+
+def _why_not(tensor: torch.Tensor) -> str:
+    state = _C.state(tensor) if tensor.device.type == "xla" else "not_xla"
+    if state == "marked":
+        return "no step has read it yet"
+    buffer = _C.identity(tensor)[1] if state == "materialized" else 0
+    for donor, reason in _report.reasons_by_buffer():
+        if donor == buffer:
+            return reason
+    return "no kept step was offered it"
+
+
+def _lines(texts: list[str]) -> str:
+    shown = texts[:20]
+    return "\n  ".join([*shown, f"... and {len(texts) - 20} more"] if len(texts) > 20 else shown)
