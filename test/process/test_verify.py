@@ -10,9 +10,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from children import in_process, run_in_child
 from click.testing import CliRunner
 from helpers import make
@@ -165,7 +168,7 @@ def alike_graphs() -> None:
         torch_xla.sync()  # the product
 
 
-def test_graphs_of_one_header_are_distinguished(tmp_path):
+def test_graphs_of_one_signature_are_distinguished(tmp_path):
     steps = recorded(alike_graphs, tmp_path).steps
     found = [(step.executed, step.sites) for step in steps]
     assert (2, (line_of(alike_graphs, "# the sum"),)) in found
@@ -232,6 +235,26 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
     folders = [path.name for path in (tmp_path / "kept").iterdir()]
     assert len(folders) == 3
     assert "main" in folders
+
+
+def sharded_donors() -> None:
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    x = make(64)
+    xs.mark_sharding(x, mesh, ("x",))
+    torch_xla.sync()
+    for _ in range(3):
+        old, x = x, x * 2
+        donate_buffer(old)
+        del old
+        torch_xla.sync()
+
+
+def test_a_sharded_program_has_the_bytes_of_a_device(tmp_path):
+    steps = recorded(sharded_donors, tmp_path, devices=4).steps
+    assert sum(step.executed or 0 for step in steps if step.donors) == 3
+    donors = [donor for step in steps for donor in step.donors]
+    assert {(donor.kind, donor.array, donor.bytes, donor.output) for donor in donors} == {("marked", "f32[16]", 64, 0)}
 
 
 def record_example(folder: Path, path: str) -> None:

@@ -154,6 +154,37 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, reason):
     assert re.sub(r"\s", "", f"skipped {bad}") in re.sub(r"\s", "", shown)
 
 
+def test_records_are_matched_without_replicas_and_to_the_last_line(tmp_path):
+    """The header of a running executable lacks the number of replicas. A killed process leaves half a line."""
+    folder = tmp_path / "main"
+    folder.mkdir()
+    path = write(folder, 0, "step")
+    header, _, body = path.read_text().partition("\n")
+    path.write_text(f"{header}, replica_count=2\n{body}")
+    donor = {"parameter": 0, "array": "", "bytes": 128, "kind": "marked", "name": "w", "where": "a.py:3", "reason": ""}
+    refused = {**donor, "parameter": -1, "name": "tied", "reason": "another tensor holds it"}
+    lines = [
+        {"executable": 1, "header": header, "memory": ""},
+        {"run": 1, "site": "a.py:4", "live": 140},
+        {"donors_of": 1, "donors": [donor, refused]},
+        {"run": 1, "site": "a.py:5", "live": None},
+        {"run": 1, "site": "a.py:5", "live": 150},
+    ]
+    (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"run": 1, "si')
+    run = collect(tmp_path, "dump")
+    (step,) = run.steps
+    assert (step.executed, step.sites) == (3, ("a.py:5", "a.py:4"))
+    assert [(donor.kind, donor.name, donor.parameter, donor.reason) for donor in step.donors] == [
+        ("marked", "w", 0, ""),
+        ("torch_xla", "", 1, "no output has 12 bytes on a device"),
+        ("marked", "tied", -1, "another tensor holds it"),
+    ]
+    assert [(moment.step, moment.live_bytes, moment.peak_bytes) for moment in run.timeline] == [
+        (0, 140, 140),
+        (0, 150, 150),
+    ]
+
+
 def test_a_signature_may_be_in_the_instructions(tmp_path):
     path = write(tmp_path, 0, "old")
     path.write_text(f"HloModule old\n{BODY}")

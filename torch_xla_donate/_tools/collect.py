@@ -13,7 +13,7 @@ from typing import Any
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
-from torch_xla_donate._tools.dump import Dump, DumpedStep, header_digest
+from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
 from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
 
 # Called with the number of things that are done, and their number.
@@ -25,7 +25,7 @@ _DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --
 class _Executable:
     """A graph of a process's record. `step` is its place among the distinct steps, once its text is found."""
 
-    header: bytes
+    signature: int
     memory: hlo.MemoryAnalysis | None
     donors: list[StepDonor] = dataclasses.field(default_factory=list)
     sites: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -40,7 +40,7 @@ class _Process:
         self.runs: list[tuple[int, int | None]] = []
         for line in _lines(path):
             if "executable" in line:
-                found = _Executable(header_digest(line["header"]), _memory(line["memory"]))
+                found = _Executable(signature_of(hlo.parse(line["header"])), _memory(line["memory"]))
                 self.executables[line["executable"]] = found
             elif "run" in line:
                 self.executables[line["run"]].sites[line["site"]] += 1
@@ -48,16 +48,16 @@ class _Process:
             else:
                 donors = [StepDonor(**donor) for donor in line["donors"]]
                 self.executables[line["donors_of"]].donors = donors
-        self._waiting: dict[bytes, deque[_Executable]] = {}
+        self._waiting: dict[int, deque[_Executable]] = {}
         for executable in self.executables.values():
-            self._waiting.setdefault(executable.header, deque()).append(executable)
+            self._waiting.setdefault(executable.signature, deque()).append(executable)
 
-    def take(self, header: bytes) -> _Executable | None:
+    def take(self, signature: int) -> _Executable | None:
         """The executable of a module, called in the order of the modules.
 
-        The order distinguishes graphs of one header, because torch_xla compiles a graph when it first runs.
+        The order distinguishes graphs of one signature, because torch_xla compiles a graph when it first runs.
         """
-        waiting = self._waiting.get(header)
+        waiting = self._waiting.get(signature)
         return waiting.popleft() if waiting else None
 
 
@@ -71,7 +71,7 @@ class _Steps:
         self._place_of: dict[bytes, int] = {}
 
     def add(self, module: DumpedStep, process: _Process | None) -> None:
-        executable = None if process is None else process.take(module.header)
+        executable = None if process is None else process.take(module.signature)
         place = self._place_of.setdefault(module.digest, len(self.summaries))
         if place == len(self.summaries):
             self.summaries.append(module.summary)

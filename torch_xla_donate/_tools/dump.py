@@ -31,14 +31,12 @@ class ModuleFile:
 
     Attributes:
         path: the file.
-        header: the digest of its first line.
         module: the module of the header.
         copied: bytes that it copies, by number of the parameter.
         digest: equal for equal texts.
     """
 
     path: Path
-    header: bytes
     module: hlo.HloModule
     copied: dict[int, int]
     digest: bytes
@@ -51,13 +49,13 @@ class DumpedStep:
     Attributes:
         summary: its summary.
         before: the file of its text before optimisation; None without one.
-        header: the digest of the first line of its optimised text, or of the only text.
+        signature: of its optimised text, or of the only text; see `signature_of`.
         digest: the digest of this text.
     """
 
     summary: StepSummary
     before: Path | None
-    header: bytes
+    signature: int
     digest: bytes
 
     @classmethod
@@ -66,7 +64,7 @@ class DumpedStep:
         compiled = after or before
         assert compiled is not None, "a step has a text"
         path = None if before is None else before.path
-        return cls(summarize(before, after), path, compiled.header, compiled.digest)
+        return cls(summarize(before, after), path, signature_of(compiled.module), compiled.digest)
 
 
 class Dump:
@@ -134,12 +132,15 @@ def read_module(path: Path) -> ModuleFile:
     text = (
         header if "entry_computation_layout=" in header else f"{header}ENTRY entry {{\n{''.join(entry.signature)}}}\n"
     )
-    return ModuleFile(path, header_digest(header), hlo.parse(text), copied, digest.digest())
+    return ModuleFile(path, hlo.parse(text), copied, digest.digest())
 
 
-def header_digest(header: str) -> bytes:
-    """By which a header is compared, because it may have megabytes."""
-    return hashlib.blake2b(header.strip().encode(), digest_size=16).digest()
+def signature_of(module: hlo.HloModule) -> int:
+    """Equal for equal names, parameters, results, aliases and donors.
+
+    The header of a running executable does not have all attributes of the dump, such as the number of replicas.
+    """
+    return hash((module.name, module.parameters, module.result, module.aliases, module.donors))
 
 
 class _Entry:
