@@ -61,6 +61,7 @@ def _output(command: _F) -> _F:
         click.option(
             "--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), help="Write JSON; - for stdout."
         ),
+        click.option("--html", "html_file", type=click.Path(dir_okay=False), help="Write a page with pictures."),
     ):
         command = add(command)
     return command
@@ -95,6 +96,7 @@ def verify(
     topology: str,
     fail_under: float | None,
     json_file: str | None,
+    html_file: str | None,
     keep: Path | None,
 ) -> None:
     """Runs a script, and shows the donors of each step.
@@ -109,13 +111,15 @@ def verify(
     def summarize(progress: collect.Progress) -> RunSummary:
         return verifying.verify(program, keep=keep, topology=topology, only_json=json_file == "-", progress=progress)
 
-    _show(summarize, fail_under, json_file)
+    _show(summarize, fail_under, json_file, html_file)
 
 
 @main.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @_output
-def inspect(folder: Path, topology: str, fail_under: float | None, json_file: str | None) -> None:
+def inspect(
+    folder: Path, topology: str, fail_under: float | None, json_file: str | None, html_file: str | None
+) -> None:
     """Shows the donors of each step in a folder that XLA dumped to.
 
     Reads text only: dumps of torch_xla, this package and JAX, from CPU, GPU and TPU. Exits with 3 if a file could not
@@ -127,7 +131,17 @@ def inspect(folder: Path, topology: str, fail_under: float | None, json_file: st
     def summarize(progress: collect.Progress) -> RunSummary:
         return collect.collect(folder, str(folder), topology=topology, progress=progress)
 
-    _show(summarize, fail_under, json_file)
+    _show(summarize, fail_under, json_file, html_file)
+
+
+def _write_page(file: str, found: RunSummary) -> None:
+    try:
+        # Imported late, because its libraries are an extra. The other output does not depend on them.
+        from torch_xla_donate._tools.page import render  # type: ignore[import-not-found, unused-ignore]
+
+        Path(file).write_text(render(found), encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> running.Program:
@@ -140,7 +154,12 @@ def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> ru
     return running.Program(target, tuple(rest), is_module, auto)
 
 
-def _show(summarize: Callable[[collect.Progress], RunSummary], fail_under: float | None, json_file: str | None) -> None:
+def _show(
+    summarize: Callable[[collect.Progress], RunSummary],
+    fail_under: float | None,
+    json_file: str | None,
+    html_file: str | None,
+) -> None:
     """Shows a summary, and exits with its code."""
     errors = Console(stderr=True)
     try:
@@ -163,6 +182,8 @@ def _show(summarize: Callable[[collect.Progress], RunSummary], fail_under: float
         console = Console(highlight=False)
         for part in table.tables(found):
             console.print(part)
+    if html_file is not None:
+        _write_page(html_file, found)
     if found.exit_code:
         sys.exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
     if found.skipped:
