@@ -2,18 +2,199 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.progress import Progress
 
 from torch_xla_donate import _doctor, _pages
+from torch_xla_donate._errors import see
+from torch_xla_donate._report.table import percent
+from torch_xla_donate._tools import collect, record, table
+from torch_xla_donate._tools import run as running
+from torch_xla_donate._tools import verify as verifying
+from torch_xla_donate._tools.summary import RunSummary
+
+# Exit codes of `verify` and `inspect`; a program's own code comes first, and 2 is wrong usage.
+BELOW = 1
+SKIPPED = 3
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Buffer donation for PyTorch/XLA."""
+
+
+def _program(command: _F) -> _F:
+    """Adds the arguments that name a program. Options after it belong to it."""
+    for add in (
+        click.argument("arguments", metavar="PROGRAM [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED),
+        click.option(
+            "--auto/--no-auto", default=None, help="auto_donate on or off; the environment decides otherwise."
+        ),
+        click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for `python -m`."),
+    ):
+        command = add(command)
+    return command
+
+
+def _output(command: _F) -> _F:
+    """Adds the options of the commands that show steps."""
+    for add in (
+        click.option(
+            "--topology", default="", metavar="NAME", help="Also compile each step for TPUs, such as v6e:4x8."
+        ),
+        click.option(
+            "--fail-under",
+            type=click.FloatRange(0, 100),
+            metavar="PERCENT",
+            help=f"Exit with {BELOW} if outputs reuse less of the bytes offered.",
+        ),
+        click.option(
+            "--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), help="Write JSON; - for stdout."
+        ),
+        click.option("--html", "html_file", type=click.Path(dir_okay=False), help="Write a page with pictures."),
+    ):
+        command = add(command)
+    return command
+
+
+@main.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
+@_program
+@click.option("--record", "folder", hidden=True, type=click.Path(path_type=Path))
+@click.pass_obj
+def run(
+    programs: list[tuple[running.Program, Path | None]],
+    arguments: tuple[str, ...],
+    auto: bool | None,
+    is_module: bool,
+    folder: Path | None,
+) -> None:
+    """Runs a script with this package loaded, without an edit.
+
+    Example: `python -m torch_xla_donate run --auto train.py --epochs 3`
+    """
+    programs.append((_named(arguments, auto, is_module), folder))
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+@_program
+@_output
+@click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the dump here, for `inspect`.")
+def verify(
+    arguments: tuple[str, ...],
+    auto: bool | None,
+    is_module: bool,
+    topology: str,
+    fail_under: float | None,
+    json_file: str | None,
+    html_file: str | None,
+    keep: Path | None,
+) -> None:
+    """Runs a script, and shows the donors of each step.
+
+    Exits with the script's own code if that is not 0 (128 and the signal's number, if one ended it); else with 3 if a
+    file of the dump could not be read, 1 below --fail-under, 2 for wrong usage.
+
+    Example: `python -m torch_xla_donate verify --auto --fail-under 95 train.py --epochs 3`
+    """
+    program = _named(arguments, auto, is_module)
+
+    def summarize(progress: collect.Progress) -> RunSummary:
+        return verifying.verify(program, keep=keep, topology=topology, only_json=json_file == "-", progress=progress)
+
+    _show(summarize, fail_under, json_file, html_file)
+
+
+@main.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@_output
+def inspect(
+    folder: Path, topology: str, fail_under: float | None, json_file: str | None, html_file: str | None
+) -> None:
+    """Shows the donors of each step in a folder that XLA dumped to.
+
+    Reads text only: dumps of torch_xla, this package and JAX, from CPU, GPU and TPU. Exits with 3 if a file could not
+    be read, 1 below --fail-under, 2 for wrong usage.
+
+    Example: `python -m torch_xla_donate inspect --json steps.json dump/`
+    """
+
+    def summarize(progress: collect.Progress) -> RunSummary:
+        return collect.collect(folder, str(folder), topology=topology, progress=progress)
+
+    _show(summarize, fail_under, json_file, html_file)
+
+
+def _write_page(file: str, found: RunSummary) -> None:
+    try:
+        # Imported late, because its libraries are an extra. The other output does not depend on them.
+        from torch_xla_donate._tools.page import render  # type: ignore[import-not-found, unused-ignore]
+
+        Path(file).write_text(render(found), encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> running.Program:
+    target, *rest = arguments
+    if not is_module and not Path(target).exists():
+        raise click.BadParameter(
+            f"script {target!r} does not exist. Give its path, or a module with -m. {see('verify')}",
+            param_hint="PROGRAM",
+        )
+    return running.Program(target, tuple(rest), is_module, auto)
+
+
+def _show(
+    summarize: Callable[[collect.Progress], RunSummary],
+    fail_under: float | None,
+    json_file: str | None,
+    html_file: str | None,
+) -> None:
+    """Shows a summary, and exits with its code."""
+    errors = Console(stderr=True)
+    try:
+        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+            task = bar.add_task("modules", start=False, visible=False)
+
+            def progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total, visible=True)
+
+            found = summarize(progress)
+    except (ImportError, ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    if json_file is not None:
+        with click.open_file(json_file, "w", encoding="utf-8") as file:
+            json.dump(found.to_dict(), file, indent=2)
+            file.write("\n")
+    if json_file == "-":
+        click.echo(table.summary_line(found), err=True)
+    else:
+        console = Console(highlight=False)
+        for part in table.tables(found):
+            console.print(part)
+    if html_file is not None:
+        _write_page(html_file, found)
+    if found.exit_code:
+        sys.exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
+    if found.skipped:
+        sys.exit(SKIPPED)
+    if fail_under is not None and found.donated_fraction * 100 < fail_under:
+        click.echo(
+            f"{percent(found.donated_fraction)} of the bytes offered are reused, below {fail_under:g}%. Look for "
+            f"donors without an output in the table. {see('verify')}",
+            err=True,
+        )
+        sys.exit(BELOW)
 
 
 @main.command()
@@ -52,5 +233,19 @@ def explain(page: str | None) -> None:
         click.echo(_pages.text(name), nl=False)
 
 
+def entry(prog_name: str | None = None) -> None:
+    """The program `torch_xla_donate`. A program to run begins outside click, which handles some exceptions."""
+    programs: list[tuple[running.Program, Path | None]] = []
+    try:
+        main(prog_name=prog_name, obj=programs, complete_var="_TORCH_XLA_DONATE_COMPLETE")
+    except SystemExit:
+        if not programs:
+            raise
+    ((program, folder),) = programs
+    if folder is not None:
+        record.start(folder, record.MAIN)
+    running.run(program)
+
+
 if __name__ == "__main__":
-    main(prog_name="python -m torch_xla_donate")
+    entry("python -m torch_xla_donate")

@@ -10,9 +10,13 @@ import types
 
 def is_internal(frame: types.FrameType) -> bool:
     """Whether a frame belongs to this package, torch, torch_xla or a helper between them, and not to the user."""
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    generated = frame.f_code.co_filename.startswith("<eval_with_key>")  # torch.fx
-    return generated or package in _INTERNAL
+    return is_internal_code(str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
+
+
+def is_internal_code(module: str, file: str) -> bool:
+    """The same for code of this module and file."""
+    generated = file.startswith("<eval_with_key>")  # torch.fx
+    return generated or module.partition(".")[0] in _INTERNAL
 
 
 _INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "typing_extensions"}

@@ -15,7 +15,8 @@
   FEATURE(AutoDonorsFeature) /* marks come first */                                     \
   FEATURE(EagerMarksFeature)                                                            \
   FEATURE(CompiledRunFeature)                                                           \
-  FEATURE(DonatedCopiesFeature)
+  FEATURE(DonatedCopiesFeature)                                                         \
+  FEATURE(RunLogFeature) /* after the features that claim donors */
 
 namespace torch_xla_donate {
 

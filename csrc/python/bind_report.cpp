@@ -13,6 +13,7 @@
 #include "features/donated_copies.h"
 #include "features/output_check.h"
 #include "features/prediction.h"
+#include "features/run_log.h"
 #include "features/run_probe.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
@@ -134,6 +135,26 @@ py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
   return result;
 }
 
+py::list TakeRuns() {
+  py::list result;
+  for (const LoggedRun& run : TakeLoggedRuns()) {
+    py::list stack;
+    for (const StackFrame& frame : run.stack) {
+      stack.append(py::make_tuple(frame.module, frame.file, frame.line));
+    }
+    py::dict item;
+    item["executable"] = run.executable;
+    item["graph"] = run.graph;
+    item["has_donors"] = run.has_donors;
+    item["header"] = run.header;
+    item["memory"] = run.memory;
+    item["live_bytes"] = run.live_bytes;
+    item["stack"] = stack;
+    result.append(item);
+  }
+  return result;
+}
+
 }  // namespace
 
 void BindReport(py::module_& m) {
@@ -184,6 +205,15 @@ void BindReport(py::module_& m) {
   m.def("look_for_copies", &LookForCopies, "From now on notes the graphs with donors that run for the first time.");
   m.def("has_new_graphs", &HasNewGraphs, "Whether this thread has run such a graph since forget_new_graphs.");
   m.def("forget_new_graphs", &ForgetNewGraphs, "Forgets these graphs, after Python has searched them for copies.");
+  m.def(
+      "log_runs",
+      [](py::object record) {
+        SetRunRecorder(std::move(record));
+        LogRuns();
+      },
+      py::arg("record"),
+      "From now on logs each run of a graph, and calls record() soon after it begins, and at the end of each step.");
+  m.def("take_runs", &TakeRuns, "Returns and clears the logged runs, oldest first.");
   m.def(
       "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
       "Waits until the outcome of every step is known.");

@@ -50,6 +50,28 @@ void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report)
   }
 }
 
+PyObject* run_recorder = nullptr;  // set before the first run is logged, never freed
+
+std::vector<StackFrame> PythonStack() {
+  constexpr std::size_t kDeepest = 64;
+  std::vector<StackFrame> stack;
+  const py::gil_scoped_acquire gil;
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame && !frame.is_none() && stack.size() < kDeepest) {
+    const py::object name = py::dict(frame.attr("f_globals")).attr("get")("__name__", "");
+    stack.push_back(
+        {py::str(name), py::str(frame.attr("f_code").attr("co_filename")), frame.attr("f_lineno").cast<int>()});
+    frame = frame.attr("f_back");
+  }
+  return stack;
+}
+
+// As Py_AddPendingCall() wants it: an error of the recorder, such as one of a signal's handler, reaches the program.
+int RecordRuns(void*) {
+  const py::object result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(run_recorder));
+  return result ? 0 : -1;
+}
+
 }  // namespace
 
 std::string NamesOf(const Donor& donor) {
@@ -107,8 +129,19 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
       SetSwitchedOff(ReasonCode::kAutoSharding);
     }
   };
+  callbacks.python_stack = &PythonStack;
+  callbacks.record_runs = [] {
+    py::gil_scoped_acquire gil;
+    if (RecordRuns(nullptr) != 0) {
+      throw py::error_already_set();
+    }
+  };
+  // Needs no GIL. Python's list of pending calls may be full, with calls that take all logged runs.
+  callbacks.record_runs_soon = [] { Py_AddPendingCall(&RecordRuns, nullptr); };
   SetHookCallbacks(std::move(callbacks));
 }
+
+void SetRunRecorder(py::object record) { run_recorder = record.release().ptr(); }
 
 void RegisterExceptions() {
   py::register_exception_translator([](std::exception_ptr error) {

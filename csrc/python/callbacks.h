@@ -24,6 +24,9 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
                   py::object step_ended, py::object prepare_auto, py::object set_collectives_token,
                   py::object auto_sharding);
 
+// The function that records the logged runs.
+void SetRunRecorder(py::object record);
+
 // torch_xla's own pybind11 functions use this list of translators, too, because all modules share it.
 void RegisterExceptions();
 

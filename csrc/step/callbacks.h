@@ -8,10 +8,17 @@
 
 #include <functional>
 #include <string>
+#include <vector>
 
 #include "registry/registry.h"
 
 namespace torch_xla_donate {
+
+// A frame of Python's stack: the name of its module, its file and its line.
+struct StackFrame {
+  std::string module, file;
+  int line;
+};
 
 struct HookCallbacks {
   PyObject* donated_buffer_error = nullptr;  // exception type, never freed
@@ -30,6 +37,12 @@ struct HookCallbacks {
   std::function<void(const std::string& device)> forget_collectives;
   // Called at the end of a step that has something to report or to check. May take the GIL and throw.
   std::function<void()> step_ended;
+  // The frames of this thread, innermost first; at most 64. Called without locks. Takes the GIL, but runs no bytecode.
+  std::function<std::vector<StackFrame>()> python_stack;
+  // Records the logged runs: now, which may take the GIL and throw; or soon, in Python's main thread, between
+  // bytecodes.
+  std::function<void()> record_runs;
+  std::function<void()> record_runs_soon;
 };
 
 void SetHookCallbacks(HookCallbacks callbacks);

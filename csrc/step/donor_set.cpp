@@ -65,6 +65,7 @@ void Claim::Abandon(const Reason& why) {
 }
 
 void Claim::Commit(RunContext& run, std::string graph_hash) {
+  run.graph = graph_hash;
   DonationRegistry::Get().Commit(step_, std::move(graph_hash), run.run.tensors_data);
   run.OnEnd([step = step_, settled = settled_](const Reason& failure) {
     DonationRegistry::Get().Settle(step, failure);

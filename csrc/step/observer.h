@@ -76,6 +76,7 @@ struct RunContext {
   bool recorded = false;                                  // the registry has a step for this run
   bool stopped = false;                                   // an observer will stop it in AtStart()
   std::shared_ptr<Claim> claim = nullptr;                 // the claim on its donors
+  std::string graph = {};                                 // its hash in the registry, if it has donors
 
   // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
   // success. If the run never begins, the context drops the functions.

@@ -12,6 +12,7 @@ from torch_xla_donate._report.pairs import pair_kept
 from torch_xla_donate._report.predict import Prediction, StepPrediction
 from torch_xla_donate._report.reasons import Reason, sentence
 from torch_xla_donate.hlo.dump import copied_parameters
+from torch_xla_donate.hlo.model import ENTRY
 
 Outcome = Literal["donated", "unusable", "pending"]
 
@@ -107,7 +108,8 @@ def facts_of(step: Mapping[str, Any]) -> _Facts | None:
             for alias in module.aliases
         }
         copied: dict[int, int] = {}
-        for parameter, size in copied_parameters(text):
+        entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
+        for parameter, size in copied_parameters(entry.splitlines()):
             if parameter in output_of:
                 copied[parameter] = copied.get(parameter, 0) + size
         if len(_known_facts) >= _KEPT_FACTS:

@@ -15,7 +15,7 @@ class StepDonor:
     """A donor of a step.
 
     Attributes:
-        parameter: its number among the parameters of the step's HLO.
+        parameter: its number among the input arrays of the step's HLO; -1 if the package did not offer it to XLA.
         array: element type and shape on one device, in XLA's notation: ``f32[8,4]``.
         bytes: bytes on one device.
         kind: ``marked`` by the program, ``automatic`` by `auto_donate`, ``torch_xla`` for its in-place updates, or

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from torch_xla_donate.hlo.model import ENTRY, DumpedModule, HloModule
+from torch_xla_donate.hlo.model import DumpedModule, HloModule
 from torch_xla_donate.hlo.parser import FILE, STAGE, parse_file, parse_shape
 
 _HOW_TO_DUMP = 'Set XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts.'
@@ -61,20 +62,27 @@ def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
     )
 
 
-_PARAMETER = re.compile(r"^\s*%?([\w.-]+) = .* parameter\((\d+)\)", re.MULTILINE)
-_ELEMENT = re.compile(r"^\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-]+)\), index=(\d+)", re.MULTILINE)
+_PARAMETER = re.compile(r"\s*%?([\w.-]+) = .* parameter\((\d+)\)")
+_ELEMENT = re.compile(r"\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-]+)\), index=(\d+)")
 _COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
 
 
-def copied_parameters(text: str) -> list[tuple[int, int]]:
-    """The (parameter number, bytes) of each copy of a parameter in an optimised module's entry computation.
+def copied_parameters(entry: Iterable[str]) -> list[tuple[int, int]]:
+    """The (parameter number, bytes) of each copy of a parameter in the lines of an optimised entry computation.
 
-    If the only parameter is a tuple, the number is that of its element.
+    If the only parameter is a tuple, the number is that of its element. The lines may be any iterable; it keeps only
+    names of parameters, of their elements, and of what is copied.
     """
-    entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
-    parameters = {name: int(number) for name, number in _PARAMETER.findall(entry)}
+    parameters: dict[str, int] = {}
+    elements: list[tuple[str, str, int]] = []
+    copies: list[tuple[str, str]] = []
+    for line in entry:
+        if found := _PARAMETER.match(line):
+            parameters[found[1]] = int(found[2])
+        elif found := _ELEMENT.match(line):
+            elements.append((found[1], found[2], int(found[3])))
+        elif found := _COPY.search(line):
+            copies.append((found[1], found[2]))
     numbers = dict(parameters)
-    for name, source, index in _ELEMENT.findall(entry):
-        if source in parameters and len(parameters) == 1:
-            numbers[name] = int(index)
-    return [(numbers[source], parse_shape(shape).bytes) for shape, source in _COPY.findall(entry) if source in numbers]
+    numbers.update((name, index) for name, source, index in elements if source in parameters and len(parameters) == 1)
+    return [(numbers[source], parse_shape(shape).bytes) for shape, source in copies if source in numbers]

@@ -1,0 +1,141 @@
+"""`python -m torch_xla_donate run`: a program runs as if Python ran it directly."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import Ended, run_in_child
+
+ROOT = Path(__file__).resolve().parents[2]
+SHOWS_ITSELF = """
+import json, os, pickle, sys
+
+class Thing:
+    pass
+
+if __name__ == "__main__":
+    import helper_of_the_script
+    main = sys.modules["__main__"]
+    print(json.dumps({
+        "argv": sys.argv,
+        "path": sys.path[0],
+        "file": __file__,
+        "globals": sorted(globals()),
+        "spec": None if __spec__ is None else __spec__.name,
+        "package": __package__,
+        "is_main": main.Thing is Thing and Thing.__module__ == "__main__",
+        "pickled": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
+        "helper": helper_of_the_script.__file__,
+        "stdin": sys.stdin.read() if "--stdin" in sys.argv else "",
+    }))
+"""
+
+
+def command_line(*words: str) -> None:
+    """`python -m torch_xla_donate` in a forked child."""
+    sys.argv = ["torch_xla_donate", *words]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
+
+
+def run(*words: str, exit_code: int = 0) -> Ended:
+    return run_in_child(command_line, "run", *words, exit_code=exit_code)
+
+
+def directly(*words: str, cwd: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *words], cwd=cwd, input=stdin, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "helper_of_the_script.py").write_text("")
+    path = tmp_path / "script.py"
+    path.write_text(SHOWS_ITSELF)
+    return path
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m", "--auto", "--help", "--", "two words"]], ids=["none", "options"])
+def test_a_script_sees_what_python_shows_it(script: Path, arguments: list[str]):
+    """Options behind the script are the script's."""
+    found, expected = run(str(script), *arguments), directly(str(script), *arguments)
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+    assert json.loads(found.stdout)["argv"] == [str(script), *arguments]
+
+
+def test_a_module_sees_what_python_shows_it(script: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(script.parent)
+    found, expected = run("-m", "script", "--epochs", "3"), directly("-m", "script", "--epochs", "3")
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+    assert json.loads(found.stdout)["argv"] == [str(script), "--epochs", "3"]
+
+
+def test_a_folder_with_a_main_file_runs(script: Path):
+    script.rename(script.parent / "__main__.py")
+    found, expected = run(str(script.parent), "x"), directly(str(script.parent), "x")
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+
+
+@pytest.mark.parametrize(("statement", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)])
+def test_the_exit_code_is_the_scripts(tmp_path: Path, statement: str, code: int):
+    path = tmp_path / "script.py"
+    path.write_text(f"import sys\n{statement}\n")
+    assert directly(str(path)).returncode == code
+    run(str(path), exit_code=code)
+
+
+def test_a_script_dies_of_its_signal(tmp_path: Path):
+    path = tmp_path / "script.py"
+    path.write_text("import os, signal\nprint('before', flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    assert directly(str(path)).returncode == -15
+    assert run(str(path), exit_code=-15).stdout == "before\n"
+
+
+def test_auto_donates_only_if_asked(tmp_path: Path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import os, sys\nfrom torch_xla_donate import _C\n"
+        "print(_C.auto_donates(), os.environ.get('TORCH_XLA_DONATE_AUTO'))\n"
+    )
+    assert run(str(path)).stdout == "False None\n"
+    assert run("--auto", str(path)).stdout == "True 1\n"
+    assert run("--no-auto", str(path)).stdout == "False 0\n"
+
+
+def test_an_example_runs_unedited():
+    found = run("--auto", str(ROOT / "examples" / "quickstart.py"))
+    assert "1 of 1 donors donated" in found.stdout
+
+
+def test_a_missing_script_is_one_line():
+    done = run("no_such_script.py", exit_code=2)
+    assert "script 'no_such_script.py' does not exist. Give its path, or a module with -m." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+RAISES = """
+import sys
+
+def inner():
+    raise KeyError("lost") if len(sys.argv) == 1 else KeyboardInterrupt
+
+print(sys.stdin.read())
+inner()
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["interrupt"]], ids=["error", "interrupt"])
+def test_an_uncaught_exception_looks_as_without_us(tmp_path: Path, arguments: list[str]):
+    """The traceback begins in the script, standard input is the script's, and an interrupt ends by SIGINT."""
+    path = tmp_path / "script.py"
+    path.write_text(RAISES)
+    found = directly("-m", "torch_xla_donate", "run", str(path), *arguments, cwd=ROOT, stdin="given")
+    expected = directly(str(path), *arguments, stdin="given")
+    assert expected.returncode == (-2 if arguments else 1)
+    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
+    assert found.stderr[found.stderr.index("Traceback") :] == expected.stderr

@@ -1,0 +1,353 @@
+"""`python -m torch_xla_donate verify`, and the record that it reads."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process, run_in_child
+from click.testing import CliRunner
+from helpers import make
+from rich.console import Group
+
+from torch_xla_donate import __main__ as command_line
+from torch_xla_donate import auto_donate, compile, donate_buffer
+from torch_xla_donate._report import table as tables
+from torch_xla_donate._tools import record, table
+from torch_xla_donate._tools.collect import collect
+from torch_xla_donate._tools.summary import RunSummary, StepSummary
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def recorded(function, folder: Path, *args, exit_code: int | None = None, **options) -> RunSummary:
+    """The steps of a function that runs in a forked child."""
+    run_in_child(record_and_call, function.__name__, folder, *args, exit_code=exit_code, **options)
+    return collect(folder, "test", exit_code=0)
+
+
+def record_and_call(function: str, folder: Path, *args) -> None:
+    record.start(folder, record.MAIN)
+    globals()[function](*args)
+    record.record_runs()  # a forked child ends without atexit
+
+
+def line_of(function, text: str) -> str:
+    """``file:line`` of the only line of a function with a text."""
+    lines, first = inspect.getsourcelines(function)
+    (number,) = [number for number, line in enumerate(lines) if text in line]
+    return f"{inspect.getsourcefile(function)}:{first + number}"
+
+
+def kinds(step: StepSummary) -> list[tuple[str, str]]:
+    return [(donor.kind, donor.name) for donor in step.donors]
+
+
+def all_kinds_of_donors() -> None:
+    auto_donate()
+    state = {"marked": make(1024)}
+    taken = make(1024)
+    layer = torch.nn.Linear(8, 8).to("xla")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    torch_xla.sync()
+    for _ in range(3):
+        taken = taken + 1
+        old, state = state, {"marked": state["marked"] * 2}
+        donate_buffer(old)  # the mark
+        del old
+        layer(torch.ones(2, 8).to("xla")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()  # the step
+
+
+def test_marked_automatic_and_own_donors_are_distinguished(tmp_path):
+    steps = recorded(all_kinds_of_donors, tmp_path).steps
+    last = steps[-1]
+    assert sorted(set(kinds(last))) == [("automatic", ""), ("marked", "['marked']"), ("torch_xla", "")]
+    (marked,) = [donor for donor in last.donors if donor.kind == "marked"]
+    assert marked.where == line_of(all_kinds_of_donors, "# the mark")
+    assert (marked.array, marked.bytes, marked.reason) == ("f32[1024]", 4096, "")
+    assert marked.output is not None
+    assert last.aliases == len(last.donors) >= 4
+    assert last.donated_bytes == last.offered_bytes >= 8192
+    assert last.memory is not None
+    assert last.memory.alias_bytes >= 8192
+
+
+def test_runs_are_counted_at_the_line_of_their_sync(tmp_path):
+    run = recorded(all_kinds_of_donors, tmp_path)
+    looped = [step for step in run.steps if line_of(all_kinds_of_donors, "# the step") in step.sites]
+    assert sum(step.executed or 0 for step in looped) == 3
+    assert len(run.timeline) == sum(step.executed or 0 for step in run.steps)
+
+
+def a_large_input_and_a_read() -> None:
+    x = make(1024, 256)
+    kept = make(256)
+    torch_xla.sync()
+    y = x.sum()
+    print(y.item())  # the read
+    del kept
+
+
+def test_live_bytes_are_those_of_living_arrays(tmp_path):
+    run = recorded(a_large_input_and_a_read, tmp_path)
+    (read,) = [
+        moment
+        for moment in run.timeline
+        if run.steps[moment.step].sites == (line_of(a_large_input_and_a_read, "# the read"),)
+    ]
+    memory = run.steps[read.step].memory
+    assert memory is not None
+    assert 1025 * 1024 <= read.live_bytes < 1025 * 1024 + 4096
+    assert read.peak_bytes == read.live_bytes + memory.output_bytes + memory.temp_bytes - memory.alias_bytes
+
+
+def compiled_functions() -> None:
+    step = compile(lambda a, b: (a + b, a - 1), donate_argnums=(0, 1), pure=True)
+    a, b = make(64), make(64)
+    for _ in range(4):
+        a, b = step(a, b)
+
+
+def test_runs_of_compiled_functions_are_recorded(tmp_path):
+    run = recorded(compiled_functions, tmp_path)
+    (step,) = [step for step in run.steps if step.executed == 4]
+    assert [donor.kind for donor in step.donors] == ["marked", "marked"]
+    assert step.aliases == 2
+
+
+def unusable_donors() -> None:
+    a, b = make(64), make(3)
+    out = a.sum() + b.sum()
+    donate_buffer({"long": a, "short": b})
+    torch_xla.sync()
+    print(out)
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_a_donor_without_an_output_has_a_reason(tmp_path):
+    run = recorded(unusable_donors, tmp_path)
+    (step,) = [step for step in run.steps if step.donors]
+    assert {(donor.name, donor.output) for donor in step.donors} == {("['long']", None), ("['short']", None)}
+    assert all("no output has" in donor.reason for donor in step.donors)
+    assert run.donated_fraction == 0.0
+
+
+def killed_in_a_loop() -> None:
+    x = make(64)
+    for _ in range(3):
+        x = x + 1
+        torch_xla.sync()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_record_survives_a_kill(tmp_path):
+    run = recorded(killed_in_a_loop, tmp_path, exit_code=-signal.SIGKILL)
+    assert sum(step.executed or 0 for step in run.steps) == 3
+
+
+def alike_graphs() -> None:
+    for _ in range(2):
+        x, y = make(64), make(64)
+        x = x + 2
+        torch_xla.sync()  # the sum
+        y = y * 2
+        torch_xla.sync()  # the product
+
+
+def test_graphs_of_one_signature_are_distinguished(tmp_path):
+    steps = recorded(alike_graphs, tmp_path).steps
+    found = [(step.executed, step.sites) for step in steps]
+    assert (2, (line_of(alike_graphs, "# the sum"),)) in found
+    assert (2, (line_of(alike_graphs, "# the product"),)) in found
+
+
+def flags_of_the_user() -> None:
+    before = os.environ["XLA_FLAGS"]
+    x = make(8) + 1
+    torch_xla.sync()
+    print(before, os.environ["XLA_FLAGS"], x.shape, sep="\n")
+
+
+def test_xla_flags_of_the_user_are_kept(tmp_path):
+    """Except the folder of a dump. Programs that this one starts later must not dump into the folder."""
+    flags = f"--xla_cpu_enable_fast_math=false --xla_dump_to={tmp_path / 'users'}"
+    done = run_in_child(record_and_call, "flags_of_the_user", tmp_path / "ours", env={"XLA_FLAGS": flags})
+    during, after, _ = done.stdout.splitlines()
+    assert during.split() == [
+        "--xla_cpu_enable_fast_math=false",
+        f"--xla_dump_to={tmp_path / 'ours' / 'main'}",
+        "--xla_dump_hlo_as_text",
+    ]
+    assert after == flags
+    assert not (tmp_path / "users").exists()
+
+
+SPAWNS = """
+import multiprocessing, sys
+import torch, torch_xla
+
+def work(rank):
+    x = torch.ones(16, 16).to("xla")
+    for _ in range(2 + rank):
+        x = x * 0.5
+        torch_xla.sync()
+
+if __name__ == "__main__":
+    for rank in range(2):
+        process = multiprocessing.get_context("spawn").Process(target=work, args=(rank,))
+        process.start()
+        process.join()
+    print("arguments", sys.argv[1:])
+    sys.exit(7)
+"""
+
+
+def test_a_program_of_several_processes_is_verified(tmp_path):
+    """Each process has a record. The exit code is the program's; the JSON has the steps of all processes."""
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    command = ["verify", "--auto", "--json", "-", "--keep", str(tmp_path / "kept"), str(script), "--json", "x"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch_xla_donate", *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 7, done.stderr
+    assert "arguments ['--json', 'x']" in done.stderr
+    assert "the program ended with exit code 7" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["exit_code"] == 7
+    (step,) = [step for step in found["steps"] if step["executed"] == 5]
+    assert step["sites"] == [f"{script}:9"]
+    assert [donor["kind"] for donor in step["donors"]] == ["automatic"]
+    folders = [path.name for path in (tmp_path / "kept").iterdir()]
+    assert len(folders) == 3
+    assert "main" in folders
+
+
+def sharded_donors() -> None:
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    x = make(64)
+    xs.mark_sharding(x, mesh, ("x",))
+    torch_xla.sync()
+    for _ in range(3):
+        old, x = x, x * 2
+        donate_buffer(old)
+        del old
+        torch_xla.sync()
+
+
+def test_a_sharded_program_has_the_bytes_of_a_device(tmp_path):
+    steps = recorded(sharded_donors, tmp_path, devices=4).steps
+    assert sum(step.executed or 0 for step in steps if step.donors) == 3
+    donors = [donor for step in steps for donor in step.donors]
+    assert {(donor.kind, donor.array, donor.bytes, donor.output) for donor in donors} == {("marked", "f32[16]", 64, 0)}
+
+
+def record_example(folder: Path, path: str) -> None:
+    sys.argv = ["torch_xla_donate", "run", "--record", str(folder), path]
+    command_line.entry("torch_xla_donate")
+
+
+def test_an_example_is_verified_unedited(tmp_path):
+    path = ROOT / "examples" / "quickstart.py"
+    run_in_child(record_example, tmp_path, str(path), exit_code=0)
+    (step,) = [step for step in collect(tmp_path, "example", exit_code=0).steps if step.donors]
+    (donor,) = step.donors
+    assert (donor.kind, donor.array, donor.where, donor.output) == ("marked", "f32[1024,1024]", f"{path}:14", 0)
+    assert (step.executed, step.aliases) == (1, 1)
+
+
+WAITS = """
+import signal
+import torch, torch_xla
+
+x = torch.ones(8).to("xla") + 1
+torch_xla.sync()
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_a_program_that_a_signal_ends_has_its_table(tmp_path):
+    """`verify` passes SIGTERM on, and ends with the code that a shell shows for it."""
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    command = [sys.executable, "-m", "torch_xla_donate", "verify", str(script)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as verifier:
+        assert verifier.stdout is not None
+        assert verifier.stdout.readline() == "ready\n"
+        verifier.terminate()
+        shown = verifier.stdout.read()
+    assert verifier.returncode == 128 + signal.SIGTERM
+    assert "ran 1 time at waits.py:6" in shown
+    assert "the program ended with signal 15" in " ".join(shown.split())
+
+
+TPU = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+
+
+@TPU
+@in_process
+def test_a_dump_of_jax_is_read(dump_folder):
+    import jax
+
+    def update(state, gradients):
+        return {name: value - 0.1 * gradients[name] for name, value in state.items()}
+
+    state, gradients = ({name: jax.numpy.ones((64, 4)) for name in "ab"} for _ in range(2))
+    jax.block_until_ready(jax.jit(update, donate_argnums=0)(state, gradients))
+    (step,) = [step for step in collect(dump_folder, "jax").steps if step.module == "jit_update"]
+    assert [(donor.kind, donor.array, donor.output) for donor in step.donors] == [
+        ("unknown", "f32[64,4]", 0),
+        ("unknown", "f32[64,4]", 1),
+    ]
+    assert step.memory is not None
+    assert (step.memory.argument_bytes, step.memory.alias_bytes) == (4096, 2048)
+
+
+@TPU
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@in_process
+def test_a_topology_shows_where_it_differs(dump_folder):
+    """f32[100] is padded to a tile of 128 elements on a TPU, so f32[128] takes its memory there."""
+    a = make(100)
+    out = torch.cat([a, make(28)])
+    donate_buffer(a)
+    torch_xla.sync()
+    run = collect(dump_folder, "test", topology="v6e:1x1")
+    (step,) = [step for step in run.steps if any(donor.array == "f32[100]" for donor in step.donors)]
+    there = step.on_topology
+    assert there is not None
+    assert (there.topology, there.module, run.skipped) == ("v6e:1x1", step.module, ())
+    assert [donor.output for donor in step.donors if donor.array == "f32[100]"] == [None]
+    assert [donor.output for donor in there.donors if donor.array == "f32[100]"] == [0]
+    shown = tables.render(Group(*table.tables(run)), width=80)
+    assert "on v6e:1x1" in shown
+    assert "(differs)" in shown
+    assert "peak on v6e:1x1" in shown
+    assert out.shape == (128,)
+
+
+@TPU
+def test_an_unknown_topology_is_refused_before_the_program_runs(tmp_path):
+    """In one line."""
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('it ran')\n")
+    done = CliRunner().invoke(command_line.main, ["verify", "--topology", "v9z:1x1", str(script)])
+    assert done.exit_code == 2
+    assert "topology 'v9z:1x1' does not exist" in done.output
+    assert "it ran" not in done.output

@@ -1,0 +1,283 @@
+"""Dumps read as text: donors, memory, files that cannot be read, and the size of what is kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from torch_xla_donate import __main__ as command_line
+from torch_xla_donate._tools.collect import collect
+from torch_xla_donate._tools.summary import RunSummary
+
+DONORS = "buffer_donor={ (0, {}), (1, {}) }, "
+ALIASES = "input_output_alias={ {0}: (0, {}, may-alias) }, buffer_donor={ (1, {}) }, "
+BODY = """
+ENTRY %main (p: f32[8,4], q: f32[3]) -> (f32[8,4], f32[]) {
+  %p = f32[8,4]{1,0} parameter(0)
+  %q = f32[3]{0} parameter(1)
+  %copy.1 = f32[8,4]{1,0} copy(f32[8,4]{1,0} %p)
+  ROOT %t = (f32[8,4]{1,0}, f32[]) tuple(%copy.1, %q)
+}
+
+"""
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 128, parameter 0, shape |f32[8,4]| at ShapeIndex {}, maybe-live-out:
+ value: <7 p0.1 @0> (size=128,offset=0): f32[8,4]{1,0}
+allocation 1: size 12, parameter 1, shape |f32[3]| at ShapeIndex {}:
+ value: <8 p0.2 @0> (size=12,offset=0): f32[3]{0}
+allocation 2: size 16, output shape is |(f32[8,4], f32[])|, maybe-live-out:
+allocation 3: size 4, constant:
+allocation 4: size 4, thread-local:
+allocation 5: size 1024, preallocated-temp:
+
+Total bytes used: 1188 (1.2KiB)
+
+Used values:
+allocation 99: size 5, preallocated-temp:
+"""
+REPORT = """Total bytes used: 2.00KiB (2048)
+
+   1.00KiB(100%); 1.0KiB; allocation 0: size 1.00KiB, parameter 0, shape |f32[256]| at ShapeIndex {}:
+
+Allocations sorted by size with their values:
+allocation 0: size 1.00KiB, parameter 0, shape |f32[256]| at ShapeIndex {}:
+allocation 1: size 1.5MiB, preallocated-temp:
+allocation 2: size 12B, maybe-live-out:
+"""
+
+
+def text(name: str, attributes: str = "", body: str = BODY) -> str:
+    layout = "entry_computation_layout={(f32[8,4]{1,0}, f32[3]{0})->(f32[8,4]{1,0}, f32[])}"
+    return f"HloModule {name}, is_scheduled=true, {attributes}{layout}\n{body}"
+
+
+def write(folder: Path, number: int, name: str, *, before: str = DONORS, after: str = ALIASES, prefix: str = "cpu_"):
+    (folder / f"module_{number:04}.{name}.before_optimizations.txt").write_text(text(name, before))
+    path = folder / f"module_{number:04}.{name}.{prefix}after_optimizations.txt"
+    path.write_text(text(name, after))
+    return path
+
+
+def inspected(*words: str, exit_code: int = 0) -> str:
+    done = CliRunner().invoke(command_line.main, ["inspect", *words])
+    assert done.exit_code == exit_code, done.output
+    return str(done.output)
+
+
+def test_a_donor_has_its_output_and_its_copied_bytes(tmp_path):
+    after = write(tmp_path, 0, "step.1")
+    run = collect(tmp_path, "dump")
+    (step,) = run.steps
+    used, unused = step.donors
+    assert (step.module, step.file, step.parameters, step.outputs, step.aliases) == ("step.1", str(after), 2, 2, 1)
+    assert (used.parameter, used.array, used.bytes, used.kind, used.output) == (0, "f32[8,4]", 128, "unknown", 0)
+    assert (used.copied_bytes, used.reason) == (128, "")
+    assert (unused.output, unused.reason) == (None, "no output has 12 bytes on a device")
+    assert (step.executed, step.memory, run.exit_code) == (None, None, None)
+    assert (run.donated_fraction, step.donated_bytes, step.offered_bytes) == (128 / 140, 128, 140)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "input_output_alias={ {0}: (0, {}, may-alias) }, "),
+        ("input_output_alias={ {0}: (0, {}, may-alias) }, ", "input_output_alias={ {0}: (0, {}, must-alias) }, "),
+        ("input_output_alias={ {0}: (0, {}, may-alias) }, ", ""),
+    ],
+    ids=["after only", "aliases in both", "dropped"],
+)
+def test_aliases_are_donors_in_either_text(tmp_path, before, after):
+    """As in the dumps of JAX, which writes aliases before optimisation."""
+    write(tmp_path, 0, "jit_step", before=before, after=after, prefix="sm_8.0_gpu_")
+    (donor,) = collect(tmp_path, "dump").steps[0].donors
+    assert (donor.parameter, donor.output) == (0, 0 if after else None)
+    assert donor.reason == ("" if after else "the compiler dropped the donation")
+
+
+def test_one_text_of_a_module_is_enough(tmp_path):
+    write(tmp_path, 0, "both").unlink()
+    after = write(tmp_path, 1, "after")
+    (tmp_path / "module_0001.after.before_optimizations.txt").unlink()
+    not_compiled, compiled = collect(tmp_path, "dump").steps
+    assert [donor.reason for donor in not_compiled.donors] == ["the dump has no text after optimisation"] * 2
+    assert (not_compiled.file, not_compiled.aliases) == ("", 0)
+    assert (compiled.file, [donor.output for donor in compiled.donors]) == (str(after), [0, None])
+
+
+def test_memory_comes_from_the_buffer_assignment(tmp_path):
+    after = write(tmp_path, 0, "step")
+    after.with_name(f"{after.stem}-memory-usage-report.txt").write_text(REPORT)
+    rounded = collect(tmp_path, "dump").steps[0].memory
+    after.with_name(f"{after.stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
+    exact = collect(tmp_path, "dump").steps[0].memory
+    assert rounded is not None
+    assert exact is not None
+    assert (rounded.argument_bytes, rounded.output_bytes, rounded.temp_bytes) == (1024, 12, 1572864)
+    assert (exact.argument_bytes, exact.output_bytes, exact.alias_bytes, exact.temp_bytes) == (140, 144, 128, 1024)
+    assert exact.peak_bytes == 140 + 144 + 1024 - 128
+
+
+def test_equal_modules_are_one_step(tmp_path):
+    write(tmp_path, 0, "step")
+    write(tmp_path, 1, "step")
+    write(tmp_path, 2, "step", after="")
+    assert [step.aliases for step in collect(tmp_path, "dump").steps] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (text("x", ALIASES)[:40], "it is truncated: it ends in its first line"),
+        (text("x", ALIASES)[:-40], "it is truncated: its entry computation has no end"),
+        ("PNG\r\n\x00", "it is not HLO text; it begins with 'PNG"),
+        ("", "it is not HLO text; it begins with ''"),
+        (text("x", "buffer_donor={ (7, {}) }, "), "expected a parameter number below 2"),
+    ],
+    ids=["header", "body", "foreign", "empty", "broken"],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path, content, reason):
+    write(tmp_path, 0, "good")
+    bad = tmp_path / "module_0001.x.cpu_after_optimizations.txt"
+    bad.write_text(content)
+    run = collect(tmp_path, "dump")
+    assert [step.module for step in run.steps] == ["good"]
+    (skipped,) = run.skipped
+    assert skipped.file == str(bad)
+    assert reason in skipped.reason
+    shown = inspected(str(tmp_path), exit_code=command_line.SKIPPED)
+    assert re.sub(r"\s", "", f"skipped {bad}") in re.sub(r"\s", "", shown)
+
+
+def test_records_are_matched_without_replicas_and_to_the_last_line(tmp_path):
+    """The header of a running executable lacks the number of replicas. A killed process leaves half a line."""
+    folder = tmp_path / "main"
+    folder.mkdir()
+    path = write(folder, 0, "step")
+    header, _, body = path.read_text().partition("\n")
+    path.write_text(f"{header}, replica_count=2\n{body}")
+    donor = {"parameter": 0, "array": "", "bytes": 128, "kind": "marked", "name": "w", "where": "a.py:3", "reason": ""}
+    refused = {**donor, "parameter": -1, "name": "tied", "reason": "another tensor holds it"}
+    lines = [
+        {"executable": 1, "header": header, "memory": ""},
+        {"run": 1, "site": "a.py:4", "live": 140},
+        {"donors_of": 1, "donors": [donor, refused]},
+        {"run": 1, "site": "a.py:5", "live": None},
+        {"run": 1, "site": "a.py:5", "live": 150},
+    ]
+    (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"run": 1, "si')
+    run = collect(tmp_path, "dump")
+    (step,) = run.steps
+    assert (step.executed, step.sites) == (3, ("a.py:5", "a.py:4"))
+    assert [(donor.kind, donor.name, donor.parameter, donor.reason) for donor in step.donors] == [
+        ("marked", "w", 0, ""),
+        ("torch_xla", "", 1, "no output has 12 bytes on a device"),
+        ("marked", "tied", -1, "another tensor holds it"),
+    ]
+    assert [(moment.step, moment.live_bytes, moment.peak_bytes) for moment in run.timeline] == [
+        (0, 140, 140),
+        (0, 150, 150),
+    ]
+
+
+def test_a_signature_may_be_in_the_instructions(tmp_path):
+    path = write(tmp_path, 0, "old")
+    path.write_text(f"HloModule old\n{BODY}")
+    (step,) = collect(tmp_path, "dump").steps
+    assert (step.parameters, step.outputs) == (2, 2)
+
+
+def test_the_table_fits_eighty_columns(tmp_path):
+    write(tmp_path, 0, "step")
+    write(tmp_path, 1, "plain", before="", after="")
+    shown = inspected(str(tmp_path))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "Step 1: step" in shown
+    assert "2 parameters, 2 outputs, 2 donors, 1 alias, 128 B saved" in shown
+    assert "output 0, 128 B copied" in shown
+    assert "Step 2: plain" in shown
+    assert "2 distinct steps: 128 B donated, 91.4% of the bytes offered" in shown
+
+
+@pytest.mark.parametrize(("percent", "code"), [("91", 0), ("91.5", command_line.BELOW)])
+def test_a_lost_donation_fails_in_ci(tmp_path, percent, code):
+    write(tmp_path, 0, "step")
+    shown = inspected("--fail-under", percent, str(tmp_path), exit_code=code)
+    assert ("below 91.5%" in shown) == bool(code)
+
+
+def test_json_has_everything_and_nothing_else(tmp_path):
+    write(tmp_path, 0, "step")
+    run = collect(tmp_path, str(tmp_path))
+    done = CliRunner(mix_stderr=False).invoke(command_line.main, ["inspect", "--json", "-", str(tmp_path)])
+    assert json.loads(done.stdout) == json.loads(json.dumps(run.to_dict()))
+    inspected("--json", str(tmp_path / "steps.json"), str(tmp_path))
+    assert json.loads((tmp_path / "steps.json").read_text()) == json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("folder", ["missing", "."])
+def test_a_folder_without_a_dump_is_one_line(tmp_path, folder):
+    shown = inspected(str(tmp_path / folder), exit_code=2)
+    assert 'XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"' in shown
+    assert shown.count("Error:") == 1
+
+
+def test_completion_knows_commands_and_options():
+    done = CliRunner().invoke(
+        command_line.main,
+        env={"_TORCH_XLA_DONATE_COMPLETE": "bash_complete", "COMP_WORDS": "torch_xla_donate ve", "COMP_CWORD": "1"},
+        complete_var="_TORCH_XLA_DONATE_COMPLETE",
+    )
+    assert done.output.split() == ["plain,verify"]
+
+
+def large_instruction(number: int) -> str:
+    return f"  %add.{number} = f32[8,4]{{1,0}} add(f32[8,4]{{1,0}} %p, f32[8,4]{{1,0}} %p), metadata={{op_name='x'}}\n"
+
+
+def test_a_text_of_fifty_megabytes_takes_little_memory(tmp_path):
+    head, tail = BODY.split("  %copy.1")
+    path = write(tmp_path, 0, "large")
+    with open(path, "w") as file:
+        file.write(text("large", ALIASES, head))
+        for number in range(320_000):
+            file.write(large_instruction(number))
+        # A constant of 20 MB is one line.
+        file.write(f"  %constant.1 = f32[5000000]{{0}} constant({{{'1, ' * 7_000_000}1}})\n  %copy.1{tail}")
+    assert path.stat().st_size > 50_000_000
+    tracemalloc.start()
+    try:
+        (step,) = collect(tmp_path, "dump").steps
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert step.donors[0].copied_bytes == 128
+    assert peak < 16_000_000
+
+
+def summarized(folder: Path) -> tuple[int, RunSummary]:
+    tracemalloc.start()
+    try:
+        run = collect(folder, "dump")
+        return tracemalloc.get_traced_memory()[1], run
+    finally:
+        tracemalloc.stop()
+
+
+def test_two_thousand_modules_take_the_memory_of_their_summary(tmp_path):
+    for number in range(2000):
+        write(tmp_path, number, f"step.{number}")
+    done: list[tuple[int, int]] = []
+    collect(tmp_path, "dump", progress=lambda count, total: done.append((count, total)))
+    assert done == [(number, 2000) for number in range(1, 2001)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak, run = summarized(tmp_path)
+    assert len(run.steps) == 2000
+    assert peak < 16_000_000
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64_000  # KiB
+    assert "... and 1,960 more steps; --json has all." in inspected(str(tmp_path))

@@ -1,0 +1,51 @@
+"""Child processes of a program: `multiprocessing`, and so `torch_xla.launch`, starts them with this package loaded."""
+
+from __future__ import annotations
+
+import multiprocessing.spawn
+import os
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+from torch_xla_donate._tools import record
+
+
+class _Startup:
+    """Unpickled first of all in a child process, before the program's main module is imported."""
+
+    def __reduce__(self) -> Any:
+        return _start, (record.root(),)
+
+
+def _start(root: Path | None) -> None:
+    """Begins a child process. Its import of this package has read `TORCH_XLA_DONATE_AUTO`."""
+    if root is not None:
+        record.start(root, f"process_{os.getpid()}")
+    prepare()
+
+
+def prepare() -> None:
+    """Starts child processes of `multiprocessing` with this package, and with a record if this process has one."""
+    prepare_data = multiprocessing.spawn.get_preparation_data
+
+    def with_startup(name: str) -> dict[str, Any]:
+        return {"torch_xla_donate": _Startup(), **prepare_data(name)}
+
+    multiprocessing.spawn.get_preparation_data = with_startup  # type: ignore[assignment]
+    os.register_at_fork(after_in_child=_forked)
+    # A process of multiprocessing ends without atexit, and forgets finalizers when it begins.
+    util.register_after_fork(_KEPT, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))
+
+
+class _Kept:
+    """multiprocessing refers weakly to what it calls after a fork."""
+
+
+_KEPT = _Kept()
+
+
+def _forked() -> None:
+    root = record.root()
+    if root is not None:
+        record.start(root, f"process_{os.getpid()}")

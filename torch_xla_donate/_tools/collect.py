@@ -1,0 +1,231 @@
+"""Joins the dumps and the records of a program's processes into a `RunSummary`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch_xla_donate import hlo
+from torch_xla_donate._errors import see
+from torch_xla_donate._tools import record
+from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
+from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
+
+# Called with the number of things that are done, and their number.
+Progress = Callable[[int, int], None]
+_DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text". {see("verify")}'
+
+
+@dataclasses.dataclass
+class _Executable:
+    """A graph of a process's record. `step` is its place among the distinct steps, once its text is found."""
+
+    signature: int
+    memory: hlo.MemoryAnalysis | None
+    donors: list[StepDonor] = dataclasses.field(default_factory=list)
+    sites: Counter[str] = dataclasses.field(default_factory=Counter)
+    step: int | None = None
+
+
+class _Process:
+    """The record of a process. `runs` are (number of the executable, live bytes)."""
+
+    def __init__(self, path: Path) -> None:
+        self.executables: dict[int, _Executable] = {}
+        self.runs: list[tuple[int, int | None]] = []
+        for line in _lines(path):
+            if "executable" in line:
+                found = _Executable(signature_of(hlo.parse(line["header"])), _memory(line["memory"]))
+                self.executables[line["executable"]] = found
+            elif "run" in line:
+                self.executables[line["run"]].sites[line["site"]] += 1
+                self.runs.append((line["run"], line["live"]))
+            else:
+                donors = [StepDonor(**donor) for donor in line["donors"]]
+                self.executables[line["donors_of"]].donors = donors
+        self._waiting: dict[int, deque[_Executable]] = {}
+        for executable in self.executables.values():
+            self._waiting.setdefault(executable.signature, deque()).append(executable)
+
+    def take(self, signature: int) -> _Executable | None:
+        """The executable of a module, called in the order of the modules.
+
+        The order distinguishes graphs of one signature, because torch_xla compiles a graph when it first runs.
+        """
+        waiting = self._waiting.get(signature)
+        return waiting.popleft() if waiting else None
+
+
+class _Steps:
+    """The distinct steps of all processes."""
+
+    def __init__(self) -> None:
+        self.summaries: list[StepSummary] = []
+        self.befores: list[Path | None] = []
+        self._sites: list[Counter[str]] = []
+        self._place_of: dict[bytes, int] = {}
+
+    def add(self, module: DumpedStep, process: _Process | None) -> None:
+        executable = None if process is None else process.take(module.signature)
+        place = self._place_of.setdefault(module.digest, len(self.summaries))
+        if place == len(self.summaries):
+            self.summaries.append(module.summary)
+            self.befores.append(module.before)
+            self._sites.append(Counter())
+        if process is None:
+            return
+        step = self.summaries[place]
+        self.summaries[place] = step = dataclasses.replace(step, executed=step.executed or 0)
+        if executable is None:
+            return
+        executable.step = place
+        sites = self._sites[place]
+        sites.update(executable.sites)
+        self.summaries[place] = dataclasses.replace(
+            step,
+            donors=step.donors if step.executed else _with_kinds(step.donors, executable.donors),
+            memory=executable.memory or step.memory,
+            executed=sites.total(),
+            sites=tuple(site for site, _ in sites.most_common() if site),
+        )
+
+
+def folders_of(folder: Path) -> list[Path]:
+    """The folders of processes in a folder of `verify`, the program's own first; else the folder itself.
+
+    Raises FileNotFoundError if the folder does not exist.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder {folder} does not exist. {_DUMP}")
+    found = sorted(path.parent for path in folder.glob(f"*/{record.NAME}"))
+    return sorted(found, key=lambda path: path.name != record.MAIN) or [folder]
+
+
+def collect(
+    folder: Path,
+    source: str,
+    *,
+    topology: str = "",
+    exit_code: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> RunSummary:
+    """The steps of a dump, with what their records say if it is a dump of `verify`.
+
+    Args:
+        folder: as for `folders_of`.
+        source: for `RunSummary.source`.
+        topology: a TPU topology to compile each distinct step for; empty for none.
+        exit_code: for `RunSummary.exit_code`.
+        progress: called after each module that is read or compiled.
+
+    Raises:
+        FileNotFoundError: the folder does not exist or, without `exit_code`, has no module.
+        ImportError, ValueError: as for `hlo.compile_for`.
+    """
+    steps = _Steps()
+    timeline: list[Moment] = []
+    skipped: list[SkippedFile] = []
+    dumps = [(one, Dump(one)) for one in folders_of(folder)]
+    total, done = sum(len(dump) for _, dump in dumps), 0
+    if not total and exit_code is None:
+        raise FileNotFoundError(
+            f"folder {folder} has no module_*.before_optimizations.txt and no module_*after_optimizations.txt. {_DUMP}"
+        )
+    for one, dump in dumps:
+        path = one / record.NAME
+        process = _Process(path) if path.is_file() else None
+        for modules in dump:
+            for module in modules:
+                steps.add(module, process)
+            done += 1
+            progress(done, total)
+        if process is not None:
+            timeline += _moments(process, steps)
+        skipped += dump.skipped
+    if topology:
+        _compile_for(steps, topology, skipped, progress)
+    return RunSummary(source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):  # a killed process may leave half a line
+                yield json.loads(line)
+
+
+def _memory(statistics: str) -> hlo.MemoryAnalysis | None:
+    """XLA's statistics of an executable; None if the platform reports none."""
+    sizes = {name: int(size) for name, size in re.findall(r"(\w+)_size_in_bytes=(\d+)", statistics)}
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    return hlo.MemoryAnalysis(*(sizes[name] for name in names)) if sizes.keys() >= set(names) else None
+
+
+def _with_kinds(dumped: tuple[StepDonor, ...], recorded: list[StepDonor]) -> tuple[StepDonor, ...]:
+    """The donors of a dump with kind, name and line. torch_xla donates those that are not in the record."""
+    by_number = {donor.parameter: donor for donor in recorded if donor.parameter >= 0}
+    found = []
+    for donor in dumped:
+        known = by_number.pop(donor.parameter, None)
+        if known is None:
+            found.append(dataclasses.replace(donor, kind="torch_xla"))
+        else:
+            reason = "" if donor.output is not None else known.reason or donor.reason
+            found.append(dataclasses.replace(donor, kind=known.kind, name=known.name, where=known.where, reason=reason))
+    refused = [donor for donor in recorded if donor.parameter < 0 or donor.parameter in by_number]
+    return (*found, *(dataclasses.replace(donor, parameter=-1) for donor in refused))
+
+
+def _moments(process: _Process, steps: _Steps) -> Iterator[Moment]:
+    for number, live in process.runs:
+        place = process.executables[number].step
+        if place is not None and live is not None:
+            memory = steps.summaries[place].memory
+            more = 0 if memory is None else memory.output_bytes + memory.temp_bytes - memory.alias_bytes
+            yield Moment(place, live, live + more)
+
+
+def _compile_for(steps: _Steps, topology: str, skipped: list[SkippedFile], progress: Progress) -> None:
+    for place, before in enumerate(steps.befores):
+        if before is not None:
+            step = steps.summaries[place]
+            try:
+                on_topology = _on_topology(step, hlo.compile_for(before, topology))
+                steps.summaries[place] = dataclasses.replace(step, on_topology=on_topology)
+            except RuntimeError as error:  # such as too little memory on a device
+                skipped.append(SkippedFile(str(before), str(error).partition("\n")[0]))
+        progress(place + 1, len(steps.befores))
+
+
+def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary:
+    """The same step, compiled for a topology."""
+    number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.after.leaves)}
+    outputs = [index for index, _ in compiled.after.result.leaves()]
+    known = {donor.parameter: donor for donor in step.donors}
+    donors = []
+    for outcome in compiled.donors:
+        number = number_of[outcome.donor]
+        donors.append(
+            dataclasses.replace(
+                known[number],
+                array=str(outcome.shape),
+                bytes=outcome.shape.padded_bytes,
+                output=None if outcome.output is None else outputs.index(outcome.output),
+                reason=outcome.reason,
+                copied_bytes=0,
+            )
+        )
+    return dataclasses.replace(
+        step,
+        file="",
+        donors=tuple(donors),
+        aliases=len(compiled.after.aliases),
+        memory=compiled.memory,
+        undonated=None,
+        topology=compiled.topology,
+    )

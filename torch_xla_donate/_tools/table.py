@@ -1,0 +1,135 @@
+"""Shows a `RunSummary` on a terminal: a table for each distinct step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torch_xla_donate._report.table import percent, size
+from torch_xla_donate._tools.summary import Kind, RunSummary, StepDonor, StepSummary
+
+# So that a dump of thousands of modules stays readable. `--json` has everything.
+_STEPS = 40
+_DONORS = 40
+_SITES = 3
+
+
+def tables(run: RunSummary) -> Iterator[RenderableType]:
+    """The parts to print for a run, in order. Steps with donors have a table each, the others a line."""
+    for number, step in enumerate(run.steps[:_STEPS], start=1):
+        yield Text(_heading(number, step), style="bold")
+        yield Text(f"  {_arrays(step)}")
+        yield from (Text(f"  {line}") for line in _memory(step))
+        if step.donors:
+            yield _donors(step)
+        yield ""
+    if len(run.steps) > _STEPS:
+        yield Text(f"... and {_count(len(run.steps) - _STEPS, 'more step')}; --json has all.")
+    for file in run.skipped:
+        yield Text(f"skipped {file.file}: {file.reason}")
+    yield Text(summary_line(run))
+
+
+def summary_line(run: RunSummary) -> str:
+    """The result in a line."""
+    offered = sum(step.offered_bytes for step in run.steps)
+    donated = sum(step.donated_bytes for step in run.steps)
+    text = f"{_count(len(run.steps), 'distinct step')}"
+    text += (
+        f": {size(donated)} donated, {percent(donated / offered)} of the bytes offered" if offered else ", no donors"
+    )
+    text += f"; {_count(len(run.skipped), 'file')} skipped" if run.skipped else ""
+    if run.exit_code:
+        ended = f"signal {-run.exit_code}" if run.exit_code < 0 else f"exit code {run.exit_code}"
+        text += f"; the program ended with {ended}"
+    return text
+
+
+def _heading(number: int, step: StepSummary) -> str:
+    ran = "" if step.executed is None else f", ran {_count(step.executed, 'time')}"
+    sites = ", ".join(_short(site) for site in step.sites[:_SITES])
+    more = ", ..." if len(step.sites) > _SITES else ""
+    return f"Step {number}: {step.module}{ran}{f' at {sites}{more}' if sites else ''}"
+
+
+def _arrays(step: StepSummary) -> str:
+    kinds = Counter(donor.kind for donor in step.donors)
+    names = ", ".join(f"{kinds[kind]} {label}" for kind, label in _KINDS.items() if kinds[kind] and kind != "unknown")
+    return (
+        f"{_count(step.parameters, 'parameter')}, {_count(step.outputs, 'output')}, "
+        f"{_count(len(step.donors), 'donor')}{f' ({names})' if names else ''}, "
+        f"{_count(step.aliases, 'alias', 'aliases')}, {size(step.donated_bytes)} saved"
+    )
+
+
+_KINDS: dict[Kind, str] = {
+    "marked": "marked",
+    "automatic": "automatic",
+    "torch_xla": "torch_xla's own",
+    "unknown": "unknown",
+}
+
+
+def _memory(step: StepSummary) -> Iterator[str]:
+    for found in (step, step.on_topology):
+        if found is not None and found.memory is not None:
+            memory = found.memory
+            where = f" on {found.topology}" if found.topology else ""
+            yield (
+                f"peak{where} {size(memory.peak_bytes)} (in {size(memory.argument_bytes)}, out "
+                f"{size(memory.output_bytes)}, temporary {size(memory.temp_bytes)}, aliased {size(memory.alias_bytes)})"
+            )
+
+
+def _donors(step: StepSummary) -> Table:
+    table = Table()
+    other = step.on_topology
+    table.add_column("no.", justify="right")
+    table.add_column("array", overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("donor", overflow="fold")
+    table.add_column("taken by", overflow="fold")
+    there = {donor.parameter: donor for donor in other.donors} if other is not None else {}
+    if other is not None:
+        table.add_column(f"on {other.topology}", overflow="fold")
+
+    def differs(donor: StepDonor) -> bool:
+        found = there.get(donor.parameter)
+        return found is not None and (found.output is None) != (donor.output is None)
+
+    # Differences first, then unusable donors, so that thousands of donated ones do not hide them.
+    rows = sorted(step.donors, key=lambda donor: (not differs(donor), donor.output is not None))
+    for donor in rows[:_DONORS]:
+        row = ["" if donor.parameter < 0 else str(donor.parameter), donor.array, size(donor.bytes), _who(donor)]
+        row.append(_outcome(donor))
+        if other is not None:
+            found = there.get(donor.parameter)
+            row.append("not offered" if found is None else _outcome(found) + (" (differs)" if differs(donor) else ""))
+        table.add_row(*(Text(cell) for cell in row))
+    if len(rows) > _DONORS:
+        table.caption = f"... and {len(rows) - _DONORS} more; --json has all."
+    return table
+
+
+def _who(donor: StepDonor) -> str:
+    where = f" ({_short(donor.where)})" if donor.where else ""
+    return f"{_KINDS[donor.kind]}{f' {donor.name}' if donor.name else ''}{where}"
+
+
+def _outcome(donor: StepDonor) -> str:
+    copied = f", {size(donor.copied_bytes)} copied first" if donor.copied_bytes else ""
+    return f"none: {donor.reason}" if donor.output is None else f"output {donor.output}{copied}"
+
+
+def _short(site: str) -> str:
+    """``train.py:12`` of ``/home/user/train.py:12``."""
+    return Path(site).name
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
