@@ -11,7 +11,10 @@ from links import ROOT, read
 
 #: Stands in a message for a text that the program fills in.
 GAP = "…"
-_ERRORS = {"TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"}
+_ERRORS = {
+    *("TypeError", "ValueError", "RuntimeError", "ImportError", "DonationError"),
+    *("FileNotFoundError", "FileExistsError"),
+}
 # Functions that return messages, or sentences of them, by module and name.
 _WRITERS = {
     "_errors.describe_use": "DonatedBufferError",
@@ -149,8 +152,11 @@ def _written() -> Iterator[Message | None]:
                 if isinstance(node, ast.Call) and node.args and (kind := _kind(node)):
                     yield _message(f"{path.name}:{node.lineno}", file, kind, scope, node.args[0])
                 if isinstance(node, ast.Return) and node.value is not None and writer in _WRITERS:
-                    is_tuple = isinstance(node.value, ast.Tuple) and node.value.elts
-                    value = node.value.elts[-1] if is_tuple else node.value  # type: ignore[attr-defined]
+                    value = node.value  # the text is last in a tuple or a call, such as `Explanation(code, text)`
+                    if isinstance(value, ast.Tuple) and value.elts:
+                        value = value.elts[-1]
+                    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.args:
+                        value = value.args[-1]
                     yield _message(f"{path.name}:{node.lineno}", file, _WRITERS[writer], scope, value)
 
 

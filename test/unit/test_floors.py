@@ -16,7 +16,7 @@ FLOORS = [
     {"_compile", "_loops", "_computations"},
     {"_tools", "testing"},
     {"__init__", "_doctor", "_pages"},
-    {"__main__"},
+    {"__main__", "_pytest"},
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 

@@ -154,7 +154,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path, content, reason):
     assert re.sub(r"\s", "", f"skipped {bad}") in re.sub(r"\s", "", shown)
 
 
-def test_records_are_matched_without_replicas_and_to_the_last_line(tmp_path):
+def test_records_match_without_replicas_to_the_last_line(tmp_path):
     """The header of a running executable lacks the number of replicas. A killed process leaves half a line."""
     folder = tmp_path / "main"
     folder.mkdir()
