@@ -29,7 +29,8 @@ MIB = 1 << 20
 def summary_of(folder: Path) -> tuple[StepSummary, Path]:
     """The step with donors in a dump, and the path of its HLO before optimisation."""
     (dumped,) = [module for module in hlo.read_dump(folder) if module.donors]
-    copied = dict(copied_parameters(dumped.after.path.read_text(encoding="utf-8")))
+    entry = dumped.after.path.read_text(encoding="utf-8").partition("\nENTRY")[2]
+    copied = dict(copied_parameters(entry.splitlines()))
     donors = tuple(
         StepDonor(
             parameter=outcome.donor.parameter_number,

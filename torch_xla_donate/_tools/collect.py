@@ -205,7 +205,7 @@ def _compile_for(steps: _Steps, topology: str, skipped: list[SkippedFile], progr
 def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary:
     """The same step, compiled for a topology."""
     number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.after.leaves)}
-    outputs = [index for index, _ in compiled.after.result.leaves()]
+    output_of = {index: number for number, (index, _) in enumerate(compiled.before.result.leaves())}
     known = {donor.parameter: donor for donor in step.donors}
     donors = []
     for outcome in compiled.donors:
@@ -215,7 +215,7 @@ def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary
                 known[number],
                 array=str(outcome.shape),
                 bytes=outcome.shape.padded_bytes,
-                output=None if outcome.output is None else outputs.index(outcome.output),
+                output=None if outcome.output is None else output_of[outcome.output],
                 reason=outcome.reason,
                 copied_bytes=0,
             )

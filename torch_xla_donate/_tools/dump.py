@@ -178,17 +178,21 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
     compiled = texts[-1]
     offered = {donor for text in texts for donor in (*text.donors, *(alias.donor for alias in text.aliases))}
     number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.leaves)}
-    outputs = [index for index, _ in compiled.result.leaves()]
+    whole = compiled
     outcomes: dict[hlo.BufferDonor, hlo.DonorOutcome] = {}
     if after is not None:
         # A compiler that changed the parameters leaves no shapes of the whole arrays.
-        is_alike = before is not None and list(before.module.leaves) == list(after.module.leaves)
+        is_alike = before is not None and (
+            list(before.module.leaves) == list(after.module.leaves)
+            and len(list(before.module.result.leaves())) == len(list(after.module.result.leaves()))
+        )
         whole = before.module if before is not None and is_alike else after.module
         outcomes = {outcome.donor: outcome for outcome in hlo.donor_outcomes(whole, after.module)}
+    output_of = {index: number for number, (index, _) in enumerate(whole.result.leaves())}
     donors = []
     for donor in sorted(offered & number_of.keys(), key=number_of.__getitem__):
         shape, outcome, number = compiled.shape_of(donor), outcomes.get(donor), number_of[donor]
-        output = None if outcome is None or outcome.output is None else outputs.index(outcome.output)
+        output = None if outcome is None or outcome.output is None else output_of[outcome.output]
         reason = "" if output is not None else "the dump has no text after optimisation" if after is None else _DROPPED
         donors.append(
             StepDonor(
@@ -205,7 +209,7 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
         module=compiled.name,
         file="" if after is None else str(after.path),
         parameters=len(number_of),
-        outputs=len(outputs),
+        outputs=len(output_of),
         donors=tuple(donors),
         aliases=0 if after is None else len(after.module.aliases),
         memory=None if after is None else read_memory(after.path),
