@@ -25,16 +25,22 @@ from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import HeldInput as HeldInput
 from torch_xla_donate._report import donation_report as donation_report
+from torch_xla_donate._tools.advise import advise as advise
+from torch_xla_donate._tools.hints import Advice as Advice
+from torch_xla_donate._tools.hints import Hint as Hint
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "DonatedBufferError",
     "DonationError",
     "DonationReport",
     "DonationWarning",
     "Donor",
     "HeldInput",
+    "Hint",
+    "advise",
     "auto_donate",
     "call_jax",
     "cancel_donation",

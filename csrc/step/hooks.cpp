@@ -38,8 +38,9 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
 }
 
 void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
-  return Watches(kRegistry | kAutomatic) ? WatchedConstructor(self, data)
-                                         : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
+  return Watches(kRegistry | kAutomatic | kInputs)
+             ? WatchedConstructor(self, data)
+             : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
 }
 
 [[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
@@ -51,8 +52,8 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 }
 
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
-  return Watches(kRegistry | kAutomatic) ? WatchedHandle(self)
-                                         : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  return Watches(kRegistry | kAutomatic | kInputs) ? WatchedHandle(self)
+                                                   : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
 }
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,

@@ -14,6 +14,7 @@ enum Watch : std::uint32_t {
   kSpared = 4,     // registry: the same, but donation was disabled
   kAutomatic = 8,  // auto_donors: some thread may donate by liveness
   kAliases = 16,   // outdated_tensors: hooks follow new aliases of tensors
+  kInputs = 32,    // watched_inputs: notes what the inputs of steps are
 };
 constexpr std::uint32_t kRegistry = kMarks | kConsumed | kSpared;
 

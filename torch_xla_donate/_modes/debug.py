@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _config, _report
@@ -74,8 +74,13 @@ def check_outputs() -> None:
         raise error
 
 
+step_listeners: list[Callable[[], None]] = []  # called at the end of a step if the hooks watch inputs
+
+
 def step_ended() -> None:
     """Reports and checks at the end of a step. The hooks call it if there is something to report or to check."""
+    for listener in tuple(step_listeners):
+        listener()
     if _report.is_postponed():
         return
     try:
