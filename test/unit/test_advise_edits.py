@@ -98,6 +98,7 @@ UNSAFE = {
     "a lambda that reads it": LOOP.replace("for", "show = lambda: x\nfor"),
     "a comprehension that reads it": LOOP.replace("    x = x", "    rows = [x for _ in y]\n    x = x"),
     "locals()": LOOP.replace("    x = x", "    save(locals())\n    x = x"),
+    "a round without a step": LOOP.replace("    torch_xla", "    if i:\n        continue\n    torch_xla"),
     "not updated in each round": LOOP.replace("    x = x * 2", "    if i:\n        x = x * 2"),
     "updated twice": LOOP.replace("    torch_xla", "    x = x + 1\n    torch_xla"),
     "no step in each round": LOOP.replace("    torch_xla.sync()", "    if i:\n        torch_xla.sync()"),

@@ -111,6 +111,7 @@ def donate_before(name: Name, where: str, site: str) -> list[Change]:
         or not all(_is_plain_target(source, store) for store in stores)
         or [store for store in stores if source.inside(store, loop)] != update.targets
         or source.parents[loop] is not scope
+        or any(isinstance(node, ast.Continue) for node in ast.walk(loop))  # the next round would mark a pending tensor
         or not _makes_array(update.value)
         or not all(_is_uploaded(source, store) for store in stores if not source.inside(store, loop))
         or not any(source.inside(load, update) for load in loads)
