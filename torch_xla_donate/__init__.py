@@ -29,17 +29,23 @@ from torch_xla_donate._report import HeldInput as HeldInput
 from torch_xla_donate._report import Reason as Reason
 from torch_xla_donate._report import configure as configure
 from torch_xla_donate._report import donation_report as donation_report
+from torch_xla_donate._tools.advise import advise as advise
+from torch_xla_donate._tools.hints import Advice as Advice
+from torch_xla_donate._tools.hints import Hint as Hint
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "DonatedBufferError",
     "DonationError",
     "DonationReport",
     "DonationWarning",
     "Donor",
     "HeldInput",
+    "Hint",
     "Reason",
+    "advise",
     "auto_donate",
     "call_jax",
     "cancel_donation",

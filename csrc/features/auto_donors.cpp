@@ -5,10 +5,12 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "features/outdated_tensors.h"
 #include "features/switches.h"
+#include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "step/callbacks.h"
@@ -67,9 +69,11 @@ bool IsObstacleKnown() {
   return obstacle.known.load(std::memory_order_acquire);
 }
 
+using OldValues = std::unordered_set<const abi::TensorData*>;
+
 // Holds the buffers that tensors held in the list, those they hold now, and those of newer tensors. A buffer that other
 // threads move meanwhile is in one of these sets until it is freed. Returns nullopt if a view hides its buffer.
-std::optional<Liveness> FindReach(const DonorSet& step) {
+std::optional<Liveness> FindReach(const DonorSet& step, const OldValues& old_values) {
   Liveness liveness(step.Context().graph->parameters_data);
   const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
     if (data == nullptr) {
@@ -87,7 +91,7 @@ std::optional<Liveness> FindReach(const DonorSet& step) {
     return !abi::HasView(*data);
   };
   for (std::size_t i = 0; i < step.Live().size(); ++i) {
-    if (!hold(step.Live()[i].get(), step.List().BufferOf(i))) {
+    if (old_values.count(step.Live()[i].get()) == 0 && !hold(step.Live()[i].get(), step.List().BufferOf(i))) {
       return std::nullopt;
     }
   }
@@ -100,12 +104,19 @@ std::optional<Liveness> FindReach(const DonorSet& step) {
   return liveness;
 }
 
+// The same for a step that donates nothing automatically. Its outdated tensors still have old values, which a step that
+// donates would have replaced.
+std::optional<Liveness> FindReachWithoutOldValues(const DonorSet& step) {
+  const bool is_known = TheObstacle().reason.empty() && !abi::KeepsNodes();
+  return is_known ? FindReach(step, OutdatedTensors::Get().OldValues()) : std::nullopt;
+}
+
 std::optional<Liveness> FindReachOrSayWhy(const DonorSet& step) {
   Reason why = TheObstacle().reason;
   if (why.empty() && abi::KeepsNodes()) {
     why = ReasonCode::kKeptNodes;
   }
-  std::optional<Liveness> found = why.empty() ? FindReach(step) : std::nullopt;
+  std::optional<Liveness> found = why.empty() ? FindReach(step, {}) : std::nullopt;
   if (!found.has_value()) {
     DonationRegistry::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
   }
@@ -133,7 +144,7 @@ class AutoDonors : public StepObserver {
   // This check makes a tensor, so it comes before the list.
   bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
     Wishes().arena = nullptr;
-    const bool needs = AutoDonates() && IsObstacleKnown();
+    const bool needs = (AutoDonates() || WatchesInputs()) && IsObstacleKnown();
     if (needs) {
       Wishes().arena = arena;
     }
@@ -145,10 +156,20 @@ class AutoDonors : public StepObserver {
     }
   }
   void ProposeDonors(DonorSet& step) override {
-    if (AutoDonates() && Wishes().arena != nullptr && !DonationDisabled()) {
+    if (Wishes().arena == nullptr || DonationDisabled()) {
+      return;
+    }
+    const bool donates = AutoDonates();
+    if (donates) {
       step.OfferInputs(&FindReachOrSayWhy, abi::IsSpmd(step.Context().collection.device) ? &Learn : nullptr);
     }
+    if (WatchesInputs()) {
+      step.WatchInputs(&FindReachWithoutOldValues,
+                       [donates](const PlanRequest& request, const std::vector<std::int64_t>& outputs,
+                                 const Reason& reason) { NoteInputs(request, outputs, reason, donates); });
+    }
   }
+  bool AfterStep(const lazy::BackendDevice&) override { return WatchesInputs(); }
 };
 
 }  // namespace

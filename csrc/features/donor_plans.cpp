@@ -28,21 +28,26 @@ std::size_t DonorPlanner::Size() const {
   return plans_.size();
 }
 
-DonorPlanner::Plan DonorPlanner::Look(const PlanRequest& request) {
-  Plan plan;
-  plan.sizes = MeasureArrays(request.graph.parameters_data, request.roots, request.sharded);
-  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(plan.sizes.arrays));
-  const auto& bytes = plan.sizes.bytes;
-  FreeOutputs free(plan.sizes.output_bytes);
+std::vector<bool> FindFits(const PlanRequest& request, const GraphArrays& arrays) {
+  const auto& bytes = arrays.bytes;
+  FreeOutputs free(arrays.output_bytes);
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     if (request.donors[i]) {
       free.Take(bytes[i]);
     }
   }
+  std::vector<bool> fits;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
-    plan.fits.push_back(!plan.sizes.dynamic && !request.donors[i] && bytes[i].value_or(0) > 0 &&
-                        free.Count(bytes[i]) > 0);
+    fits.push_back(!arrays.dynamic && !request.donors[i] && bytes[i].value_or(0) > 0 && free.Count(bytes[i]) > 0);
   }
+  return fits;
+}
+
+DonorPlanner::Plan DonorPlanner::Look(const PlanRequest& request) {
+  Plan plan;
+  plan.sizes = MeasureArrays(request.graph.parameters_data, request.roots, request.sharded);
+  plan.fits = FindFits(request, plan.sizes);
+  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(plan.sizes.arrays));
   return plan;
 }
 

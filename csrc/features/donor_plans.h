@@ -38,8 +38,12 @@ struct PlanRequest {
   std::vector<bool> read_later;                    // by work that stays pending
   std::vector<bool> barred;                        // must not be donated, even if nothing holds it
   std::vector<bool> donors;                        // already in the donor set, by a mark or by torch_xla
+  std::vector<bool> own;                           // torch_xla donates it, as an output replaces it in place
   std::vector<std::optional<std::size_t>> wanted;  // the output that such a donor was given
 };
+
+// By position of the parameter: whether an output that no donor takes has its size.
+std::vector<bool> FindFits(const PlanRequest& request, const GraphArrays& arrays);
 
 struct DonorChoice {
   DonorPairs pairs;

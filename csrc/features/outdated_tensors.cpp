@@ -290,6 +290,26 @@ void OutdatedTensors::BringUpToDate(const lazy::BackendDevice* device) {
   }
 }
 
+std::unordered_set<const abi::TensorData*> OutdatedTensors::OldValues() const {
+  std::vector<c10::intrusive_ptr<c10::TensorImpl>> tensors;  // released without the lock
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const Tag* tag : outdated_) {
+      if (auto tensor = Lock(*tag)) {
+        tensors.push_back(std::move(tensor));
+      }
+    }
+  }
+  std::unordered_set<const abi::TensorData*> found;
+  for (const auto& tensor : tensors) {
+    const auto& wrapper = static_cast<const FunctionalTensorWrapper&>(*tensor);
+    if (wrapper.isBaseTensor() && !wrapper.is_up_to_date()) {
+      found.insert(abi::ValueOf(wrapper));
+    }
+  }
+  return found;
+}
+
 void OutdatedTensors::RemoveBase(const Tag& tag) {
   const auto [begin, end] = bases_.equal_range(tag.storage);
   const auto found = std::find_if(begin, end, [&tag](const auto& entry) { return entry.second == &tag; });

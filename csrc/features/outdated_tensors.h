@@ -23,6 +23,7 @@
 #include <cstddef>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "host/symbols.h"
@@ -54,6 +55,9 @@ class OutdatedTensors {
   // Gives the outdated tensors of a device their new values. A tensor that cannot get its new value stays outdated, and
   // its next use raises. Throws only the exceptions of signal handlers.
   void BringUpToDate(const lazy::BackendDevice* device);
+
+  // The values of outdated tensors, which nothing can read any more. Only for comparison.
+  std::unordered_set<const abi::TensorData*> OldValues() const;
 
   // How many base tensors are noted, and how many of these may be out of date.
   struct Counts {

@@ -72,6 +72,24 @@ lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor) {
   return BufferOfImpl(*tensor.value().unsafeGetTensorImpl());
 }
 
+std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  std::vector<const TensorData*> found;
+  const auto add = [&found](const at::Tensor& value) {
+    if (const TensorData* data = ValueOf(*value.unsafeGetTensorImpl()); data != nullptr) {
+      found.push_back(data);
+    }
+  };
+  add(tensor);
+  if (functional::isFunctionalTensor(tensor)) {
+    const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
+    if (wrapper->isBaseTensor()) {
+      add(GroupOf(*wrapper).base());
+    }
+  }
+  return found;
+}
+
 lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   if (functional::isFunctionalTensor(tensor)) {

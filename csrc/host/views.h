@@ -3,6 +3,8 @@
 // Threads: any thread may call all functions, with or without the GIL.
 #pragma once
 
+#include <vector>
+
 #include "host/symbols.h"
 
 namespace torch_xla_donate::abi {
@@ -18,6 +20,10 @@ void SetUpToDate(at::FunctionalTensorWrapper& tensor);
 void ApplyLastWrite(at::FunctionalTensorWrapper& written);
 // The same as SetUpToDate for any resolved tensor.
 void KeepValue(const at::Tensor& tensor);
+
+// The data of the tensor's own value. For a base tensor also that of its storage, which has the writes since, and which
+// torch computes the tensor's next value from. Empty if it is not a tensor of torch_xla.
+std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor);
 
 // The buffer that a tensor holds, or, for a view that is out of date, the buffer it will be computed from. Null if it
 // has neither. Computes nothing, unlike Resolve().

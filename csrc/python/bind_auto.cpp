@@ -7,11 +7,18 @@
 
 #include "features/auto_donors.h"
 #include "features/donor_plans.h"
+#include "features/watched_inputs.h"
+#include "host/tensors.h"
+#include "host/views.h"
 #include "python/bind.h"
 #include "registry/registry.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
+
+namespace {
+constexpr const char* kUses[] = {"own", "marked", "free", "held", "other"};  // by InputUse
+}  // namespace
 
 void BindAuto(py::module_& m) {
   py::class_<HeldInput>(m, "HeldInput", "An input that automatic donation has not donated.")
@@ -44,6 +51,44 @@ void BindAuto(py::module_& m) {
       "auto_held", [] { return DonorPlanner::Get().LastHeld(); },
       "Inputs of each device's last step that an output could have taken if nothing had held them; none if that step "
       "donated nothing automatically.");
+  py::class_<WatchedInput>(m, "WatchedInput", "An input of a watched step.")
+      .def_readonly("array", &WatchedInput::array, "As XLA writes it, with its sharding.")
+      .def_property_readonly(
+          "use", [](const WatchedInput& input) { return kUses[static_cast<int>(input.use)]; },
+          "'own', 'marked' (donors), 'free', 'held' (an output could take it) or 'other'.")
+      .def_readonly("tensor", &WatchedInput::tensor, "The alias id of the tensor that it is from; None if unknown.")
+      .def_readonly("next", &WatchedInput::next, "The alias id of the output that takes it, or could; None for none.")
+      .def_readonly("seen_before", &WatchedInput::seen_before, "Whether an earlier watched step has read it.")
+      .def_readonly("buffer", &WatchedInput::buffer, "As in identity, if a tensor still holds it.");
+  py::class_<WatchedStep>(m, "WatchedStep", "A step since watch_inputs.")
+      .def_readonly("reason", &WatchedStep::reason, "Why it donates nothing; empty if it may donate.")
+      .def_readonly("automatic", &WatchedStep::automatic, "Whether it donates free inputs.")
+      .def_readonly("inputs", &WatchedStep::inputs, "In the order of the graph.")
+      .def_readonly("outputs", &WatchedStep::outputs, "The alias id of each.");
+  m.def("watch_inputs", &WatchInputs, py::arg("on"), "Whether steps note their inputs, in all threads.");
+  m.def("take_watched_step", &TakeWatchedStep, "The last step of this thread since the last call; None for none.");
+  m.def(
+      "alias_ids",
+      [](py::handle tensor) {
+        std::vector<std::int64_t> ids;
+        for (const abi::TensorData* data : abi::ValuesOf(TensorOf(tensor))) {
+          ids.push_back(abi::AliasId(*data));
+        }
+        return ids;
+      },
+      py::arg("tensor"),
+      "Numbers for the value of a tensor, and for the value that writes to parts of it have given it since. Updates in "
+      "place keep them. Applies no pending updates. Empty for a tensor of another backend.");
+  m.def(
+      "array_of",
+      [](py::handle tensor) {
+        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
+        const lazy::BackendDataPtr buffer = data == nullptr ? nullptr : abi::BufferOf(*data);
+        return buffer == nullptr ? "" : abi::DescribeBuffer(*buffer);
+      },
+      py::arg("tensor"),
+      "The array that a tensor holds as XLA writes it, with its sharding. Does not apply pending updates. Empty if it "
+      "holds none.");
   m.def("set_one_of_many", &SetMultiProcess, py::arg("on"),
         "Whether other processes run the same program. Their steps must have the same donors.");
 }

@@ -152,11 +152,13 @@ PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optiona
                       /*read_later=*/reach.has_value() ? reach->Read() : std::vector<bool>(count, true),
                       /*barred=*/std::vector<bool>(count, false),
                       /*donors=*/std::vector<bool>(count, false),
+                      /*own=*/std::vector<bool>(count, false),
                       /*wanted=*/std::vector<std::optional<std::size_t>>(count)};
   for (std::size_t i = 0; i < count; ++i) {
     const lazy::BackendData& buffer = *graph.parameters_data[i];
     const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
     const auto own = ids_.ReplacementOf(buffer);
+    request.own[i] = own.has_value();
     if (const auto found = donor_of.find(&buffer); found != donor_of.end()) {
       request.donors[i] = true;
       const auto target = output_of_tensor.find(found->second->Target().get());
@@ -261,8 +263,24 @@ void DonorSet::EndDryRun(const std::vector<DonorPtr>& donors, std::uint64_t step
   }
 }
 
+// Before the graph gets another order.
+void DonorSet::Watch(const std::vector<DonorPtr>& marks) const {
+  const std::optional<Liveness> reach = find_watched_(*this);
+  if (!reach.has_value() || outputs_.empty()) {
+    return;
+  }
+  DonorsByBuffer donor_of;
+  for (const DonorPtr& donor : marks) {
+    donor_of.emplace(donor->buffer.lock().get(), donor);
+  }
+  std::vector<std::int64_t> outputs;
+  std::transform(outputs_.begin(), outputs_.end(), std::back_inserter(outputs),
+                 [](const abi::TensorData* output) { return abi::AliasId(*output); });
+  note_(Request(donor_of, reach), outputs, context_.gate.reason);
+}
+
 std::shared_ptr<Claim> DonorSet::Commit() {
-  if (asked_.empty() && !find_reach_) {
+  if (asked_.empty() && !find_reach_ && !note_) {
     return nullptr;
   }
   FindOutputs();
@@ -282,6 +300,9 @@ std::shared_ptr<Claim> DonorSet::Commit() {
     } else if (!is_fit) {
       refused.push_back({asked.donor, asked.refusal, /*notify=*/true});
     }
+  }
+  if (note_) {
+    Watch(fit);
   }
   const auto claim = std::make_shared<Claim>();
   std::vector<DonorPtr> donors;

@@ -91,6 +91,13 @@ class DonorSet {
     settled_ = std::move(settled);
   }
 
+  // `note` gets the request that automatic donation would make. It changes nothing in the step.
+  using Note = std::function<void(const PlanRequest&, const std::vector<std::int64_t>& outputs, const Reason&)>;
+  void WatchInputs(FindReach find, Note note) {
+    find_watched_ = std::move(find);
+    note_ = std::move(note);
+  }
+
   // Returns the claim, or null if the step needs none.
   std::shared_ptr<Claim> Commit();
   // Whether the registry has a step for the graph.
@@ -109,6 +116,7 @@ class DonorSet {
   PlanRequest Request(const DonorsByBuffer& donor_of, const std::optional<Liveness>& reach) const;
   std::vector<DonorPtr> Plan(const std::vector<DonorPtr>& marks, Claim& claim);
   void Rewrite(const std::vector<DonorPtr>& donors, Claim& claim) const;
+  void Watch(const std::vector<DonorPtr>& marks) const;
   void EndDryRun(const std::vector<DonorPtr>& donors, std::uint64_t step) const;
 
   GraphContext& context_;
@@ -116,6 +124,8 @@ class DonorSet {
   std::vector<Asked> asked_;
   FindReach find_reach_;
   Settled settled_;
+  FindReach find_watched_;
+  Note note_;
   std::vector<std::shared_ptr<abi::TensorData>> live_;
   std::vector<const abi::TensorData*> outputs_;
   abi::OutputIds ids_;  // of the outputs

@@ -38,9 +38,8 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
 }
 
 void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
-  return Watches(kRegistry | kAutomatic | kEmpty)
-             ? WatchedConstructor(self, data)
-             : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
+  return Watches(kListed) ? WatchedConstructor(self, data)
+                          : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
 }
 
 [[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
@@ -52,8 +51,7 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 }
 
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
-  return Watches(kRegistry | kAutomatic | kEmpty) ? WatchedHandle(self)
-                                                  : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  return Watches(kListed) ? WatchedHandle(self) : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
 }
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,

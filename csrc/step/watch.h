@@ -15,8 +15,10 @@ enum Watch : std::uint32_t {
   kAutomatic = 8,  // auto_donors: some thread may donate by liveness
   kAliases = 16,   // outdated_tensors: hooks follow new aliases of tensors
   kEmpty = 32,     // placeholders: an array without memory is alive
+  kInputs = 64,    // watched_inputs: notes what the inputs of steps are
 };
 constexpr std::uint32_t kRegistry = kMarks | kConsumed | kSpared;
+constexpr std::uint32_t kListed = kRegistry | kAutomatic | kEmpty | kInputs;  // needs the list of live tensors
 
 inline std::atomic<std::uint32_t> watch_word{0};
 

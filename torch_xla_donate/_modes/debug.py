@@ -80,8 +80,13 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
         raise error
 
 
+step_listeners: list[Callable[[], None]] = []  # called at the end of a step if the hooks watch inputs
+
+
 def step_ended() -> None:
     """Reports and checks at the end of a step. The hooks call it if there is something to report or to check."""
+    for listener in tuple(step_listeners):
+        listener()
     if _report.is_postponed():
         return
     try:

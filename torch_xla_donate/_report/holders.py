@@ -79,14 +79,12 @@ class _Search:
     def __init__(self) -> None:
         self._variables: dict[int, str] = {}
         self._values: list[Any] = []  # another thread could drop one, and a new object could get its number
-        for frame in _user_frames():
-            for name, value in _locals(frame).items():
+        for frame in user_frames():
+            for name, value in variables_of(frame).items():
                 self._add(value, _variable(name, frame.f_code, frame.f_lineno))
-        for module in list(sys.modules.values()):
-            space = vars(module) if type(module) is types.ModuleType else {}
-            if str(space.get("__name__", "")).partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
-                for name, value in list(space.items()):
-                    self._add(value, f"variable {name!r} of module {space.get('__name__')}")
+        for module in user_modules():
+            for name, value in list(vars(module).items()):
+                self._add(value, f"variable {name!r} of module {vars(module).get('__name__')}")
 
     def _add(self, value: Any, name: str) -> None:
         if self._variables.setdefault(id(value), name) is name:
@@ -110,7 +108,7 @@ class _Search:
         return None
 
 
-def _user_frames() -> Iterator[types.FrameType]:
+def user_frames() -> Iterator[types.FrameType]:
     """The user's frames of all threads, the innermost first."""
     for top in sys._current_frames().values():
         frame: types.FrameType | None = top
@@ -120,7 +118,16 @@ def _user_frames() -> Iterator[types.FrameType]:
             frame = frame.f_back
 
 
-def _locals(frame: types.FrameType) -> dict[str, Any]:
+def user_modules() -> Iterator[types.ModuleType]:
+    """The imported modules, without those of torch, torch_xla and this package."""
+    for module in list(sys.modules.values()):
+        if type(module) is types.ModuleType:
+            package = str(vars(module).get("__name__", "")).partition(".")[0]
+            if package not in ("torch", "torch_xla", "torch_xla_donate"):
+                yield module
+
+
+def variables_of(frame: types.FrameType) -> dict[str, Any]:
     """The local variables. Before Python 3.13 a frame keeps this dictionary, and with it old values."""
     space = frame.f_locals
     found = dict(space)
@@ -136,6 +143,11 @@ def _is_ours(referrer: object) -> bool:
 
 def _variable(name: str, code: types.CodeType, line: int) -> str:
     """The text for a variable, with the last line that assigned it."""
+    return f"variable {name!r} at {code.co_filename.rpartition('/')[2]}:{assigned_at(name, code, line)}"
+
+
+def assigned_at(name: str, code: types.CodeType, line: int) -> int:
+    """The last line up to this one that assigns a variable; a later one, or the function's, if there is none."""
     lines: list[int] = []
     current = code.co_firstlineno
     for instruction in dis.get_instructions(code):
@@ -143,8 +155,7 @@ def _variable(name: str, code: types.CodeType, line: int) -> str:
         if instruction.opname.startswith("STORE_") and instruction.argval == name:
             lines.append(current)
     before = [number for number in lines if number <= line]
-    where = max(before, default=max(lines, default=code.co_firstlineno))
-    return f"variable {name!r} at {code.co_filename.rpartition('/')[2]}:{where}"
+    return max(before, default=max(lines, default=code.co_firstlineno))
 
 
 def _step(referrer: Any, thing: Any) -> tuple[Any, str] | None:

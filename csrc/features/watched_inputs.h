@@ -1,0 +1,49 @@
+// Notes for advice how the program uses the inputs of a step: as donors, not at all, or held. Also the output that
+// could take the memory. Nothing is donated for it, and the graph stays as it is.
+//
+// Threads: the switch is for the process. Each thread keeps its last step.
+// Errors: throws none itself.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "features/donor_plans.h"
+#include "registry/registry.h"
+
+namespace torch_xla_donate {
+
+enum class InputUse {
+  kOwn,     // torch_xla donates it, as an output replaces it in place
+  kMarked,  // marked, and may be donated
+  kFree,    // nothing holds it, and an output could take its memory
+  kHeld,    // the same, but a live tensor holds it
+  kOther,   // no output could take its memory
+};
+
+struct WatchedInput {
+  std::string array;  // with its sharding
+  InputUse use;
+  std::optional<std::int64_t> tensor, next;  // the alias ids of the tensor it is from, and of the output
+  bool seen_before;                          // an earlier watched step has read it
+  std::uintptr_t buffer;  // only for comparison; as long as a tensor holds it, no other buffer has this number
+};
+
+struct WatchedStep {
+  Reason reason;   // why this step donates nothing; empty if it may donate
+  bool automatic;  // the step donates free inputs
+  std::vector<WatchedInput> inputs;
+  std::vector<std::int64_t> outputs;  // alias ids
+};
+
+void WatchInputs(bool on);
+bool WatchesInputs();
+// Notes a step. `outputs` are the alias ids of the request's roots.
+void NoteInputs(const PlanRequest& request, const std::vector<std::int64_t>& outputs, const Reason& reason,
+                bool automatic);
+// The last step of this thread since the last call.
+std::optional<WatchedStep> TakeWatchedStep();
+
+}  // namespace torch_xla_donate

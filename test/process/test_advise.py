@@ -1,0 +1,354 @@
+"""Advice for whole programs: each hint's line and bytes, and the bytes that the edit saves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch_xla
+from children import in_process, run_in_child
+
+from torch_xla_donate import auto_donate, hlo
+from torch_xla_donate._tools.edits import diff
+from torch_xla_donate._tools.hints import Advice, Hint
+from torch_xla_donate._tools.recorder import Recorder
+
+# Autograd's threads may hold a gradient when a step begins, and so make it an output.
+IMPORTS = """import torch
+import torch_xla
+
+torch.autograd.set_multithreading_enabled(False)
+torch.manual_seed(0)
+"""
+SIZE = 64 * 64 * 4  # bytes of the arrays below
+
+SLICES = """
+cache = torch.zeros(64, 64).to("xla")
+torch_xla.sync()
+for i in range(6):
+    cache[i] = cache.sum(0) + i  # here
+    torch_xla.sync()
+print(cache.sum().item())
+"""
+MODULE_CACHE = """
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(64, 64))
+
+    def forward(self, x, i):
+        self.keys[:, i] = x  # here
+        return self.keys @ x
+
+model = torch.nn.Sequential(Attention()).to("xla")
+x = torch.ones(64).to("xla")
+with torch.no_grad():
+    for i in range(6):
+        y = model[0](x, i)
+        torch_xla.sync()
+print(y.sum().item())
+"""
+REASSIGNED = """
+x = torch.ones(64, 64).to("xla")
+for i in range(6):
+    x = torch.tanh(x * 0.9)  # here
+    torch_xla.sync()
+print(x.sum().item())
+"""
+# The old value may be in `kept`, so a mark is not safe.
+KEPT_AT_TIMES = """
+kept = []
+x = torch.ones(64, 64).to("xla")
+for i in range(7):
+    if i == 5:
+        kept.append(x)
+    x = x * 0.9  # here
+    torch_xla.sync()
+print(x.sum().item(), kept[0].sum().item())
+"""
+FUNCTIONAL = """
+params = {name: torch.ones(64, 64).to("xla") for name in "ab"}
+
+def update(params):
+    return {name: p - 0.1 * p.tanh() for name, p in params.items()}
+
+for i in range(6):
+    params = update(params)  # here
+    torch_xla.sync()
+print(params["a"].sum().item())
+"""
+LOSS = """
+p = torch.ones(64, 64).to("xla")
+for i in range(6):
+    p.requires_grad_()
+    loss = (p * p).sum()  # here
+    (gradient,) = torch.autograd.grad(loss, [p])
+    p = (p - 0.1 * gradient).detach()
+    del gradient
+    torch_xla.sync()
+print(p.sum().item(), loss.item())
+"""
+GRADIENTS = """
+model = torch.nn.Linear(64, 64, bias=False).to("xla")
+optimizer = torch.optim.AdamW(model.parameters())
+x = torch.ones(8, 64).to("xla")
+for i in range(6):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    torch_xla.sync()  # here
+print(loss.item())
+"""
+LOST = """
+layer = torch.nn.Linear(64, 64, bias=False).to("xla")
+for i in range(6):
+    layer.weight.data = layer.weight.data * 0.9  # here
+    torch_xla.sync()
+print(layer.weight.sum().item())
+"""
+HELD = """
+x = torch.ones(64, 64).to("xla")
+torch_xla.sync()
+for i in range(6):
+    old = x  # here
+    x = x * 0.9
+    torch_xla.sync()
+print(x.sum().item())
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A program's advice, what it printed, and bytes of its largest step."""
+
+    advice: Advice
+    text: str
+    printed: str
+    aliased: int
+    outputs: int
+
+
+def watch(file: str) -> tuple[str, str, str]:
+    """In a child: the advice for a program as JSON, as a diff, and what the program printed."""
+    with Recorder() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(file, run_name="__main__")
+    advice = recorder.advice(file)
+    return json.dumps(advice.to_dict()), diff(advice), printed.getvalue()
+
+
+def measure(file: Path, env: dict[str, str] | None = None) -> Measured:
+    folder = file.with_name(f"dump_{len(list(file.parent.glob('dump_*')))}")
+    advice, text, printed = run_in_child(watch, str(file), dump=folder, env=env).value
+    steps = [module.after for module in hlo.read_dump(folder) if module.after is not None]
+    step = max(steps, key=lambda module: module.result.bytes + sum(p.bytes for p in module.parameters))
+    found = Advice.from_dict(json.loads(advice))
+    return Measured(found, text, printed, step.aliased_bytes, step.result.bytes)
+
+
+def written(tmp_path: Path, source: str) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(IMPORTS + source, encoding="utf-8")
+    return file
+
+
+def line_of(source: str) -> int:
+    return (IMPORTS + source)[: (IMPORTS + source).index("# here")].count("\n") + 1
+
+
+def only(advice: Advice) -> Hint:
+    (hint,) = advice
+    return hint
+
+
+DONATED = {
+    "slices": (SLICES, "slice_assignment", "cache", 1),
+    "module_cache": (MODULE_CACHE, "slice_assignment", "model.0.keys", 1),
+    "reassigned": (REASSIGNED, "reassignment", "x", 1),
+    "kept_at_times": (KEPT_AT_TIMES, "reassignment", "x", 1),
+    "functional": (FUNCTIONAL, "functional_update", "params", 2),
+    "loss": (LOSS, "kept_graph", "p", 1),
+    "lost": (LOST, "lost_alias", "layer.weight", 1),
+}
+
+
+@pytest.mark.parametrize("case", DONATED)
+def test_the_edit_of_a_hint_donates_its_bytes(tmp_path: Path, case: str) -> None:
+    """The diff applies, the program prints the same, and the step's aliases grow by the hint's bytes."""
+    source, kind, name, count = DONATED[case]
+    file = written(tmp_path, source)
+    before = measure(file)
+    hint = only(before.advice)
+    assert (hint.kind, hint.name, hint.bytes, hint.array) == (kind, name, count * SIZE, "f32[64,64]")
+    assert hint.where == f"{file}:{line_of(source)}"
+    assert hint.runs >= 2 and hint.edit
+    subprocess.run(["patch", "-s", str(file)], input=before.text, text=True, check=True)
+    after = measure(file)
+    assert after.printed == before.printed
+    assert after.aliased == before.aliased + hint.bytes
+    assert not after.advice
+    assert not after.text
+
+
+def test_a_mark_is_proposed_only_where_it_is_safe(tmp_path: Path) -> None:
+    assert "donate_buffer(x)" in only(measure(written(tmp_path, REASSIGNED)).advice).edit
+    hint = only(measure(written(tmp_path, KEPT_AT_TIMES)).advice)
+    assert "donate_buffer" not in hint.edit
+    assert any("auto_donate()" in change.text for change in hint.changes)
+
+
+def test_a_kept_graph_under_auto_donate_needs_only_the_detach(tmp_path: Path) -> None:
+    file = written(tmp_path, f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{LOSS}")
+    before = measure(file)
+    hint = only(before.advice)
+    assert (hint.kind, hint.edit) == ("kept_graph", "loss = loss.detach() before the step ends")
+    subprocess.run(["patch", "-s", str(file)], input=before.text, text=True, check=True)
+    after = measure(file)
+    assert after.printed == before.printed
+    assert after.aliased == before.aliased + hint.bytes
+    assert not after.advice
+
+
+def test_cleared_gradients_are_not_written_by_the_step(tmp_path: Path) -> None:
+    file = written(tmp_path, GRADIENTS)
+    before = measure(file)
+    hint = only(before.advice)
+    assert (hint.kind, hint.bytes, hint.where) == ("kept_gradient", SIZE, f"{file}:{line_of(GRADIENTS)}")
+    subprocess.run(["patch", "-s", str(file)], input=before.text, text=True, check=True)
+    after = measure(file)
+    assert after.printed == before.printed
+    assert after.outputs <= before.outputs - hint.bytes
+    assert after.aliased == before.aliased
+    assert not after.advice
+
+
+def test_a_held_input_is_a_fact_without_an_edit(tmp_path: Path) -> None:
+    file = written(tmp_path, HELD)
+    before = measure(file)
+    hint = only(before.advice)
+    assert (hint.kind, hint.bytes, hint.edit, before.text) == ("held_input", SIZE, "", "")
+    assert hint.holder == f"variable 'old' at train.py:{line_of(HELD)}"
+    assert hint.where == f"{file}:{line_of(HELD)}"
+    freed = HELD.replace("    x = x * 0.9\n", "    x = x * 0.9\n    del old\n")
+    source = f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{freed}"
+    after = measure(written(tmp_path, source))
+    assert after.printed == before.printed
+    assert after.aliased == before.aliased + hint.bytes
+    assert not after.advice
+
+
+def test_a_setting_that_loses_in_place_updates(tmp_path: Path) -> None:
+    source = GRADIENTS.replace("    torch_xla.sync()", "    optimizer.zero_grad()\n    torch_xla.sync()")
+    file = written(tmp_path, source)
+    before = measure(file, {"XLA_ENABLE_PARAM_ALIASING": "0"})
+    hint = only(before.advice)
+    assert hint.kind == "lost_alias"
+    assert "XLA_ENABLE_PARAM_ALIASING=0" in hint.edit
+    after = measure(file)
+    assert before.aliased == 0
+    assert after.aliased == hint.bytes >= 3 * SIZE
+    assert after.printed == before.printed
+    assert not after.advice
+
+
+WELL_WRITTEN = {
+    "in place": GRADIENTS.replace("    torch_xla.sync()", "    optimizer.zero_grad()\n    torch_xla.sync()"),
+    "automatic": f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{FUNCTIONAL}",
+    "marked": REASSIGNED.replace("    x = ", "    torch_xla_donate.donate_buffer(x)\n    x = ").replace(
+        "\nx", "import torch_xla_donate\nx", 1
+    ),
+    "compiled": f"import torch_xla_donate\n{FUNCTIONAL}".replace(
+        "\nfor", "\nupdate = torch_xla_donate.compile(update, donate_argnums=0)\nfor"
+    ),
+    "inference": """
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to("xla")
+x = torch.ones(64, 64).to("xla")
+with torch.no_grad():
+    for i in range(6):
+        y = model(x)
+        torch_xla.sync()
+print(y.sum().item())
+""",
+    "accumulated gradients": """
+w = torch.ones(64, 64).to("xla").requires_grad_()
+for i in range(6):
+    ((w * i) ** 2).sum().backward()
+    torch_xla.sync()
+print(w.grad.sum().item())
+""",
+    "average in place": """
+w, average = torch.ones(64, 64).to("xla"), torch.zeros(64, 64).to("xla")
+for i in range(6):
+    w.mul_(0.9)
+    average.lerp_(w, 0.1)
+    torch_xla.sync()
+print(average.sum().item())
+""",
+}
+
+
+@pytest.mark.parametrize("case", WELL_WRITTEN)
+def test_a_well_written_program_gets_no_hint(tmp_path: Path, case: str) -> None:
+    found = measure(written(tmp_path, WELL_WRITTEN[case]))
+    assert found.advice == Advice()
+    assert found.text == ""
+
+
+@pytest.mark.parametrize("case", ["loss", "slices", "functional", "module_cache"])
+def test_watching_changes_neither_values_nor_graphs(tmp_path: Path, case: str) -> None:
+    file = written(tmp_path, DONATED[case][0])
+    watched, plain = tmp_path / "watched", tmp_path / "plain"
+    run_in_child(watch, str(file), dump=watched)
+    run_in_child(run, str(file), dump=plain)
+    modules = [
+        [(m.before.parameters, m.before.result, m.donors, m.aliases) for m in hlo.read_dump(folder) if m.before]
+        for folder in (watched, plain)
+    ]
+    assert modules[0] == modules[1]
+
+
+def run(file: str) -> None:
+    runpy.run_path(file, run_name="__main__")
+
+
+@in_process(devices=4)
+def test_an_output_with_another_sharding():
+    """The hint's edit shards the output like the input; then `auto_donate` donates the hint's bytes."""
+    import numpy as np
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    from torch_xla_donate import donation_report
+
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("a",))
+
+    def loop(spec):
+        kept = []
+        for _ in range(4):
+            x = torch.ones(64, 64).to("xla")
+            xs.mark_sharding(x, mesh, ("a", None))
+            torch_xla.sync()
+            y = x * 2
+            xs.mark_sharding(y, mesh, spec)
+            kept[:] = [y]
+            del x
+            torch_xla.sync()
+        return kept[0].sum().item()
+
+    with Recorder() as recorder:
+        before = loop((None, None))
+    hint = only(recorder.advice())
+    assert (hint.kind, hint.bytes, hint.array) == ("output_sharding", SIZE // 4, "f32[64,64]")
+    assert "{devices=[4,1]0,1,2,3}" in hint.edit
+    with auto_donate():
+        assert loop(("a", None)) == before
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.outcome, donor.bytes_per_device) == ("donated", hint.bytes)

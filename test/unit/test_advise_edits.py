@@ -1,0 +1,220 @@
+"""Edits are proposed only where the source shows that they cannot change a program's values."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+
+from torch_xla_donate._tools import edits
+from torch_xla_donate._tools.hints import Advice, Change, Hint
+from torch_xla_donate._tools.names import Name
+
+HEAD = "import torch\nimport torch_xla\n"
+LOOP = """
+x = torch.ones(4).to("xla")
+for i in range(3):
+    x = x * 2  # update
+    torch_xla.sync()  # sync
+print(x)
+"""
+LOSS = """
+for i in range(3):
+    loss = f(p)
+    loss.backward()
+    print(loss.item())
+    torch_xla.sync()  # sync
+"""
+GRADIENTS = """
+for i in range(3):
+    optimizer.zero_grad()
+    model(x).sum().backward()
+    optimizer.step()
+    torch_xla.sync()  # sync
+print(model)
+"""
+
+
+def written(tmp_path: Path, source: str) -> str:
+    file = tmp_path / "train.py"
+    file.write_text(HEAD + source, encoding="utf-8", newline="")
+    return str(file)
+
+
+def place(file: str, comment: str) -> str:
+    with open(file, encoding="utf-8") as stream:
+        numbers = [number for number, line in enumerate(stream, 1) if f"# {comment}" in line]
+    return f"{file}:{numbers[0]}"
+
+
+def marks(file: str, function: str = "<module>") -> list[Change]:
+    with open(file, encoding="utf-8") as stream:
+        code = compile(stream.read(), file, "exec")
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType) and const.co_name == function]
+    sync = place(file, "sync")
+    name = Name("x", "", inner[0] if inner else code, file, int(sync.rpartition(":")[2]))
+    return edits.donate_before(name, place(file, "update"), sync)
+
+
+def hint(changes: list[Change]) -> Hint:
+    return Hint("reassignment", 1, "f32[4]", 1, "x", "", "", "", "", 1, tuple(changes))
+
+
+def applied(file: str, changes: list[Change]) -> str:
+    text = edits.diff([hint(changes)])
+    return "".join(f"{line[1:]}\n" for line in text.splitlines()[3:] if line[0] != "-")
+
+
+def test_a_mark_goes_before_the_update(tmp_path: Path) -> None:
+    file = written(tmp_path, LOOP)
+    assert "    torch_xla_donate.donate_buffer(x)\n    x = x * 2" in applied(file, marks(file))
+
+
+UPDATES = ["x - 0.1 * torch.tanh(x)", "torch.where(x > 0, x, -x)", "x.clamp(0).relu()", "-x"]
+
+
+@pytest.mark.parametrize("value", UPDATES)
+def test_an_update_that_computes_a_new_array_is_marked(tmp_path: Path, value: str) -> None:
+    assert len(marks(written(tmp_path, LOOP.replace("x * 2", value)))) == 2
+
+
+def inside(function: str) -> str:
+    """The program as the body of a function."""
+    return f"def {function}:\n" + "".join(f"    {line}\n" for line in LOOP.splitlines())
+
+
+# Each of these could lead to a use of the donated value, or to a mark of a tensor without a buffer.
+UNSAFE = {
+    "kept in a list": LOOP.replace("    x = x", "    kept.append(x)\n    x = x"),
+    "another name before the loop": LOOP.replace("for", "first = x\nfor"),
+    "another name in the loop": LOOP.replace("    x = x", "    old = x\n    x = x"),
+    "an attribute": LOOP.replace("    x = x", "    model.x = x\n    x = x"),
+    "a view": LOOP.replace("    x = x", "    head = x[0]\n    x = x"),
+    "an unknown function": LOOP.replace("x * 2", "f(x)"),
+    "an operation that may return a view": LOOP.replace("x * 2", "x.reshape(2, 2)"),
+    "a part of it in a list": LOOP.replace("x * 2", "[x * 2, x][0]"),
+    "a function that reads it": f"def report():\n    print(x)\n{LOOP}",
+    "a lambda that reads it": LOOP.replace("for", "show = lambda: x\nfor"),
+    "a comprehension that reads it": LOOP.replace("    x = x", "    rows = [x for _ in y]\n    x = x"),
+    "locals()": LOOP.replace("    x = x", "    save(locals())\n    x = x"),
+    "a round without a step": LOOP.replace("    torch_xla", "    if i:\n        continue\n    torch_xla"),
+    "not updated in each round": LOOP.replace("    x = x * 2", "    if i:\n        x = x * 2"),
+    "updated twice": LOOP.replace("    torch_xla", "    x = x + 1\n    torch_xla"),
+    "no step in each round": LOOP.replace("    torch_xla.sync()", "    if i:\n        torch_xla.sync()"),
+    "updated after the step": LOOP.replace("    x = x * 2  # update\n", "").replace(
+        "# sync\n", "# sync\n    x = x * 2  # update\n"
+    ),
+    "a loop around the loop": LOOP.replace("for i", "for _ in range(2):\n  for i").replace("    ", "      "),
+    "from elsewhere": LOOP.replace('torch.ones(4).to("xla")', "model.x"),
+    "without a buffer": LOOP.replace('torch.ones(4).to("xla")', 'torch.ones(4, device="xla")'),
+    "computed": LOOP.replace('torch.ones(4).to("xla")', 'torch.ones(4).to("xla") * 2'),
+    "a target of several": LOOP.replace("    x = x * 2", "    x = y = x * 2"),
+    "two statements on a line": LOOP.replace("    x = x * 2", "    y = 1; x = x * 2"),
+    "an update in place": LOOP.replace("x = x * 2", "x *= 2"),
+    "not a step": LOOP.replace("torch_xla.sync()", "print(i)"),
+}
+
+
+@pytest.mark.parametrize("case", UNSAFE)
+def test_no_mark_where_the_old_value_may_be_used(tmp_path: Path, case: str) -> None:
+    assert UNSAFE[case] != LOOP
+    assert marks(written(tmp_path, UNSAFE[case])) == []
+
+
+def test_a_local_variable_and_an_argument(tmp_path: Path) -> None:
+    assert len(marks(written(tmp_path, inside("train()")), "train")) == 2
+    assert marks(written(tmp_path, inside("train(x)")), "train") == []
+    assert marks(written(tmp_path, f"def outer():\n    global x\n{LOOP}")) == []
+
+
+def test_a_detach_goes_before_the_end_of_the_step(tmp_path: Path) -> None:
+    file = written(tmp_path, LOSS)
+    changes = edits.detach_before("loss", place(file, "sync"))
+    assert "    loss = loss.detach()\n    torch_xla.sync()" in applied(file, changes)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOSS + "loss.backward()\n",
+        LOSS.replace("    print", "    losses.append(loss)\n    print"),
+        LOSS.replace("# sync", "# sync\n    total = total + loss"),
+        LOSS.replace("    loss = f(p)\n", "").replace("for", "loss = f(p)\nfor"),
+        LOSS + "def report():\n    loss.backward()\n",
+    ],
+    ids=["backward", "list", "sum", "assigned outside", "function"],
+)
+def test_no_detach_where_the_graph_may_be_used(tmp_path: Path, source: str) -> None:
+    file = written(tmp_path, source)
+    assert edits.detach_before("loss", place(file, "sync")) == []
+
+
+def test_gradients_are_cleared_after_the_optimizers_step(tmp_path: Path) -> None:
+    file = written(tmp_path, GRADIENTS)
+    optimizer, changes = edits.clear_gradients({"model"}, place(file, "sync"))
+    assert optimizer == "optimizer"
+    assert "    optimizer.step()\n    optimizer.zero_grad(set_to_none=True)\n" in applied(file, changes)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GRADIENTS.replace("# sync", "# sync\n    log(model)"),
+        GRADIENTS.replace("    optimizer.zero", "    clip(optimizer)\n    optimizer.zero"),
+        GRADIENTS + "print(p.grad)\n",
+        GRADIENTS.replace("zero_grad()", "zero_grad(set_to_none=False)"),
+        GRADIENTS.replace("    optimizer.zero_grad()", "    if i:\n        optimizer.zero_grad()"),
+        GRADIENTS.replace("    optimizer.zero_grad()\n", ""),
+    ],
+    ids=["model", "optimizer", "grad", "zeros", "not each round", "never"],
+)
+def test_gradients_stay_where_code_may_read_them(tmp_path: Path, source: str) -> None:
+    file = written(tmp_path, source)
+    assert edits.clear_gradients({"model"}, place(file, "sync"))[1] == []
+
+
+def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
+    file = written(tmp_path, f"import os\n{LOOP}import sys\n")
+    text = applied(file, edits.call_auto_donate(file, place(file, "sync")))
+    assert "import os\nimport torch_xla_donate\n\ntorch_xla_donate.auto_donate()\n" in text
+    assert text.count("import torch_xla_donate\n") == 1
+
+
+def test_the_diff_keeps_line_ends_and_other_changes(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(HEAD + LOOP, encoding="utf-8", newline="\r\n")
+    file = str(path)
+    both = [*edits.call_auto_donate(file, place(file, "sync")), *marks(file)]
+    added = [line for line in edits.diff([hint(both), hint(both)]).split("\n") if line.startswith("+")]
+    assert added[1:] == [
+        "+import torch_xla_donate\r",
+        "+\r",
+        "+torch_xla_donate.auto_donate()\r",
+        "+    torch_xla_donate.donate_buffer(x)\r",
+    ]
+
+
+def test_a_file_that_is_gone_or_not_python_gets_no_edit(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text("def", encoding="utf-8")
+    for path in (str(file), str(tmp_path / "gone.py"), "<stdin>"):
+        assert edits.call_auto_donate(path, f"{path}:1") == []
+        assert edits.detach_before("loss", f"{path}:1") == []
+        assert edits.clear_gradients({"x"}, f"{path}:1") == ("", [])
+        name = Name("x", "", test_a_mark_goes_before_the_update.__code__, path, 1)
+        assert edits.donate_before(name, "", f"{path}:1") == []
+
+
+def test_advice_is_ranked_and_plain_data() -> None:
+    holder = "variable 'old' at train.py:2"
+    small = hint([])
+    large = Hint("held_input", 4096, "f32[32,32]", 2, "model.w", "/a/train.py:3", holder, "", "train.py:9", 3)
+    advice = Advice([small, large])
+    assert list(advice) == [large, small]
+    assert advice[0] == large
+    assert list(advice[:1]) == [large]
+    assert Advice.from_dict(advice.to_dict()) == advice
+    assert "4.0 KiB" in str(advice)
+    assert "held by variable 'old'" in " ".join(str(advice).replace("│", " ").split())
+    assert str(Advice()) == "Nothing to gain: every input that a step could reuse is reused."

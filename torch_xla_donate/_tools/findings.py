@@ -1,0 +1,209 @@
+"""The findings of one run of a step: inputs that could be donated, and their holders."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping
+
+import torch
+
+from torch_xla_donate import _C
+from torch_xla_donate._report.explain import split_sharding
+from torch_xla_donate._report.holders import UNKNOWN, holders_of
+from torch_xla_donate._report.reasons import sentence
+from torch_xla_donate._tools import edits
+from torch_xla_donate._tools.hints import HintKind
+from torch_xla_donate._tools.names import Name, Named
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """The same finding in each run of a step."""
+
+    kind: HintKind
+    site: str
+    where: str = ""
+    variable: str = ""
+    holder: str = ""
+
+
+@dataclasses.dataclass
+class Finding:
+    """The findings of one kind in the last run of a step.
+
+    names: of the first array.
+    automatic: whether the step donates free inputs anyway.
+    """
+
+    names: tuple[Name, ...] = ()
+    bytes: int = 0
+    array: str = ""
+    largest: int = 0
+    count: int = 0
+    automatic: bool = False
+    detail: str = ""
+    runs: int = 0
+
+    def merge(self, other: Finding) -> None:
+        """Adds the arrays of another one."""
+        self.names += other.names
+        self.bytes += other.bytes
+        self.count += other.count
+        if other.largest > self.largest:
+            self.array, self.largest = other.array, other.largest
+
+    def add(self, array: str) -> None:
+        """Adds an array, as XLA writes it with its sharding."""
+        size = _C.size_on_device(array) or 0
+        self.bytes += size
+        self.count += 1
+        if size > self.largest:
+            self.array, self.largest = split_sharding(array)[0], size
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The running call of `advise`.
+
+    where: ``file:line`` of the function.
+    arguments: the number and the name of each argument that holds a tensor, by alias id.
+    leaves: how many XLA tensors each of these arguments holds.
+    results: the tensors of the function's result, by alias id.
+    """
+
+    where: str
+    arguments: Mapping[int, tuple[int | str, str]]
+    leaves: Mapping[int | str, int]
+    results: Mapping[int, torch.Tensor]
+
+
+def find(
+    step: _C.WatchedStep,
+    site: str,
+    before: Mapping[int, Named] | None,
+    now: Mapping[int, Named],
+    computed: Container[int | None],
+    call: Call | None = None,
+) -> dict[Key, Finding]:
+    """The findings of one run of a step.
+
+    Args:
+        before: the tensors of the program after the step before; None if unknown.
+        now: those after the step.
+        computed: the alias ids of earlier steps' outputs.
+        call: set at the end of a function's call.
+    """
+    findings: dict[Key, Finding] = {}
+
+    def note(key: Key, array: str, names: tuple[Name, ...] = (), detail: str = "") -> None:
+        finding = findings.setdefault(key, Finding(names, automatic=step.automatic, detail=detail))
+        finding.add(array)
+
+    inputs = step.inputs
+    if step.reason:
+        for raw in inputs if step.reason.code in ("ignored", "auto_sharding") else ():
+            if raw.use in ("own", "marked"):
+                note(Key("lost_alias", site), raw.array, detail=sentence(step.reason))
+        return findings
+    reachable = _Reachable(now, step.outputs)
+    results = call.results if call is not None else {}
+    arguments = call.arguments if call is not None else {}
+    # Only values that an earlier step has computed, and that no step has read before: not parameters and data.
+    held = [raw for raw in inputs if raw.use == "held" and raw.tensor in computed and not raw.seen_before]
+    buffers = [raw.buffer for raw in held if raw.tensor not in arguments]
+    holders = holders_of(buffers)
+    donated: list[_C.WatchedInput] = []  # arguments
+    for raw in inputs:
+        if raw.use == "other" or raw.next is None:
+            continue
+        new = now.get(raw.next)
+        output = results.get(raw.next, new.tensor() if new is not None else None)
+        if output is not None and _C.size_on_device(_C.array_of(output)) != _C.size_on_device(raw.array):
+            names = tuple(new.names) if new is not None else ()
+            note(Key("output_sharding", site, "", _variable(names)), raw.array, names, split_sharding(raw.array)[1])
+        elif raw.use == "free" and not step.automatic:
+            old = before.get(raw.tensor) if before is not None and raw.tensor is not None else None
+            key, names = _free(raw, site, old, reachable)
+            note(key, raw.array, names)
+        elif raw.use == "held" and raw.tensor in arguments:
+            if raw.next in results:
+                donated.append(raw)
+        elif raw.use == "held" and raw.buffer in buffers:
+            holder = holders.get(raw.buffer, UNKNOWN)
+            kind: HintKind = "kept_graph" if holder.startswith("grad_fn of") else "held_input"
+            own = now.get(raw.tensor) or (before or {}).get(raw.tensor)  # type: ignore[arg-type]
+            names = tuple(own.names) if own is not None else ()
+            note(Key(kind, site, "", _variable(names), holder), raw.array, names)
+    if call is not None:
+        whole = _whole_arguments(call, donated)
+        texts = [f"argument {name!r}" for _, name in dict.fromkeys(call.arguments[raw.tensor] for raw in whole)]  # type: ignore[index]
+        for raw in whole:
+            numbers = sorted({call.arguments[raw.tensor][0] for raw in whole}, key=str)  # type: ignore[index]
+            note(Key("functional_update", site, call.where, "", ", ".join(texts)), raw.array, (), _donate(numbers))
+    return findings
+
+
+def _variable(names: tuple[Name, ...]) -> str:
+    return names[0].variable if names else ""
+
+
+def _whole_arguments(call: Call, donated: list[_C.WatchedInput]) -> list[_C.WatchedInput]:
+    """The inputs of arguments of which every tensor has a result to go to. `compile` donates whole arguments."""
+    count = Counter(call.arguments[raw.tensor][0] for raw in donated if raw.tensor is not None)
+    return [
+        raw
+        for raw in donated
+        if raw.tensor is not None and count[(key := call.arguments[raw.tensor][0])] == call.leaves[key]
+    ]
+
+
+def _donate(numbers: list[int | str]) -> str:
+    """The options of `compile` for some arguments."""
+    positions = tuple(number for number in numbers if isinstance(number, int))
+    names = tuple(number for number in numbers if isinstance(number, str))
+    options = [f"donate_argnums={positions}"] if positions else []
+    return ", ".join(options + ([f"donate_argnames={names}"] if names else []))
+
+
+def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -> tuple[Key, tuple[Name, ...]]:
+    """The finding for an input that the program cannot read after the step."""
+    # A tensor that was written by slices still has its old value.
+    new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.next)  # type: ignore[arg-type]
+    tensor = new.tensor() if new is not None else None
+    if new is not None and tensor is not None and (raw.tensor in now.by_alias or (old and old.tensor() is tensor)):
+        name = new.names[0]
+        where, is_slice = edits.find_write(name)
+        is_slice = is_slice or len(set(_C.alias_ids(tensor))) > 1  # the source may be unknown
+        kind: HintKind = "slice_assignment" if is_slice else "lost_alias"
+        return Key(kind, site, where, name.variable), tuple(new.names)
+    names = tuple(name for name in old.names if name.place in now.places) if old is not None else ()
+    if not names:
+        return Key("free_input", site), tuple(old.names) if old is not None else ()
+    name = now.places[names[0].place]
+    kind = "functional_update" if name.path else "reassignment"
+    return Key(kind, site, edits.find_assignment(name), name.variable), names
+
+
+class _Reachable:
+    """The tensors of the program after a step.
+
+    places: the names of the step's outputs, by place of the program.
+    """
+
+    def __init__(self, by_alias: Mapping[int, Named], outputs: Iterable[int]) -> None:
+        self.by_alias = by_alias
+        self.places = {name.place: name for alias in outputs if alias in by_alias for name in by_alias[alias].names}
+
+
+def gradients(step: _C.WatchedStep, site: str, now: Mapping[int, Named]) -> dict[int, tuple[Key, Finding]]:
+    """The gradients that a step has written, by buffer. They are of no use if the next step does not read them."""
+    found = {}
+    for alias in step.outputs:
+        named = now.get(alias)
+        tensor = named.tensor() if named is not None else None
+        if named is not None and tensor is not None and all(name.is_gradient for name in named.names):
+            finding = Finding(tuple(named.names))
+            finding.add(_C.array_of(tensor))
+            found[_C.holds(tensor)] = Key("kept_gradient", site, "", named.names[0].variable), finding
+    return found

@@ -1,0 +1,149 @@
+"""The hints of `advise`: what a program could still donate, with the line and the edit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args, overload
+
+from rich.table import Table
+
+from torch_xla_donate._report.table import render, size
+
+HintKind = Literal[
+    "slice_assignment",
+    "reassignment",
+    "functional_update",
+    "free_input",
+    "kept_graph",
+    "kept_gradient",
+    "held_input",
+    "lost_alias",
+    "output_sharding",
+]
+
+SENTENCES: dict[HintKind, str] = {
+    "slice_assignment": "a write to a part of it copies all of it at every step",
+    "reassignment": "the new value gets other memory, although nothing reads the old one",
+    "functional_update": "the new values get other memory, although nothing reads the old ones",
+    "free_input": "nothing holds it after the step, and an output has its size",
+    "kept_graph": "a graph of autograd keeps the old value until after the step",
+    "kept_gradient": "alive at the end of the step, so the step writes it, and no later step reads it",
+    "held_input": "its holder keeps the old value until after the step",
+    "lost_alias": "updated in place, but not in its memory",
+    "output_sharding": "the next value takes other bytes on each device",
+}
+assert set(SENTENCES) == set(get_args(HintKind))
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Lines of a file and what to put in their place.
+
+    Attributes:
+        file: path of the file.
+        line: number of the first line, from 1.
+        count: how many lines to replace; 0 to insert before ``line``.
+        text: whole lines.
+    """
+
+    file: str
+    line: int
+    count: int
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Hint:
+    """Memory that a step could save.
+
+    Attributes:
+        kind: see `docs/advise.md`.
+        bytes: bytes on one device that a run of the step saves with the edit.
+        array: the largest array, in XLA's notation, such as ``f32[8,4]``.
+        count: the number of arrays.
+        name: as the program reaches it, such as ``model.fc.weight``; empty if unknown.
+        where: ``file:line`` of the code to change; empty if unknown.
+        holder: what holds it after the step; empty if nothing does.
+        edit: what to change; empty if the tool cannot know it.
+        site: ``file:line`` of the end of the step.
+        runs: how many watched runs of the step showed it.
+        changes: the edit as text, where `diff` may apply it; empty otherwise.
+    """
+
+    kind: HintKind
+    bytes: int
+    array: str
+    count: int
+    name: str
+    where: str
+    holder: str
+    edit: str
+    site: str
+    runs: int
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """The finding about the arrays."""
+        return SENTENCES[self.kind]
+
+
+class Advice(Sequence[Hint]):
+    """Hints, those that save the most bytes on a device first. Empty if there is nothing to gain."""
+
+    def __init__(self, hints: Iterable[Hint] = ()) -> None:
+        self._hints = tuple(sorted(hints, key=lambda hint: (-hint.bytes, hint.where, hint.name)))
+
+    @overload
+    def __getitem__(self, index: int) -> Hint: ...
+    @overload
+    def __getitem__(self, index: slice) -> Advice: ...
+    def __getitem__(self, index: int | slice) -> Hint | Advice:
+        return Advice(self._hints[index]) if isinstance(index, slice) else self._hints[index]
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Advice) and self._hints == other._hints
+
+    def __hash__(self) -> int:
+        return hash(self._hints)
+
+    def __repr__(self) -> str:
+        return f"Advice({list(self._hints)!r})"
+
+    def __str__(self) -> str:
+        if not self:
+            return "Nothing to gain: every input that a step could reuse is reused."
+        count = f"{len(self)} hint{'s' if len(self) > 1 else ''}"
+        table = Table(title=f"{count}. Bytes that a step saves on one device with the edit", title_justify="left")
+        table.add_column("bytes", justify="right")
+        for column in ("array", "where", "finding", "edit"):
+            table.add_column(column, overflow="fold")
+        for hint in self:
+            more = f" and {hint.count - 1} more" if hint.count > 1 else ""
+            name = f"{hint.name}: " if hint.name else ""
+            holder = f"; held by {hint.holder}" if hint.holder else ""
+            table.add_row(
+                size(hint.bytes),
+                f"{hint.array}{more}",
+                hint.where.rpartition("/")[2],
+                f"{name}{hint.sentence}{holder}",
+                hint.edit,
+            )
+        return render(table)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``."""
+        return {"hints": [{**dataclasses.asdict(hint), "sentence": hint.sentence} for hint in self]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Advice:
+        """Reads what `to_dict` returns."""
+        fields = [field.name for field in dataclasses.fields(Hint)]
+        return cls(
+            Hint(**{**{name: raw[name] for name in fields}, "changes": tuple(Change(**c) for c in raw["changes"])})
+            for raw in data["hints"]
+        )

@@ -1,0 +1,189 @@
+"""Watches the steps of a program, and finds what they could still donate."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch_xla_donate import _C, _frames
+from torch_xla_donate._modes.debug import step_listeners
+from torch_xla_donate._tools import edits
+from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
+from torch_xla_donate._tools.hints import Advice, Change, Hint
+from torch_xla_donate._tools.names import Named, name_tensors
+
+_NAMED_RUNS = 4  # of each step; naming tensors walks the program's objects
+
+
+class _ThreadState(threading.local):
+    """The state of a thread after its last step.
+
+    before: the names of the live tensors; None if they were not looked for.
+    computed: alias ids of outputs.
+    gradients: gradients that the step wrote, by buffer, until the next step shows whether it reads them.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[int, Named] | None = None
+        self.gradients: dict[int, tuple[Key, Finding]] = {}
+        self.computed: set[int | None] = set()
+        self.quiet = 0
+
+
+class Recorder:
+    """Watches all steps of this process while its context is open. `advice` has what it found.
+
+    Watching donates nothing, changes no graph and runs no operation. It finds the inputs of a step as `auto_donate`
+    does. In the first runs of each step it also looks for the names of tensors among the program's variables.
+
+    Args:
+        min_bytes: hints that save fewer bytes on a device are left out.
+        min_runs: how many runs of a step must show a finding. The first run of a loop differs from the others.
+    """
+
+    def __init__(self, *, min_bytes: int = 1024, min_runs: int = 2) -> None:
+        self._min_bytes, self._min_runs = min_bytes, min_runs
+        self._findings: dict[Key, Finding] = {}
+        self._runs: Counter[tuple[Any, ...]] = Counter()
+        self._thread = _ThreadState()
+        self._lock = threading.Lock()
+        self.call: Call | None = None
+
+    def __enter__(self) -> Recorder:
+        self._guarded(self._begin)
+        step_listeners.append(self._step_ended)
+        _C.watch_inputs(True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        step_listeners.remove(self._step_ended)
+        if not step_listeners:
+            _C.watch_inputs(False)
+
+    def forget(self) -> None:
+        """Drops the findings, but not the names. Later steps are still compared with the steps before."""
+        with self._lock:
+            self._findings.clear()
+
+    def advice(self, main: str = "") -> Advice:
+        """The hints so far.
+
+        Args:
+            main: the program's file, into which `diff` puts a call of `auto_donate`; by default the file of the hint.
+        """
+        with self._lock:
+            found = [(key, finding) for key, finding in self._findings.items()]
+        return Advice(
+            _hint(key, finding, main)
+            for key, finding in found
+            if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
+        )
+
+    def _step_ended(self) -> None:
+        self._guarded(self._note)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        """Lets the program continue without findings after an error, which the report then shows."""
+        try:
+            action()
+        except Exception as error:
+            _C.note_error(f"advise: {type(error).__name__}: {error}")
+
+    def _begin(self) -> None:
+        self._thread.before = name_tensors()
+
+    def _note(self) -> None:
+        step = _C.take_watched_step()
+        if step is None:
+            return
+        site = _frames.call_site()
+        here = self._thread
+        run = (site, tuple(raw.use for raw in step.inputs))
+        with self._lock:
+            self._runs[run] += 1
+            here.quiet = 0 if self._runs[run] <= _NAMED_RUNS else here.quiet + 1
+        if here.quiet > _NAMED_RUNS:
+            here.before, here.gradients = None, {}
+            here.computed.clear()
+            return
+        now = name_tensors()
+        findings = find(step, site, here.before, now, here.computed, self.call)
+        here.computed.update(step.outputs)
+        read = {raw.buffer for raw in step.inputs}
+        for buffer, (key, one) in here.gradients.items():
+            if buffer not in read:
+                findings.setdefault(key, Finding()).merge(one)
+        here.before, here.gradients = now, gradients(step, site, now)
+        with self._lock:
+            for key, finding in findings.items():
+                finding.runs = self._findings.get(key, Finding()).runs + 1
+                self._findings[key] = finding
+
+
+def _hint(key: Key, finding: Finding, main: str) -> Hint:
+    """The hint for a finding, with the edit."""
+    name = finding.names[0] if finding.names else None
+    where = key.where or key.site
+    root = (name.variable if finding.count > 1 else str(name)) if name is not None else ""
+    automatic = edits.call_auto_donate(main or where.rpartition(":")[0], key.site)
+    edit, changes = "call torch_xla_donate.auto_donate() before the loop", automatic
+    if key.kind == "reassignment" and name is not None:
+        marks = edits.donate_before(name, where, key.site)
+        if marks:
+            edit, changes = f"torch_xla_donate.donate_buffer({name}) before this line", marks
+    elif key.kind == "functional_update":
+        if finding.detail:
+            edit, changes = f"torch_xla_donate.compile(..., {finding.detail}), if the caller uses only the result", []
+        else:
+            edit += ", or donate_argnums of torch_xla_donate.compile for a step that is a function"
+    elif key.kind == "kept_graph":
+        edit, changes = _detach(key, finding, automatic)
+        where = _where(key.holder, key.site) or where
+    elif key.kind == "kept_gradient":
+        optimizer, changes = edits.clear_gradients({each.variable for each in finding.names}, key.site)
+        edit = f"{optimizer or 'optimizer'}.zero_grad(set_to_none=True) after the last use of the gradients"
+    elif key.kind == "held_input":
+        edit, changes = "", []
+        where = _where(key.holder, key.site) or where
+    elif key.kind == "output_sharding":
+        edit, changes = (
+            f"xs.mark_sharding({root or 'output'}, ...) with the sharding of the input, {finding.detail}",
+            [],
+        )
+    elif not name and finding.detail:
+        edit, changes = f"change the setting: {finding.detail}", []
+    return Hint(
+        kind=key.kind,
+        bytes=finding.bytes,
+        array=finding.array,
+        count=finding.count,
+        name=root,
+        where=where,
+        holder=key.holder,
+        edit=edit,
+        site=key.site,
+        runs=finding.runs,
+        changes=tuple(changes),
+    )
+
+
+def _detach(key: Key, finding: Finding, automatic: list[Change]) -> tuple[str, list[Change]]:
+    """The edit for a graph that a variable keeps alive. The inputs are then free, which `auto_donate` donates."""
+    also = "" if finding.automatic else " and call torch_xla_donate.auto_donate() before the loop"
+    variable = re.fullmatch(r"grad_fn of variable '(\w+)' at .*", key.holder)
+    if variable is None:
+        return f"keep the .detach() of it{also}", []
+    changes = edits.detach_before(variable[1], key.site)
+    if changes and not finding.automatic:
+        changes = [*automatic, *changes] if automatic else []
+    return f"{variable[1]} = {variable[1]}.detach() before the step ends{also}", changes
+
+
+def _where(holder: str, site: str) -> str:
+    """``file:line`` of the variable that holds something. The holder has only the file's name."""
+    place = re.search(r" at (.*):(\d+)$", holder)
+    file = site.rpartition(":")[0]
+    return f"{file}:{place[2]}" if place is not None and file.rpartition("/")[2] == place[1] else ""
