@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -16,9 +18,10 @@ from rich.progress import Progress
 from torch_xla_donate import _doctor, _pages
 from torch_xla_donate._errors import see
 from torch_xla_donate._report.table import percent
-from torch_xla_donate._tools import collect, record, table
+from torch_xla_donate._tools import collect, edits, record, table
 from torch_xla_donate._tools import run as running
 from torch_xla_donate._tools import verify as verifying
+from torch_xla_donate._tools.hints import Advice
 from torch_xla_donate._tools.summary import RunSummary
 
 # Exit codes of `verify` and `inspect`; a program's own code comes first, and 2 is wrong usage.
@@ -62,6 +65,7 @@ def _output(command: _F) -> _F:
             "--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), help="Write JSON; - for stdout."
         ),
         click.option("--html", "html_file", type=click.Path(dir_okay=False), help="Write a page with pictures."),
+        click.option("--undonated", is_flag=True, help="Also compile each step without donation, for its memory."),
     ):
         command = add(command)
     return command
@@ -70,6 +74,7 @@ def _output(command: _F) -> _F:
 @main.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @_program
 @click.option("--record", "folder", hidden=True, type=click.Path(path_type=Path))
+@click.option("--advise", is_flag=True, hidden=True)
 @click.pass_obj
 def run(
     programs: list[tuple[running.Program, Path | None]],
@@ -77,17 +82,20 @@ def run(
     auto: bool | None,
     is_module: bool,
     folder: Path | None,
+    advise: bool,
 ) -> None:
     """Runs a script with this package loaded, without an edit.
 
     Example: `python -m torch_xla_donate run --auto train.py --epochs 3`
     """
-    programs.append((_named(arguments, auto, is_module), folder))
+    programs.append((dataclasses.replace(_named(arguments, auto, is_module), advise=advise), folder))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
 @_program
 @_output
+@click.option("--advise", is_flag=True, help="Also show what could still be donated, and the edit.")
+@click.option("--apply", "apply_", is_flag=True, help="Write only the simple edits of --advise to stdout, as a diff.")
 @click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the dump here, for `inspect`.")
 def verify(
     arguments: tuple[str, ...],
@@ -97,6 +105,9 @@ def verify(
     fail_under: float | None,
     json_file: str | None,
     html_file: str | None,
+    undonated: bool,
+    advise: bool,
+    apply_: bool,
     keep: Path | None,
 ) -> None:
     """Runs a script, and shows the donors of each step.
@@ -106,19 +117,31 @@ def verify(
 
     Example: `python -m torch_xla_donate verify --auto --fail-under 95 train.py --epochs 3`
     """
-    program = _named(arguments, auto, is_module)
+    program = dataclasses.replace(_named(arguments, auto, is_module), advise=advise or apply_)
 
     def summarize(progress: collect.Progress) -> RunSummary:
-        return verifying.verify(program, keep=keep, topology=topology, only_json=json_file == "-", progress=progress)
+        return verifying.verify(
+            program,
+            keep=keep,
+            topology=topology,
+            undonated=undonated,
+            keeps_stdout=json_file == "-" or apply_,
+            progress=progress,
+        )
 
-    _show(summarize, fail_under, json_file, html_file)
+    _show(summarize, fail_under, json_file, html_file, apply_)
 
 
 @main.command()
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @_output
 def inspect(
-    folder: Path, topology: str, fail_under: float | None, json_file: str | None, html_file: str | None
+    folder: Path,
+    topology: str,
+    fail_under: float | None,
+    json_file: str | None,
+    html_file: str | None,
+    undonated: bool,
 ) -> None:
     """Shows the donors of each step in a folder that XLA dumped to.
 
@@ -129,7 +152,7 @@ def inspect(
     """
 
     def summarize(progress: collect.Progress) -> RunSummary:
-        return collect.collect(folder, str(folder), topology=topology, progress=progress)
+        return collect.collect(folder, str(folder), topology=topology, undonated=undonated, progress=progress)
 
     _show(summarize, fail_under, json_file, html_file)
 
@@ -159,8 +182,9 @@ def _show(
     fail_under: float | None,
     json_file: str | None,
     html_file: str | None,
+    applies: bool = False,
 ) -> None:
-    """Shows a summary, and exits with its code."""
+    """Shows a summary, and exits with its code. applies: whether standard output gets only the diff of the advice."""
     errors = Console(stderr=True)
     try:
         with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -173,10 +197,15 @@ def _show(
     except (ImportError, ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
     if json_file is not None:
-        with click.open_file(json_file, "w", encoding="utf-8") as file:
-            json.dump(found.to_dict(), file, indent=2)
-            file.write("\n")
-    if json_file == "-":
+        try:
+            with click.open_file(json_file, "w", encoding="utf-8") as file:
+                json.dump(found.to_dict(), file, indent=2)
+                file.write("\n")
+        except OSError as error:
+            raise click.UsageError(str(error)) from error
+    if applies:
+        click.echo(edits.diff(Advice(found.advice or ())), nl=False)
+    if json_file == "-" or applies:
         click.echo(table.summary_line(found), err=True)
     else:
         console = Console(highlight=False)
@@ -242,9 +271,12 @@ def entry(prog_name: str | None = None) -> None:
         if not programs:
             raise
     ((program, folder),) = programs
-    if folder is not None:
-        record.start(folder, record.MAIN)
-    running.run(program)
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            record.start(folder, record.MAIN)
+            if program.advise:
+                stack.enter_context(record.advice_noted(folder, "" if program.is_module else program.target))
+        running.run(program)
 
 
 if __name__ == "__main__":

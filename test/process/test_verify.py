@@ -342,6 +342,46 @@ def test_a_topology_shows_where_it_differs(dump_folder):
     assert out.shape == (128,)
 
 
+LOOP = """import torch
+import torch_xla
+
+x = torch.ones(64, 64).to("xla")
+torch_xla.sync()
+for _ in range(4):
+    x = x * 0.5 + 1
+    torch_xla.sync()
+print(x[0, 0].item())
+"""
+
+
+def verified(tmp_path: Path, *options: str) -> tuple[str, str, dict]:
+    """Standard output, standard error and the JSON of a run of `verify`."""
+    file = tmp_path / "run.json"
+    command = [sys.executable, "-m", "torch_xla_donate", "verify", "--json", str(file), *options, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout, done.stderr, json.loads(file.read_text())
+
+
+@TPU
+def test_the_edits_of_the_advice_are_applied_and_save_the_bytes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LOOP)
+    diff, log, before = verified(tmp_path, "--apply", "--undonated", "--html", str(tmp_path / "page.html"))
+    assert before["donated_fraction"] == 0.0
+    assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
+    assert "1.9375" in log and "1 hint" not in diff
+    patch = subprocess.run(["patch", "-p0", str(script)], input=diff, capture_output=True, text=True, check=False)
+    assert patch.returncode == 0, patch.stdout + patch.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "Advice" in page and "torch_xla_donate.donate_buffer(x)" in page
+    assert all(step["undonated"] == step["memory"] for step in before["steps"])
+    shown, _, after = verified(tmp_path, "--advise", "--undonated")
+    assert "1.9375" in shown and "Nothing to gain" in shown
+    (step,) = [step for step in after["steps"] if step["donors"]]
+    assert step["memory"]["alias_bytes"] - step["undonated"]["alias_bytes"] == 16384
+    assert (after["donated_fraction"], after["advice"]) == (1.0, [])
+
+
 @TPU
 def test_an_unknown_topology_is_refused_before_the_program_runs(tmp_path):
     """In one line."""

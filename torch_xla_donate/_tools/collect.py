@@ -14,6 +14,8 @@ from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
 from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
+from torch_xla_donate._tools.hints import Advice, Hint
+from torch_xla_donate._tools.memory import with_undonated
 from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
 
 # Called with the number of things that are done, and their number.
@@ -111,6 +113,7 @@ def collect(
     source: str,
     *,
     topology: str = "",
+    undonated: bool = False,
     exit_code: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> RunSummary:
@@ -120,6 +123,7 @@ def collect(
         folder: as for `folders_of`.
         source: for `RunSummary.source`.
         topology: a TPU topology to compile each distinct step for; empty for none.
+        undonated: whether to compile each distinct step for CPU with and without donation, for its memory.
         exit_code: for `RunSummary.exit_code`.
         progress: called after each module that is read or compiled.
 
@@ -147,9 +151,17 @@ def collect(
         if process is not None:
             timeline += _moments(process, steps)
         skipped += dump.skipped
-    if topology:
-        _compile_for(steps, topology, skipped, progress)
-    return RunSummary(source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code)
+    if topology or undonated:
+        _compile(steps, topology, undonated, skipped, progress)
+    return RunSummary(
+        source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, _advice(dumps[0][0] / record.ADVICE)
+    )
+
+
+def _advice(path: Path) -> tuple[Hint, ...] | None:
+    if not path.is_file():
+        return None
+    return tuple(Advice.from_dict(json.loads(path.read_text(encoding="utf-8"))))
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -190,13 +202,16 @@ def _moments(process: _Process, steps: _Steps) -> Iterator[Moment]:
             yield Moment(place, live, live + more)
 
 
-def _compile_for(steps: _Steps, topology: str, skipped: list[SkippedFile], progress: Progress) -> None:
+def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile], progress: Progress) -> None:
     for place, before in enumerate(steps.befores):
         if before is not None:
-            step = steps.summaries[place]
             try:
-                on_topology = _on_topology(step, hlo.compile_for(before, topology))
-                steps.summaries[place] = dataclasses.replace(step, on_topology=on_topology)
+                if undonated:
+                    steps.summaries[place] = with_undonated(steps.summaries[place], before)
+                if topology:
+                    step = steps.summaries[place]
+                    on_topology = _on_topology(step, hlo.compile_for(before, topology))
+                    steps.summaries[place] = dataclasses.replace(step, on_topology=on_topology)
             except RuntimeError as error:  # such as too little memory on a device
                 skipped.append(SkippedFile(str(before), str(error).partition("\n")[0]))
         progress(place + 1, len(steps.befores))

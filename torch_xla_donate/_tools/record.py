@@ -8,22 +8,27 @@ Each process has a folder with its dump and `record.jsonl`. A line of the record
 - ``{"donors_of": 1, "donors": [...]}``: its donors that this package offered or refused, known after the run began.
 
 Lines are appended as the runs begin, so that the record survives the end of the process.
+
+`advice.json` is beside the record of the first process, if `verify --advise` started the program and nothing killed it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch_xla_donate import _C, _frames
 from torch_xla_donate._report import sentence
+from torch_xla_donate._tools.recorder import Recorder
 
 NAME = "record.jsonl"
+ADVICE = "advice.json"
 # The folder of the first process.
 MAIN = "main"
 _DUMP_FOLDER = re.compile(r"--xla_dump_to=\S*")
@@ -97,6 +102,18 @@ def start(root: Path, name: str) -> None:
     if is_first:
         _C.log_runs(record_runs)
         atexit.register(record_runs)
+
+
+@contextlib.contextmanager
+def advice_noted(root: Path, script: str) -> Iterator[None]:
+    """Writes what the steps inside could still donate. `script` is the program's file, or empty."""
+    recorder = Recorder()
+    try:
+        with recorder:
+            yield
+    finally:
+        text = json.dumps(recorder.advice(script).to_dict())
+        (root / MAIN / ADVICE).write_text(text, encoding="utf-8")
 
 
 def root() -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from torch_xla_donate._tools.hints import Hint
 from torch_xla_donate.hlo import MemoryAnalysis
 
 Kind = Literal["marked", "automatic", "torch_xla", "unknown"]
@@ -114,6 +115,7 @@ class RunSummary:
         timeline: the runs of steps in their order; empty for a dump.
         skipped: files that could not be read.
         exit_code: of the program; None for a dump.
+        advice: what the program could still donate; None if that was not asked for, or if it was killed.
     """
 
     source: str
@@ -121,6 +123,7 @@ class RunSummary:
     timeline: tuple[Moment, ...] = ()
     skipped: tuple[SkippedFile, ...] = ()
     exit_code: int | None = None
+    advice: tuple[Hint, ...] | None = None
 
     @property
     def donated_fraction(self) -> float:

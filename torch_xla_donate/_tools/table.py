@@ -11,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_xla_donate._report.table import percent, size
+from torch_xla_donate._tools.hints import Advice
+from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import Kind, RunSummary, StepDonor, StepSummary
 
 # So that a dump of thousands of modules stays readable. `--json` has everything.
@@ -24,12 +26,14 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
     for number, step in enumerate(run.steps[:_STEPS], start=1):
         yield Text(_heading(number, step), style="bold")
         yield Text(f"  {_arrays(step)}")
-        yield from (Text(f"  {line}") for line in _memory(step))
+        yield from (Text(f"  {line}") for line in (*_memory(step), *findings(step)))
         if step.donors:
             yield _donors(step)
         yield ""
     if len(run.steps) > _STEPS:
         yield Text(f"... and {_count(len(run.steps) - _STEPS, 'more step')}; --json has all.")
+    if run.advice is not None:
+        yield Text(str(Advice(run.advice)))
     for file in run.skipped:
         yield Text(f"skipped {file.file}: {file.reason}")
     yield Text(summary_line(run))

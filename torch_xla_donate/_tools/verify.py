@@ -34,7 +34,8 @@ def verify(
     *,
     keep: Path | None = None,
     topology: str = "",
-    only_json: bool = False,
+    undonated: bool = False,
+    keeps_stdout: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> RunSummary:
     """Runs a program in a child process, and summarises its steps when it has ended.
@@ -44,25 +45,27 @@ def verify(
     Args:
         program: the program.
         keep: a folder for the dump and the records; None for a temporary one.
-        topology: as for `collect`.
-        only_json: whether the program's standard output goes to standard error.
+        topology, undonated: as for `collect`.
+        keeps_stdout: whether the program's standard output goes to standard error.
         progress: as for `collect`.
 
     Raises:
         FileExistsError: `keep` is not empty.
         ImportError, ValueError: as for `hlo.compile_for`.
     """
-    if topology:
-        check_topology(topology)
+    for name in filter(None, (topology, "cpu" if undonated else "")):
+        check_topology(name)
     with _folder(keep) as folder:
         command = [sys.executable, *_interpreter_options(), "-m", "torch_xla_donate", "run", "--record", str(folder)]
         with _pass_signals() as children:
             child = subprocess.Popen(
-                [*command, *program.arguments()], stdout=sys.stderr.fileno() if only_json else None
+                [*command, *program.arguments()], stdout=sys.stderr.fileno() if keeps_stdout else None
             )
             children.append(child)
             exit_code = child.wait()
-        summary = collect(folder, str(program), topology=topology, exit_code=exit_code, progress=progress)
+        summary = collect(
+            folder, str(program), topology=topology, undonated=undonated, exit_code=exit_code, progress=progress
+        )
     if keep is None:
         summary = dataclasses.replace(
             summary, steps=tuple(dataclasses.replace(step, file="") for step in summary.steps)
