@@ -115,18 +115,19 @@ def outputs(size: Size, devices: int, generation: str) -> int:
 
 
 def temporaries(size: Size, devices: int) -> int:
-    """The largest temporaries of a step that donates. The factors 5.5 and 3.5 are measured, not derived.
+    """The largest temporaries of a step that donates. The factors 5.5 and 3.75 are measured, not derived.
 
     There are two large moments. In the backward pass of a layer there are two sets of gradients (the sum so far, and
     those of this sequence), and 5.5 fp32 arrays of attention scores. After the last layer the new sum is a third set;
-    the compiler's heap takes half a set more. The forward pass has saved the input of each layer all the time.
+    the compiler's heap takes 0.5 to 1.1 sets more. The forward pass has saved the input of each layer all the time.
+    With more devices than heads XLA divides heads, and this does not hold.
     """
     gradients = weights(size, devices)
     saved = padded(16, (size.layers, size.sequence, -(-size.width // devices)))
     scores = padded(32, (-(-size.heads // devices), size.sequence, size.sequence))
     # One embedding for input and output has two gradients.
     embedding = on_device("embedding", (size.vocabulary, size.width), 16, devices) if size.is_tied else 0
-    return saved + max(2 * gradients + embedding + scores * 11 // 2, gradients * 7 // 2)
+    return saved + max(2 * gradients + embedding + scores * 11 // 2, gradients * 15 // 4)
 
 
 def total(size: Size, devices: int, topology: str, donates: bool) -> int:
@@ -158,7 +159,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 label = f"{name.upper()}, {'donated' if donates else 'functional'}"
                 values = [total(size, count, "v6e", donates) / 2**30 for count in counts]
                 axes.plot(counts, values, style, color=colour, linewidth=1.3, label=label)
-                found = [row for row in rows if row["size"] == name and (row["way"] == "functional") != donates]
+                whole = [row for row in rows if row["size"] == name and row["layers"] == size.layers]
+                found = [row for row in whole if (row["way"] == "functional") != donates]
                 places = [(row["devices"], measured(row) / 2**30) for row in found if "memory" in row]
                 marker = {"marker": "o", "markerfacecolor": colour if donates else "none", "markeredgecolor": colour}
                 axes.plot(*zip(*places), linestyle="none", **marker) if places else None
@@ -174,6 +176,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15))
         figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
         pyplot.close(figure)
+
+
+def size_of(row: dict[str, Any]) -> Size:
+    """The size that a row was compiled for, which may have fewer layers than the model."""
+    return dataclasses.replace(SIZES[row["size"]], layers=row["layers"])
 
 
 def measured(row: dict[str, Any]) -> int:
@@ -198,9 +205,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = [f"| {' | '.join(names)} |", "| --- | --- | --- |" + " ---: |" * 7]
     for row in rows:
-        size = SIZES[row["size"]]
+        size = size_of(row)
         expected = total(size, row["devices"], row["topology"], row["way"] != "functional") / measured(row) - 1
-        cells = [row["size"].upper(), f"{row['devices']} of {row['topology']}", row["way"]]
+        fewer = f", {size.layers} layers" if size != SIZES[row["size"]] else ""
+        cells = [f"{row['size'].upper()}{fewer}", f"{row['devices']} of {row['topology']}", row["way"]]
         cells += [f"{row['memory'][f'{kind}_bytes'] / MIB:,.1f}" for kind in ("argument", "output", "alias", "temp")]
         cells += [f"{measured(row) / MIB:,.1f}", f"{expected:+.1%}", f"{row['compile_seconds']:.0f} s"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -275,7 +276,9 @@ def entry(prog_name: str | None = None) -> None:
         if folder is not None:
             record.start(folder, record.MAIN)
             if program.advise:
-                stack.enter_context(record.advice_noted(folder, "" if program.is_module else program.target))
+                stack.enter_context(
+                    record.advice_noted(folder, "" if program.is_module else os.path.abspath(program.target))
+                )
         running.run(program)
 
 

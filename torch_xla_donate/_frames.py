@@ -26,7 +26,9 @@ def call_site(stacklevel: int = 1) -> str:
     """``file:line`` of the nearest caller outside this package, torch and torch_xla. With 2: of its caller."""
     frame = sys._getframe(1)
     for level in range(stacklevel):
-        if level > 0 and frame.f_back is not None:
+        if frame.f_back is None:
+            break
+        if level > 0:
             frame = frame.f_back
         while frame.f_back is not None and is_internal(frame):
             frame = frame.f_back

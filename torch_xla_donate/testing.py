@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C, _report, _trees, hlo
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import DonationError, DonationWarning, see
+from torch_xla_donate._modes.expect import check_fraction
 
 __all__ = [
     "HloDump",
@@ -65,8 +66,10 @@ def assert_reused(at_least: float = 0.95, *, steps: int | None = None) -> None:
 
     Raises:
         AssertionError: less was reused. The text is the report.
-        TypeError, ValueError, DonationError: as for `donation_report`.
+        TypeError, ValueError: ``at_least`` is not a number above 0 and at most 1, or as for `donation_report`.
+        DonationError: as for `donation_report`.
     """
+    check_fraction("at_least", at_least)
     report = _report.donation_report(steps=steps)
     if not report.reused_fraction >= at_least:
         raise AssertionError(
@@ -142,7 +145,7 @@ def _place(donor: hlo.BufferDonor) -> tuple[int, tuple[int, ...]]:
 
 def _find(parameter: int | str, count: int, donors: list[_Donor]) -> _Donor:
     if isinstance(parameter, str):
-        found = next((donor for donor in donors if parameter in (donor.name, _path(donor))), None)
+        found = next((donor for donor in donors if donor.name and parameter in (donor.name, _path(donor))), None)
         if found is not None:
             return found
         names = ", ".join(repr(_path(donor)) for donor in donors if donor.name)
@@ -232,8 +235,15 @@ class no_unusable_donation(_C.Scope):
     def finish(self) -> None:
         _C.wait_for_steps()
         texts = [text for step in self._tally.read()["unusable"] for text in _report.unusable_texts(step)]
-        if texts:
-            raise AssertionError("\n".join(texts))
+        failure = AssertionError("\n".join(texts)) if texts else None
+        try:
+            _report.warn_or_raise(everywhere=True)  # or a strict error would reach the next test
+        except (DonationError, DonationWarning) as error:
+            if failure is None:
+                raise
+            raise failure from error
+        if failure is not None:
+            raise failure
 
     def leave(self, raised: bool) -> None:
         self._tally.close()

@@ -74,6 +74,14 @@ def test_lost(fail_on_unusable_donation):
     total = t.sum()
     torch_xla.sync()
 
+def test_lost_by_name(request):
+    request.getfixturevalue("fail_on_unusable_donation")
+    t = torch.ones(11).to("xla")
+    torch_xla.sync()
+    donate_buffer(t, strict="off")
+    total = t.sum()
+    torch_xla.sync()
+
 def test_own_error(fail_on_unusable_donation):
     t = torch.ones(9).to("xla")
     torch_xla.sync()
@@ -99,7 +107,8 @@ def test_an_unusable_donation_fails_its_test(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     ended = run_in_child(run_pytest, "-q", "-p", "torch_xla_donate.testing", str(tmp_path))
     assert ended.value == 1
-    assert "2 failed, 1 passed" in ended.stdout
+    assert "3 failed, 1 passed" in ended.stdout
+    assert ended.stdout.count("f32[11]: no output of the step has its size of 44 bytes") == 1
     assert ended.stdout.count("f32[7]: no output of the step has its size of 28 bytes") == 1
     assert "f32[9]: no output" not in ended.stdout
     assert "assert 9.0 == 8" in ended.stdout

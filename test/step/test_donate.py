@@ -877,3 +877,10 @@ def test_a_clone_without_a_value_is_pending_and_its_source_stays(make):
     torch_xla.sync()
     assert (is_donated(clone), is_donated(source)) == (True, False)
     assert result.tolist() == [0, 2, 4] and source.tolist() == [0, 1, 2]
+
+
+def test_a_stacklevel_beyond_the_stack_is_the_outermost_line(make):
+    t = make(3)
+    donate_buffer(t, stacklevel=10**20)
+    assert donation_report().pending[0].where.partition(":")[0]
+    cancel_donation(t)

@@ -14,10 +14,17 @@ from torch_xla_donate import (
     compile,
     donate_buffer,
     donation_disabled,
+    donation_report,
     hlo,
     testing,
 )
-from torch_xla_donate.testing import assert_aliased, assert_donated, assert_not_donated, assert_reused
+from torch_xla_donate.testing import (
+    assert_aliased,
+    assert_donated,
+    assert_not_donated,
+    assert_reused,
+    no_unusable_donation,
+)
 
 
 def test_donated_tensors_are_told_from_others(make):
@@ -188,3 +195,26 @@ def test_other_threads_fail_the_context_too(make):
     with pytest.raises(AssertionError, match=r"f32\[7\]: no output of the step"):
         watch.finish()
     watch.leave(raised=True)
+
+
+def test_a_strict_error_does_not_reach_the_next_test(make):
+    t = make(3)
+    watch = no_unusable_donation()
+    watch.enter()
+    try:
+        donate_buffer(t, strict="error")
+        total = t.sum()
+        torch_xla.sync()
+        with pytest.raises(AssertionError, match="were not usable: f32"):
+            watch.finish()
+    finally:
+        watch.leave(raised=False)
+    donation_report()
+    torch_xla.sync(wait=True)
+    assert total.item() == 3.0
+
+
+@pytest.mark.parametrize(("value", "error"), [("a", TypeError), (95, ValueError), (float("nan"), ValueError)])
+def test_a_bad_fraction_is_refused(value, error):
+    with pytest.raises(error, match="at_least is"):
+        assert_reused(value)

@@ -90,6 +90,8 @@ UNSAFE = {
     "another name before the loop": LOOP.replace("for", "first = x\nfor"),
     "another name in the loop": LOOP.replace("    x = x", "    old = x\n    x = x"),
     "an attribute": LOOP.replace("    x = x", "    model.x = x\n    x = x"),
+    "a graph of autograd before the loop": LOOP.replace("for", "loss = (s * x).sum()\nfor"),
+    "a graph of autograd in some rounds": LOOP.replace("    x = x", "    if i == 0:\n        y = x * s\n    x = x"),
     "a view": LOOP.replace("    x = x", "    head = x[0]\n    x = x"),
     "an unknown function": LOOP.replace("x * 2", "f(x)"),
     "an operation that may return a view": LOOP.replace("x * 2", "x.reshape(2, 2)"),

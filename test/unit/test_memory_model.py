@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/llama.json").read_text(encoding="utf-8"))["rows"]
-IDS = [f"{row['size']}-{row['devices']}-{row['topology']}-{row['way']}" for row in ROWS]
+IDS = [f"{row['size']}-{row['layers']}-{row['devices']}-{row['topology']}-{row['way']}" for row in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_padded_is_the_size_that_the_package_expects(model) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_arguments_outputs_and_aliases_are_exact(model, row) -> None:
-    size, memory, donates = model.SIZES[row["size"]], row["memory"], row["way"] != "functional"
+    size, memory, donates = model.size_of(row), row["memory"], row["way"] != "functional"
     assert memory["argument_bytes"] == model.arguments(size, row["devices"])
     assert memory["output_bytes"] == model.outputs(size, row["devices"], row["topology"].partition(":")[0])
     assert memory["alias_bytes"] == (model.state(size, row["devices"]) if donates else 0)
@@ -55,9 +55,11 @@ def test_arguments_outputs_and_aliases_are_exact(model, row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_the_sum_is_within_5_percent_or_a_lower_bound(model, row) -> None:
-    donates = row["way"] != "functional"
-    expected = model.total(model.SIZES[row["size"]], row["devices"], row["topology"], donates)
-    if donates:
+    donates, size = row["way"] != "functional", model.size_of(row)
+    expected = model.total(size, row["devices"], row["topology"], donates)
+    if donates and row["devices"] > size.heads:
+        assert expected > model.measured(row)  # the page says so
+    elif donates:
         assert abs(expected / model.measured(row) - 1) < 0.05
     else:
         assert expected <= model.measured(row)

@@ -10,6 +10,17 @@ from torch_xla_donate import _C, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
 
 
+def check_fraction(argument: str, value: Any) -> None:
+    """Raises TypeError or ValueError for what is not a number above 0 and at most 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{argument} is of type {type(value).__name__}, not a number. Pass a fraction such as 0.95. "
+            f"{see('testing')}"
+        )
+    if not 0 < value <= 1:
+        raise ValueError(f"{argument} is {value}. Pass a number above 0 and at most 1, such as 0.95. {see('testing')}")
+
+
 class expect_donated(_C.Scope, contextlib.ContextDecorator):
     """The steps of this thread inside the context reuse at least this fraction of the bytes offered, or its end raises.
 
@@ -31,15 +42,7 @@ class expect_donated(_C.Scope, contextlib.ContextDecorator):
     """
 
     def __init__(self, min_fraction: float = 0.95) -> None:
-        if isinstance(min_fraction, bool) or not isinstance(min_fraction, int | float):
-            raise TypeError(
-                f"min_fraction is of type {type(min_fraction).__name__}, not a number. Pass a fraction such as 0.95. "
-                f"{see('testing')}"
-            )
-        if not 0 < min_fraction <= 1:
-            raise ValueError(
-                f"min_fraction is {min_fraction}. Pass a number above 0 and at most 1, such as 0.95. {see('testing')}"
-            )
+        check_fraction("min_fraction", min_fraction)
         super().__init__()
         self._min_fraction = min_fraction
         self._tallies: list[_C.StepTally] = []  # one for each time that the context was entered

@@ -117,10 +117,12 @@ def donate_before(name: Name, where: str, site: str) -> list[Change]:
         or not any(source.inside(load, update) for load in loads)
     ):
         return []
-    if not all(
-        _is_operand(source, load) or (load.lineno > suite[-1].lineno and not source.inside(load, loop))
-        for load in loads
-    ):
+    # The steps have shown that nothing which every round makes holds the old value. A graph of autograd that was made
+    # before the loop, or in some rounds only, could.
+    rounds = [load for load in loads if source.inside(load, loop)]
+    if not all(_is_operand(source, load) and _statement(source, load) in suite for load in rounds):
+        return []
+    if any(load.lineno <= suite[-1].lineno for load in loads if load not in rounds):
         return []
     imports = _import_change(source, update.lineno)
     mark = _insert_before(source, update, f"torch_xla_donate.donate_buffer({variable})")
@@ -199,6 +201,12 @@ def _import_change(source: Source, line: int) -> list[Change] | None:
     if last is None:
         return None
     return [Change(source.file, (last.end_lineno or 0) + 1, 0, f"import torch_xla_donate{source.newline()}")]
+
+
+def _statement(source: Source, node: ast.AST) -> ast.AST:
+    while not isinstance(node, ast.stmt):
+        node = source.parents[node]
+    return node
 
 
 def _insert_before(source: Source, statement: ast.stmt, code: str) -> Change:

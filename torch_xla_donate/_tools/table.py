@@ -88,6 +88,8 @@ def _memory(step: StepSummary) -> Iterator[str]:
                 f"peak{where} {size(memory.peak_bytes)} (in {size(memory.argument_bytes)}, out "
                 f"{size(memory.output_bytes)}, temporary {size(memory.temp_bytes)}, aliased {size(memory.alias_bytes)})"
             )
+        if found is not None and found.undonated is not None:
+            yield f"peak without donation {size(found.undonated.peak_bytes)}"
 
 
 def _donors(step: StepSummary) -> Table:

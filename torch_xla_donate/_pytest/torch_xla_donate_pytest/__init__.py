@@ -20,13 +20,17 @@ def hlo_dump(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HloDump]:
         yield dump
 
 
+_WATCH = pytest.StashKey["no_unusable_donation"]()
+
+
 @pytest.fixture
-def fail_on_unusable_donation() -> Iterator[no_unusable_donation]:
+def fail_on_unusable_donation(request: pytest.FixtureRequest) -> Iterator[no_unusable_donation]:
     """Fails the test if a donation of one of its steps was unusable."""
     from torch_xla_donate import testing
 
     watch = testing.no_unusable_donation()
     watch.enter()
+    request.node.stash[_WATCH] = watch  # a test may also ask for the fixture while it runs
     yield watch
     watch.leave(raised=False)
 
@@ -35,7 +39,7 @@ def fail_on_unusable_donation() -> Iterator[no_unusable_donation]:
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     # Here and not in the fixture, whose end would be an error and not a failure.
     result = yield
-    watch = getattr(item, "funcargs", {}).get("fail_on_unusable_donation")
+    watch = item.stash.get(_WATCH, None)
     if watch is not None:
         watch.finish()
     return result
