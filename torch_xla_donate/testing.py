@@ -192,8 +192,10 @@ class HloDump:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write()
-        _C.record_graphs(False)
+        try:
+            self._write()
+        finally:
+            _C.record_graphs(False)
 
     @property
     def folder(self) -> Path:
@@ -230,6 +232,7 @@ class no_unusable_donation(_C.Scope):
         self._tally = _C.StepTally()
 
     def enter(self) -> None:
+        self._tally = _C.StepTally()  # the context may be entered again
         self._tally.open(all_threads=True)
 
     def finish(self) -> None:

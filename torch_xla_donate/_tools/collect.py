@@ -40,16 +40,23 @@ class _Process:
     def __init__(self, path: Path) -> None:
         self.executables: dict[int, _Executable] = {}
         self.runs: list[tuple[int, int | None]] = []
+        runs: list[tuple[int, str, int | None]] = []
+        donors_of: dict[int, list[StepDonor]] = {}
         for line in _lines(path):
             if "executable" in line:
                 found = _Executable(signature_of(hlo.parse(line["header"])), _memory(line["memory"]))
                 self.executables[line["executable"]] = found
             elif "run" in line:
-                self.executables[line["run"]].sites[line["site"]] += 1
-                self.runs.append((line["run"], line["live"]))
+                runs.append((line["run"], line["site"], line["live"]))
             else:
-                donors = [StepDonor(**donor) for donor in line["donors"]]
-                self.executables[line["donors_of"]].donors = donors
+                donors_of[line["donors_of"]] = [StepDonor(**donor) for donor in line["donors"]]
+        # Another thread may run a graph before the line that describes it.
+        for number, site, live in runs:
+            if number in self.executables:
+                self.executables[number].sites[site] += 1
+                self.runs.append((number, live))
+        for number in donors_of.keys() & self.executables.keys():
+            self.executables[number].donors = donors_of[number]
         self._waiting: dict[int, deque[_Executable]] = {}
         for executable in self.executables.values():
             self._waiting.setdefault(executable.signature, deque()).append(executable)

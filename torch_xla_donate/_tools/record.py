@@ -107,13 +107,16 @@ def start(root: Path, name: str) -> None:
 @contextlib.contextmanager
 def advice_noted(root: Path, script: str) -> Iterator[None]:
     """Writes what the steps inside could still donate. `script` is the program's file, or empty."""
-    recorder = Recorder()
+    recorder, process = Recorder(), os.getpid()
     try:
         with recorder:
             yield
     finally:
-        text = json.dumps(recorder.advice(script).to_dict())
-        (root / MAIN / ADVICE).write_text(text, encoding="utf-8")
+        if os.getpid() == process:  # a forked process ends here, too
+            with contextlib.suppress(Exception):  # the program's own exception counts
+                text = json.dumps(recorder.advice(script).to_dict())
+                (root / MAIN / "advice.part").write_text(text, encoding="utf-8")
+                os.replace(root / MAIN / "advice.part", root / MAIN / ADVICE)
 
 
 def root() -> Path | None:
@@ -124,8 +127,11 @@ def root() -> Path | None:
 def record_runs() -> None:
     """Writes the runs that have begun."""
     if _record is not None:
-        for run in _C.take_runs():
-            _record.add(run)
+        try:
+            for run in _C.take_runs():
+                _record.add(run)
+        except Exception as error:  # the program must not depend on its record, as on a full disk
+            _C.note_error(f"verify: {type(error).__name__}: {error}")
 
 
 def _site(stack: Sequence[tuple[str, str, int]]) -> str:
