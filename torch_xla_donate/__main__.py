@@ -22,7 +22,6 @@ from torch_xla_donate._report.table import percent
 from torch_xla_donate._tools import collect, edits, record, table
 from torch_xla_donate._tools import run as running
 from torch_xla_donate._tools import verify as verifying
-from torch_xla_donate._tools.hints import Advice
 from torch_xla_donate._tools.summary import RunSummary
 
 # Exit codes of `verify` and `inspect`; a program's own code comes first, and 2 is wrong usage.
@@ -161,7 +160,7 @@ def inspect(
 def _write_page(file: str, found: RunSummary) -> None:
     try:
         # Imported late, because its libraries are an extra. The other output does not depend on them.
-        from torch_xla_donate._tools.page import render  # type: ignore[import-not-found, unused-ignore]
+        from torch_xla_donate._tools.page import render
 
         Path(file).write_text(render(found), encoding="utf-8")
     except (ImportError, OSError) as error:
@@ -205,7 +204,7 @@ def _show(
         except OSError as error:
             raise click.UsageError(str(error)) from error
     if applies:
-        click.echo(edits.diff(Advice(found.advice or ())), nl=False)
+        click.echo(edits.diff(found.advice or ()), nl=False)
     if json_file == "-" or applies:
         click.echo(table.summary_line(found), err=True)
     else:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_xla_donate import _C, _report, _trees, hlo
-from torch_xla_donate._errors import DonationError, DonationWarning, see
+from torch_xla_donate._errors import see
 from torch_xla_donate._modes.expect import check_fraction
 
 __all__ = [
@@ -39,8 +39,10 @@ def assert_donated(tensors: Any) -> None:
         TypeError: a leaf is not a tensor.
     """
     _C.wait_for_steps()
-    wrong = [f"{name}: {_why_not(tensor)}" for name, tensor in _leaves(tensors) if not _C.is_donated(tensor)]
-    if wrong:
+    others = [(name, tensor) for name, tensor in _leaves(tensors) if not _C.is_donated(tensor)]
+    if others:
+        reasons = dict(reversed(_report.reasons_by_buffer()))  # the last step's reason counts
+        wrong = [f"{name}: {_why_not(tensor, reasons)}" for name, tensor in others]
         raise AssertionError(f"expected to be donated:\n  {_lines(wrong)}\n{see('testing')}")
 
 
@@ -238,15 +240,8 @@ class no_unusable_donation(_C.Scope):
     def finish(self) -> None:
         _C.wait_for_steps()
         texts = [text for step in self._tally.read()["unusable"] for text in _report.unusable_texts(step)]
-        failure = AssertionError("\n".join(texts)) if texts else None
-        try:
-            _report.warn_or_raise(everywhere=True)  # or a strict error would reach the next test
-        except (DonationError, DonationWarning) as error:
-            if failure is None:
-                raise
-            raise failure from error
-        if failure is not None:
-            raise failure
+        # Otherwise a strict error would reach the next test.
+        _report.raise_with_notices(AssertionError("\n".join(texts)) if texts else None, everywhere=True)
 
     def leave(self, raised: bool) -> None:
         self._tally.close()
@@ -266,15 +261,12 @@ def _leaves(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name} {_trees.dtype_and_shape(tensor)}", tensor
 
 
-def _why_not(tensor: torch.Tensor) -> str:
+def _why_not(tensor: torch.Tensor, reasons: Mapping[int, str]) -> str:
     state = _C.state(tensor) if tensor.device.type == "xla" else "not_xla"
     if state == "marked":
         return "no step has read it yet"
     buffer = _C.identity(tensor)[1] if state == "materialized" else 0
-    for donor, reason in _report.reasons_by_buffer():
-        if donor == buffer:
-            return reason
-    return "no kept step was offered it"
+    return reasons.get(buffer, "no kept step was offered it")
 
 
 def _lines(texts: list[str]) -> str:

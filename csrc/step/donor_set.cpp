@@ -133,6 +133,14 @@ void DonorSet::Triage() {
   }
 }
 
+DonorSet::DonorsByBuffer DonorSet::ByBuffer(const std::vector<DonorPtr>& donors) {
+  DonorsByBuffer result;
+  for (const DonorPtr& donor : donors) {
+    result.emplace(donor->buffer.lock().get(), donor);
+  }
+  return result;
+}
+
 // The planner's request. Without `reach` no unmarked input may become a donor.
 PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optional<Liveness>& reach) const {
   const abi::Executor::PostOrderData& graph = *context_.graph;
@@ -180,10 +188,7 @@ PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optiona
 // the output computed from it. Returns all donors in the order of the parameters.
 std::vector<DonorPtr> DonorSet::Plan(const std::vector<DonorPtr>& marks, Claim& claim) {
   abi::Executor::PostOrderData& graph = *context_.graph;
-  DonorsByBuffer donor_of;
-  for (const DonorPtr& donor : marks) {
-    donor_of.emplace(donor->buffer.lock().get(), donor);
-  }
+  DonorsByBuffer donor_of = ByBuffer(marks);
   const PlanRequest request = Request(donor_of, find_reach_ ? find_reach_(*this) : std::nullopt);
   const PlanResult result = DonorPlanner::Get().Choose(request);
   const DonorChoice& choice = *result.choice;
@@ -238,10 +243,7 @@ void DonorSet::Rewrite(const std::vector<DonorPtr>& donors, Claim& claim) const 
 
 void DonorSet::EndDryRun(const std::vector<DonorPtr>& donors, std::uint64_t step) const {
   const std::vector<lazy::BackendDataPtr>& parameters = context_.graph->parameters_data;
-  DonorsByBuffer donor_of;
-  for (const DonorPtr& donor : donors) {
-    donor_of.emplace(donor->buffer.lock().get(), donor);
-  }
+  const DonorsByBuffer donor_of = ByBuffer(donors);
   const PlanResult plan = DonorPlanner::Get().Choose(Request(donor_of, /*reach=*/std::nullopt));
   DryRun result{&context_.collection, step, {}};
   std::vector<bool> added(parameters.size());
@@ -269,14 +271,10 @@ void DonorSet::Watch(const std::vector<DonorPtr>& marks) const {
   if (!reach.has_value() || outputs_.empty()) {
     return;
   }
-  DonorsByBuffer donor_of;
-  for (const DonorPtr& donor : marks) {
-    donor_of.emplace(donor->buffer.lock().get(), donor);
-  }
   std::vector<std::int64_t> outputs;
   std::transform(outputs_.begin(), outputs_.end(), std::back_inserter(outputs),
                  [](const abi::TensorData* output) { return abi::AliasId(*output); });
-  note_(Request(donor_of, reach), outputs, context_.gate.reason);
+  note_(Request(ByBuffer(marks), reach), outputs, context_.gate.reason);
 }
 
 std::shared_ptr<Claim> DonorSet::Commit() {

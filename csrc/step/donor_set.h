@@ -111,6 +111,7 @@ class DonorSet {
   };
   using DonorsByBuffer = ska::flat_hash_map<const lazy::BackendData*, DonorPtr>;
 
+  static DonorsByBuffer ByBuffer(const std::vector<DonorPtr>& donors);
   void FindOutputs();
   void Triage();
   PlanRequest Request(const DonorsByBuffer& donor_of, const std::optional<Liveness>& reach) const;

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _host
 
 # matplotlib imports pyparsing by names that the latter has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -33,15 +33,12 @@ def model():
 
 def test_padded_is_the_size_that_the_package_expects(model) -> None:
     rng = random.Random(0)
-    _C.force_size_rule("tpu")
-    try:
+    with _host.size_rule("tpu"):
         for _ in range(500):
             dims = tuple(rng.choice([1, 2, 3, 5, 8, 16, 64, 200, 1024]) for _ in range(rng.randint(0, 4)))
             for bits, dtype in ((16, "bf16"), (32, "f32"), (64, "s64")):
                 text = f"{dtype}[{','.join(map(str, dims))}]"
                 assert model.padded(bits, dims) == _C.size_on_device(text), text
-    finally:
-        _C.force_size_rule(None)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)

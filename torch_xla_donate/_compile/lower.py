@@ -169,8 +169,7 @@ class Observer(_trace.Recorder):
     """Watches a trace that may change tensors from outside, which a step may do."""
 
     def __init__(self, function: str, arguments: Sequence[Any], refusal: _trace.Refusal) -> None:
-        super().__init__(function, arguments)
-        self.reads = _trace.HostReads(function, refusal)
+        super().__init__(function, arguments, refusal)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
         self._snapshots += [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_xla_donate import _C, _report
-from torch_xla_donate._errors import DonationError, DonationWarning, see
+from torch_xla_donate._errors import DonationError, see
 
 
 def check_fraction(argument: str, value: Any) -> None:
@@ -56,15 +56,7 @@ class expect_donated(_C.Scope, contextlib.ContextDecorator):
 
     def finish(self) -> None:
         _C.wait_for_steps()
-        failure = self._failure(self._tallies[-1].read())
-        try:
-            _report.warn_or_raise()
-        except (DonationError, DonationWarning) as error:
-            if failure is None:
-                raise
-            raise failure from error
-        if failure is not None:
-            raise failure
+        _report.raise_with_notices(self._failure(self._tallies[-1].read()))
 
     def leave(self, raised: bool) -> None:
         if self._tallies:

@@ -1,7 +1,14 @@
 """The outcome of donations: the report, its reasons, and the warnings."""
 
 from torch_xla_donate._report.donors import Donor
-from torch_xla_donate._report.notices import is_postponed, later, unusable_texts, warn_once, warn_or_raise
+from torch_xla_donate._report.notices import (
+    is_postponed,
+    later,
+    raise_with_notices,
+    unusable_texts,
+    warn_once,
+    warn_or_raise,
+)
 from torch_xla_donate._report.pairs import Paired, is_known_site, resolve_pairs, watch_pairs
 from torch_xla_donate._report.reasons import Reason, no_donation, sentence
 from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report, reasons_by_buffer

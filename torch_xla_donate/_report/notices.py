@@ -75,6 +75,18 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
         raise raised[0]
 
 
+def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -> None:
+    """Calls `warn_or_raise`, then raises a failure, if there is one. An error of the notices becomes its cause."""
+    try:
+        warn_or_raise(everywhere=everywhere)
+    except (DonationError, DonationWarning) as error:
+        if failure is None:
+            raise
+        raise failure from error
+    if failure is not None:
+        raise failure
+
+
 def _is_due(raw: Mapping[str, Any]) -> bool:
     loud = raw["strict"] > _config.Strictness.OFF and raw["bytes"] >= settings.warn_min_bytes()
     return loud and not raw["reported"]

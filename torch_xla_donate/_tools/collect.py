@@ -15,7 +15,7 @@ from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
 from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.memory import with_undonated
+from torch_xla_donate._tools.memory import moment, with_undonated
 from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
 
 # Called with the number of things that are done, and their number.
@@ -204,9 +204,7 @@ def _moments(process: _Process, steps: _Steps) -> Iterator[Moment]:
     for number, live in process.runs:
         place = process.executables[number].step
         if place is not None and live is not None:
-            memory = steps.summaries[place].memory
-            more = 0 if memory is None else memory.output_bytes + memory.temp_bytes - memory.alias_bytes
-            yield Moment(place, live, live + more)
+            yield moment(place, steps.summaries[place], live)
 
 
 def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile], progress: Progress) -> None:

@@ -31,7 +31,7 @@ class DonorRow(NamedTuple):
     @property
     def differs(self) -> bool:
         """Whether an output takes the memory on one of the two only."""
-        return self.there is not None and (self.here.output is None) != (self.there.output is None)
+        return self.here.differs_from(self.there)
 
 
 class Plan(NamedTuple):

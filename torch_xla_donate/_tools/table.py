@@ -105,8 +105,7 @@ def _donors(step: StepSummary) -> Table:
         table.add_column(f"on {other.topology}", overflow="fold")
 
     def differs(donor: StepDonor) -> bool:
-        found = there.get(donor.parameter)
-        return found is not None and (found.output is None) != (donor.output is None)
+        return donor.differs_from(there.get(donor.parameter))
 
     # Differences first, then unusable donors, so that thousands of donated ones do not hide them.
     rows = sorted(step.donors, key=lambda donor: (not differs(donor), donor.output is not None))

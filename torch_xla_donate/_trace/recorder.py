@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torch_xla_donate import _C, _frames, _host, _numbers, _trees
-from torch_xla_donate._trace.host_reads import HostReads
+from torch_xla_donate._trace.host_reads import HostReads, Refusal
 from torch_xla_donate._trace.modules import ModulesCalled
 from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
 from torch_xla_donate._trace.snapshot import TensorSnapshot
@@ -33,9 +33,10 @@ class Recorder(TorchFunctionMode):
         made: the tensors that the trace has made, with their lines. They must be gone after the trace.
     """
 
-    def __init__(self, function: str, arguments: Sequence[Any]) -> None:
+    def __init__(self, function: str, arguments: Sequence[Any], refusal: Refusal = impure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads = HostReads(function)
+        self.reads = HostReads(function, refusal)
+        self._refusal = refusal
         self.has_numbers = any(map(_numbers.is_float, arguments))
         self.modules = ModulesCalled()
         self._function = function
@@ -192,7 +193,7 @@ class Recorder(TorchFunctionMode):
     def _check_gradients(self, where: str) -> None:
         for snapshot in self._snapshots:
             if snapshot.has_new_gradient():
-                raise impure(
+                raise self._refusal(
                     self._function,
                     where,
                     f"adds to the gradient of {_trees.dtype_and_shape(snapshot.tensor)}, a tensor from outside",
@@ -220,7 +221,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def refuse(self, what: str, remedy: str) -> Exception:
-        return impure(self._function, _frames.call_site(), what, remedy)
+        return self._refusal(self._function, _frames.call_site(), what, remedy)
 
     def restore(self) -> None:
         """Restores the values that tensors from outside had before the trace."""
