@@ -320,7 +320,13 @@ def _is_output(source: Source, function: ast.expr) -> bool:
         return False
     owner = function.value.id
     if function.attr in ("sync", "mark_step"):
-        return owner == "xm" or source.is_imported(owner)
+        module = {"torch_xla": "torch_xla", "xm": "torch_xla.core.xla_model"}.get(owner)
+        bound = [node for node in ast.walk(source.tree) if bound_by(node) in (owner, "*")]
+        # `import torch_xla.runtime` binds torch_xla, too.
+        return bool(bound) and all(
+            isinstance(node, ast.alias) and (node.name if node.asname else node.name.partition(".")[0]) == module
+            for node in bound
+        )
     made = [getattr(source.parents[store], "value", None) for store in source.stores(source.tree, owner)]
     is_log = all(_calls(value) == "logging.getLogger" for value in made) if made else owner == "logging"
     return is_log and source.is_imported("logging") and function.attr in ("debug", "info", "warning")
