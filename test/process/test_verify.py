@@ -389,7 +389,7 @@ def test_the_edits_of_the_advice_are_applied_and_save_the_bytes(tmp_path):
     assert before["donated_fraction"] == 0.0
     assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
     assert "1.9375" in log and "1 hint" not in diff
-    patch = subprocess.run(["patch", "-p0", str(script)], input=diff, capture_output=True, text=True, check=False)
+    patch = subprocess.run(["patch", "-p0"], cwd=tmp_path, input=diff, capture_output=True, text=True, check=False)
     assert patch.returncode == 0, patch.stdout + patch.stderr
     page = (tmp_path / "page.html").read_text()
     assert "Advice" in page and "torch_xla_donate.donate_buffer(x)" in page
