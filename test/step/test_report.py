@@ -60,6 +60,27 @@ def test_a_report_without_donors_is_false(monkeypatch):
     assert str(report) == "No step has had a donor yet."
 
 
+def test_donors_of_no_bytes_count(make):
+    used, lost = torch.ones(0, 3).to("xla"), torch.ones(0, 2).to("xla")
+    donate_buffer(used)
+    out = used + 1
+    torch_xla.sync(wait=True)
+    report = donation_report(steps=1)
+    assert [(donor.array, donor.bytes, donor.outcome) for donor in report.donors] == [("f32[0,3]", 0, "donated")]
+    assert report
+    assert report.reused_fraction == 1.0
+    # Two donors of no bytes and one output of no bytes.
+    value = make(3)
+    donate_buffer([value, lost, out], strict="off")
+    outs = value + lost.sum(), out + 1
+    torch_xla.sync(wait=True)
+    report = donation_report(steps=1)
+    assert sorted(donor.outcome for donor in report.donors) == ["donated", "donated", "unusable"]
+    assert report.reused_fraction == 1.0
+    assert not report
+    assert len(outs) == 2
+
+
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 def test_a_partly_used_step_is_false_and_weighs_by_bytes(make):
     used, unused = make(30), make(10)

@@ -113,12 +113,17 @@ class DonationReport:
 
         It falls when a loop loses its donation. It is 0.0 if no donor was offered.
         """
-        offered = sum(donor.bytes for donor in self.offered)
-        if not offered:
+        if not self.offered:
             return 0.0
+        offered = sum(donor.bytes for donor in self.offered)
+        fraction = self.donated_bytes / offered if offered else float(self._is_each_donated())
         with_donors = sum(step.number is not None for step in self.steps)
         share = with_donors / len(self.steps) if self.steps else 1.0
-        return self.donated_bytes / offered * share
+        return fraction * share
+
+    def _is_each_donated(self) -> bool:
+        # The bytes do not show it for arrays of size 0.
+        return all(donor.outcome == "donated" for donor in self.offered)
 
     @property
     def offered(self) -> tuple[Donor, ...]:
@@ -126,7 +131,7 @@ class DonationReport:
         return tuple(donor for donor in self.donors if donor.outcome == "donated" or not donor.automatic)
 
     def __bool__(self) -> bool:
-        return self.reused_fraction == 1.0
+        return self.reused_fraction == 1.0 and self._is_each_donated()
 
     def __str__(self) -> str:
         return table.report(self)
