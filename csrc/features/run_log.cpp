@@ -19,13 +19,18 @@ namespace {
 
 using Executable = std::weak_ptr<const abi::HostCachedComputation>;
 
+struct Known {
+  std::uint64_t number;
+  bool described = false;  // a logged run has its header
+};
+
 std::atomic<bool> logs{false};
 std::atomic<void*> list_arena{nullptr};  // the executor's only one
 
 struct Log {
   std::mutex mutex;
   std::vector<LoggedRun> runs;
-  std::map<Executable, std::uint64_t, std::owner_less<>> executables;
+  std::map<Executable, Known, std::owner_less<>> executables;
 };
 Log& TheLog() {
   static Log* log = new Log();
@@ -59,6 +64,17 @@ std::optional<std::int64_t> LiveBytes(const abi::Executor::Async& run) {
   return bytes;
 }
 
+// Without the texts a later run describes the executable.
+void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
+  try {
+    abi::CompiledGraph described = abi::DescribeGraph(executable);
+    run.header = described.text.substr(0, described.text.find('\n'));
+    run.memory = std::move(described.memory);
+  } catch (const std::exception& error) {
+    DonationRegistry::Get().NoteError(error.what());
+  }
+}
+
 class RunLog : public StepObserver {
   bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
     list_arena = arena;
@@ -79,22 +95,22 @@ class RunLog : public StepObserver {
       const bool has_donors = context.claim != nullptr || context.recorded;
       LoggedRun run{0, context.graph, has_donors, "", "", LiveBytes(context.run), Stack()};
       Log& log = TheLog();
-      bool is_new = false;
-      {
-        const std::lock_guard<std::mutex> lock(log.mutex);
-        const auto [found, added] = log.executables.emplace(executable, log.executables.size() + 1);
-        run.executable = found->second;
-        is_new = added;
+      std::unique_lock<std::mutex> lock(log.mutex);
+      // Entries of a map stay where they are.
+      Known& known = log.executables.try_emplace(executable, Known{log.executables.size() + 1}).first->second;
+      run.executable = known.number;
+      if (!known.described) {
+        lock.unlock();  // the text takes long, and its length is that of the HLO
+        Describe(*executable, run);
+        lock.lock();
       }
-      if (is_new) {
-        abi::CompiledGraph described = abi::DescribeGraph(*executable);
-        run.header = described.text.substr(0, described.text.find('\n'));
-        run.memory = std::move(described.memory);
+      // Two threads may both describe an executable; the first run in the log has the texts.
+      if (std::exchange(known.described, known.described || !run.header.empty())) {
+        run.header.clear();
+        run.memory.clear();
       }
-      {
-        const std::lock_guard<std::mutex> lock(log.mutex);
-        log.runs.push_back(std::move(run));
-      }
+      log.runs.push_back(std::move(run));
+      lock.unlock();
       Callbacks().record_runs_soon();
     } catch (const std::exception& error) {  // the run must not depend on the log
       DonationRegistry::Get().NoteError(error.what());

@@ -16,7 +16,7 @@ struct LoggedRun {
   std::uint64_t executable;                // counted from 1, in the order of their first runs
   std::string graph;                       // its hash in the registry's steps; empty if XLA was offered no donor
   bool has_donors;                         // whether the registry has a step for it
-  std::string header;                      // the first line of its optimised HLO; empty except for its first run
+  std::string header;                      // the first line of its optimised HLO; only one run of it has the line
   std::string memory;                      // XLA's statistics of its memory; the same
   std::optional<std::int64_t> live_bytes;  // of all live arrays on its device, as one device counts them
   std::vector<StackFrame> stack;           // of the Python call that runs it, innermost first

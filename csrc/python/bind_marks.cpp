@@ -59,6 +59,7 @@ std::shared_ptr<CallSite> SiteOf(const std::string& where, int strict, py::objec
   auto site = std::make_shared<CallSite>();
   site->where = where;
   site->strict = static_cast<Strictness>(strict);
+  site->min_bytes = DonationRegistry::Get().WarnMinBytes();
   site->names = Share(std::move(names));
   return site;
 }

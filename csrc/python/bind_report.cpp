@@ -48,6 +48,7 @@ py::dict DonorDict(const Donor& donor) {
   result["holders"] = holders;
   result["where"] = WhereOf(donor);
   result["strict"] = static_cast<int>(donor.Strict());
+  result["small"] = donor.IsSmall();
   result["shape"] = donor.Shape();
   result["bytes"] = donor.bytes;
   const std::string array = ArrayOf(donor);
@@ -78,9 +79,9 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["status"] = step.status;
     item["donors"] = donors;
     item["outputs"] = step.outputs;
-    item["plain_before"] = step.plain_before;
     item["after_backward_thread"] = step.after_backward_thread;
-    item["compiled_before"] = step.compiled_before;
+    item["compilations"] = step.compilations;
+    item["plain_steps"] = step.plain_steps;
     result.append(item);
   }
   return result;
@@ -167,6 +168,9 @@ void BindReport(py::module_& m) {
   m.def(
       "set_kept_steps", [](std::size_t count) { DonationRegistry::Get().SetKeptSteps(count); }, py::arg("count"),
       "How many steps to keep for steps(), at least one.");
+  m.def(
+      "set_warn_min_bytes", [](std::int64_t bytes) { DonationRegistry::Get().SetWarnMinBytes(bytes); },
+      py::arg("bytes"), "The size from which unusable donors of later marks matter. Others have small=True.");
   py::class_<StepTally, std::shared_ptr<StepTally>>(
       m, "StepTally", "Counts the steps that begin while it is open, on the thread that opens it or on all threads.")
       .def(py::init<>())
@@ -217,7 +221,6 @@ void BindReport(py::module_& m) {
   m.def(
       "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
       "Waits until the outcome of every step is known.");
-  m.def("plain_steps", [] { return DonationRegistry::Get().PlainSteps(); }, "How many steps without donors have run.");
   m.def(
       "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");

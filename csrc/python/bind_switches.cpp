@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <map>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "features/auto_donors.h"
@@ -90,10 +92,11 @@ class DisablingScope {
 // A context that an interrupt cannot leave half entered or half left. Python checks for signals between calls and at
 // the start of each function. So it may interrupt a context manager written in Python before `with` knows that it has
 // been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If an interrupt stops
-// `leave`, they call it again, so `leave` must allow that.
+// `leave`, they call it again, so `leave` must allow that. `depth` shows it what is left to undo.
 struct Scope {
   py::object lock;  // held inside the context; None if not needed
   int held = 0;
+  std::map<std::thread::id, std::size_t> depths;  // how often each thread is inside
 
   void Acquire() {
     if (!lock.is_none()) {
@@ -111,7 +114,14 @@ struct Scope {
 
 void Leave(const py::object& self, bool raised) {
   constexpr int kAttempts = 10;
-  const auto release = c10::make_scope_exit([&self] { self.cast<Scope&>().Release(); });
+  const auto release = c10::make_scope_exit([&self] {
+    Scope& scope = self.cast<Scope&>();
+    const auto depth = scope.depths.find(std::this_thread::get_id());
+    if (depth != scope.depths.end() && --depth->second == 0) {
+      scope.depths.erase(depth);
+    }
+    scope.Release();
+  });
   std::optional<py::error_already_set> interrupt;
   for (int attempt = 1; attempt <= kAttempts; ++attempt) {
     try {
@@ -130,7 +140,9 @@ void Leave(const py::object& self, bool raised) {
 }
 
 py::object Enter(const py::object& self) {
-  self.cast<Scope&>().Acquire();
+  Scope& scope = self.cast<Scope&>();
+  scope.Acquire();
+  ++scope.depths[std::this_thread::get_id()];
   try {
     self.attr("enter")();
   } catch (const py::error_already_set&) {
@@ -173,6 +185,13 @@ void BindSwitches(py::module_& m) {
       .def(
           "leave", [](const py::object&, bool) {}, py::arg("raised"))
       .def("finish", [](const py::object&) {})
+      .def_property_readonly(
+          "depth",
+          [](const Scope& scope) {
+            const auto found = scope.depths.find(std::this_thread::get_id());
+            return found == scope.depths.end() ? 0 : found->second;
+          },
+          "How often this thread is inside the context, also while it is being entered or left.")
       .def("__enter__", &Enter)
       .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
   py::class_<DisablingScope>(m, "Disabling",

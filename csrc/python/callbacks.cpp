@@ -3,7 +3,9 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "features/switches.h"
 #include "features/use_guard.h"
@@ -75,13 +77,13 @@ int RecordRuns(void*) {
 }  // namespace
 
 std::string NamesOf(const Donor& donor) {
-  std::string result;
+  std::vector<std::string> found;
   for (const Holder& holder : donor.holders) {
     try {
       const py::handle names(static_cast<PyObject*>(holder.site->names.get()));
-      const auto name = names.attr("name")(holder.leaf).cast<std::string>();
-      if (!name.empty()) {
-        result += (result.empty() ? "" : ", ") + name;
+      auto name = names.attr("name")(holder.leaf).cast<std::string>();
+      if (!name.empty() && std::find(found.begin(), found.end(), name) == found.end()) {
+        found.push_back(std::move(name));
       }
     } catch (py::error_already_set& error) {  // from the user's own containers
       if (!error.matches(PyExc_Exception)) {
@@ -90,10 +92,17 @@ std::string NamesOf(const Donor& donor) {
     } catch (const py::cast_error&) {
     }
   }
+  std::string result;
+  for (const std::string& name : found) {
+    result += (result.empty() ? "" : ", ") + name;
+  }
   return result;
 }
 
-std::string WhereOf(const Donor& donor) { return donor.holders.empty() ? "" : donor.holders.front().site->where; }
+std::string WhereOf(const Donor& donor) {
+  const CallSite* site = donor.StrictestSite();
+  return site == nullptr ? "" : site->where;
+}
 
 void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
                   py::object step_ended, py::object prepare_auto, py::object set_collectives_token,

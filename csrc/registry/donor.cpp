@@ -21,9 +21,15 @@ bool Donor::HeldBy(const abi::TensorData* tensor) const {
                      [tensor](const Holder& holder) { return holder.tensor.lock().get() == tensor; });
 }
 
+const Holder* Donor::HolderOf(const CallSite* site) const {
+  const auto found =
+      std::find_if(holders.begin(), holders.end(), [site](const Holder& holder) { return holder.site.get() == site; });
+  return found == holders.end() ? nullptr : &*found;
+}
+
 std::shared_ptr<abi::TensorData> Donor::Target() const {
-  for (const Holder& holder : holders) {
-    if (std::shared_ptr<abi::TensorData> target = holder.target.lock()) {
+  for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
+    if (std::shared_ptr<abi::TensorData> target = holder->target.lock()) {
       return target;
     }
   }
@@ -35,12 +41,20 @@ bool Donor::IsForCompiledRun() const {
                      [](const Holder& holder) { return holder.site->for_compiled_run; });
 }
 
-Strictness Donor::Strict() const {
-  if (holders.empty()) {
-    return Strictness::kWarn;
-  }
+const CallSite* Donor::StrictestSite() const {
   const auto less = [](const Holder& left, const Holder& right) { return left.site->strict < right.site->strict; };
-  return std::max_element(holders.begin(), holders.end(), less)->site->strict;
+  const auto found = std::max_element(holders.begin(), holders.end(), less);
+  return found == holders.end() ? nullptr : found->site.get();
+}
+
+Strictness Donor::Strict() const {
+  const CallSite* site = StrictestSite();
+  return site == nullptr ? Strictness::kWarn : site->strict;
+}
+
+bool Donor::IsSmall() const {
+  return std::all_of(holders.begin(), holders.end(),
+                     [this](const Holder& holder) { return bytes < holder.site->min_bytes; });
 }
 
 }  // namespace torch_xla_donate

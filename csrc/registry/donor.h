@@ -6,6 +6,7 @@
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +27,7 @@ enum class Strictness : std::uint8_t { kOff, kWarn, kError };
 struct CallSite {
   std::string where;  // "train.py:12"
   Strictness strict = Strictness::kWarn;
+  std::int64_t min_bytes = 0;     // the size from which an unusable donor matters, as it was set at the call
   bool for_compiled_run = false;  // for one run of a compiled graph: steps ignore the marks
   std::shared_ptr<void> names;    // names the leaves; a Python object, opaque here (see callbacks.h)
 };
@@ -51,7 +53,7 @@ struct Donor {
   explicit Donor(lazy::BackendDevice where) : device(std::move(where)) {}
 
   std::weak_ptr<lazy::BackendData> buffer;
-  c10::SmallVector<Holder, 1> holders;  // several for tied tensors
+  c10::SmallVector<Holder, 1> holders;  // oldest first; several for tied tensors and for several calls
   c10::SmallVector<std::int64_t, 4> sizes;
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::int64_t bytes = 0;  // of the whole array, before any sharding
@@ -67,10 +69,15 @@ struct Donor {
   // "f32[8,4]"
   std::string Shape() const;
   bool HeldBy(const abi::TensorData* tensor) const;
-  // The output that should take the buffer; null if no holder requested one that is still alive.
+  // The holder that a call made; null if it made none.
+  const Holder* HolderOf(const CallSite* site) const;
+  // The output that should take the buffer: the last one requested that is still alive, or null.
   std::shared_ptr<abi::TensorData> Target() const;
-  // The strictest of its holders.
+  // The first of the strictest calls that marked it; null for an automatic donor.
+  const CallSite* StrictestSite() const;
   Strictness Strict() const;
+  // Whether it is too small for all its calls to matter if it is unusable.
+  bool IsSmall() const;
   // Whether all its marks are for a run of a compiled graph.
   bool IsForCompiledRun() const;
 };
@@ -97,9 +104,10 @@ struct Step {
   std::shared_ptr<const GraphOutcome> outcome;            // of the graph's last run, if it has run before
   std::vector<std::weak_ptr<lazy::BackendData>> outputs;  // kept until the outcome is known
   std::weak_ptr<const abi::HostCachedComputation> executable;
-  std::uint64_t plain_before = 0;  // steps without donors that this process ran before this one
   bool after_backward_thread = false;
-  std::uint64_t compiled_before = 0;                // graphs that torch_xla had compiled when this step was claimed
+  std::uint64_t compilations = 0;  // graphs that torch_xla compiled for it, see NoteRun()
+  // The same for each step without donors until the next step with donors; as many as steps are kept.
+  std::deque<std::uint64_t> plain_steps;
   std::vector<std::shared_ptr<StepTally>> tallies;  // that count it
 };
 using StepPtr = std::shared_ptr<Step>;
@@ -111,9 +119,9 @@ struct StepSnapshot {
   std::string status;
   std::vector<Donor> donors;
   std::vector<std::string> outputs;
-  std::uint64_t plain_before = 0;
   bool after_backward_thread = false;
-  std::uint64_t compiled_before = 0;
+  std::uint64_t compilations = 0;
+  std::deque<std::uint64_t> plain_steps;
 };
 
 }  // namespace torch_xla_donate

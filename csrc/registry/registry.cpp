@@ -16,7 +16,7 @@ DonationRegistry& DonationRegistry::Get() {
   return *registry;
 }
 
-DonationRegistry::DonationRegistry() {
+DonationRegistry::DonationRegistry() : compilations_(abi::Compilations()) {
   // Without these handlers, a fork while another thread holds the mutex would leave it locked in the child.
   pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); },
                  [] {
@@ -53,14 +53,13 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
     }
     DonorPtr& donor = pending_[leaf.buffer.get()];
     if (donor != nullptr && !donor->buffer.expired()) {
-      const Holder fresh{leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)};
-      const auto own = std::find_if(donor->holders.begin(), donor->holders.end(),
-                                    [&leaf](const Holder& holder) { return holder.tensor.lock() == leaf.tensor; });
-      // A compiled run finds its mark by the call, so its mark joins an earlier one instead of replacing it.
-      if (own == donor->holders.end() || own->site == site || site->for_compiled_run) {
-        donor->holders.push_back(fresh);
-      } else if (site->strict > own->site->strict || leaf.target != nullptr) {
-        *own = fresh;
+      // A compiled run finds its mark by the call.
+      const auto suffices = [&](const Holder& holder) {
+        return holder.tensor.lock() == leaf.tensor && holder.site != site && holder.site->strict >= site->strict;
+      };
+      if (leaf.target != nullptr || site->for_compiled_run ||
+          std::none_of(donor->holders.begin(), donor->holders.end(), suffices)) {
+        donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)});
       }
       continue;
     }
@@ -146,11 +145,14 @@ std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site)
     if (buffer == nullptr) {
       continue;
     }
+    const Holder* const ours = entry.second->HolderOf(site);
+    if (ours == nullptr) {
+      continue;
+    }
     long known = 1;  // `buffer`
-    bool ours = false, read = false;
+    bool read = false;
     for (std::size_t i = 0; i < entry.second->holders.size(); ++i) {
       const Holder& holder = entry.second->holders[i];
-      ours = ours || holder.site.get() == site;
       const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
       const bool counted = std::any_of(entry.second->holders.begin(), entry.second->holders.begin() + i,
                                        [&](const Holder& before) { return before.tensor.lock() == tensor; });
@@ -164,8 +166,8 @@ std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site)
         read = read || tensor->ir_value.node.use_count() > 1;
       }
     }
-    if (ours && (read || buffer.use_count() > known)) {
-      leaves.push_back(entry.second->holders.front().leaf);
+    if (read || buffer.use_count() > known) {
+      leaves.push_back(ours->leaf);
     }
   }
   return leaves;
@@ -176,7 +178,7 @@ void DonationRegistry::WaitForHandOver(const CallSite* site) const {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const auto& entry : pending_) {
-      if (entry.second->holders.front().site.get() == site) {
+      if (entry.second->HolderOf(site) != nullptr) {
         device = entry.second->device;
         break;
       }
@@ -213,10 +215,8 @@ std::optional<std::uint32_t> DonationRegistry::LeafOf(const lazy::BackendData* b
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = pending_.find(buffer);
   if (found != pending_.end() && !found->second->buffer.expired()) {
-    for (const Holder& holder : found->second->holders) {
-      if (holder.site.get() == site) {
-        return holder.leaf;
-      }
+    if (const Holder* holder = found->second->HolderOf(site)) {
+      return holder->leaf;
     }
   }
   return std::nullopt;
@@ -342,9 +342,7 @@ std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
   std::vector<std::pair<std::size_t, DonorPtr>> result;
   std::lock_guard<std::mutex> lock(mutex_);
   const auto is_meant = [call](const Donor& donor) {
-    return call == nullptr ? !donor.IsForCompiledRun()
-                           : std::any_of(donor.holders.begin(), donor.holders.end(),
-                                         [call](const Holder& holder) { return holder.site.get() == call; });
+    return call == nullptr ? !donor.IsForCompiledRun() : donor.HolderOf(call) != nullptr;
   };
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto found = pending_.find(parameters[i].get());

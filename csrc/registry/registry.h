@@ -50,8 +50,8 @@ class DonationRegistry {
   // Returns the index of the first leaf whose buffer a step has claimed, or the number of leaves. Does not wait.
   std::size_t FirstTracked(const std::vector<Leaf>& leaves) const;
 
-  // Marks all leaves. A marked buffer keeps its mark and gains the holder if it is new. For the same tensor, a later
-  // call that requests more (strict, a target) replaces the earlier one.
+  // Marks all leaves. A marked buffer keeps its mark, and gains a holder if the tensor is new, or if the call requests
+  // more for it: a target, or to be stricter.
   void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
 
   // Cancels the mark of each buffer; returns how many were pending.
@@ -117,11 +117,12 @@ class DonationRegistry {
 
   // The executable of a step that is about to run.
   void NoteExecutable(const StepPtr& step, const std::shared_ptr<const abi::HostCachedComputation>& executable);
-  // A step that reads no marked buffer is about to run. Does not wait.
-  void NotePlainStep() {
-    plain_steps_.fetch_add(1, std::memory_order_relaxed);
-    if (tallying_.load(std::memory_order_relaxed)) {
-      TallyPlainStep();
+  // A run that reads no marked buffer is about to begin: a step, or a read such as print(). Adds the graphs that
+  // torch_xla has compiled since the run before to this step; for a read to the step before. A step with donors adds
+  // them at Commit(). Those before the first step with donors count for that step.
+  void NoteRun(bool is_step) {
+    if (has_steps_.load(std::memory_order_relaxed)) {
+      CountRun(is_step);
     }
   }
 
@@ -140,6 +141,9 @@ class DonationRegistry {
 
   // From now on keeps so many steps, at least one.
   void SetKeptSteps(std::size_t count);
+  // Of an unusable donor. Calls from now on keep this size.
+  void SetWarnMinBytes(std::int64_t bytes) { warn_min_bytes_.store(bytes, std::memory_order_relaxed); }
+  std::int64_t WarnMinBytes() const noexcept { return warn_min_bytes_.load(std::memory_order_relaxed); }
 
   // Counts the steps that begin from now on, until it is closed. The outcomes of those steps are added later, too.
   void Open(const std::shared_ptr<StepTally>& tally);
@@ -150,7 +154,6 @@ class DonationRegistry {
   std::map<Reason, std::uint64_t> AutoRefusals() const;
   std::map<std::string, std::uint64_t> Errors() const;
 
-  std::uint64_t PlainSteps() const noexcept { return plain_steps_.load(std::memory_order_relaxed); }
   // The optimised HLO of a graph that has run with donors; nullopt if torch_xla has dropped its executable.
   std::optional<std::string> GraphText(const std::string& graph_hash) const;
 
@@ -181,14 +184,16 @@ class DonationRegistry {
   StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
   std::vector<DonorPtr> TakeCall(const CallSite* site);
   StepSnapshot Snapshot(const Step& step) const;
-  void TallyPlainStep();
+  void CountRun(bool is_step);
+  void AddCompilations(std::uint64_t& counter);
   void ForgetConsumed();  // removes the entries of freed buffers
   const Consumed* Lookup(const lazy::BackendData* buffer) const;
 
   mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> has_notices_{false};
-  std::atomic<std::uint64_t> plain_steps_{0};
+  std::atomic<bool> has_steps_{false};
+  std::atomic<std::int64_t> warn_min_bytes_{0};
   std::uint64_t next_step_ = 1;
   std::size_t running_ = 0;
   ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
@@ -197,7 +202,8 @@ class DonationRegistry {
   ska::flat_hash_map<const lazy::BackendData*, std::pair<DonorPtr, std::uint64_t>> spared_;
   std::size_t kept_steps_ = 8;
   std::deque<StepPtr> steps_;
-  std::atomic<bool> tallying_{false};
+  StepPtr last_claimed_;
+  std::uint64_t compilations_;                       // graphs that the steps until now count
   std::vector<std::shared_ptr<StepTally>> tallies_;  // the open ones
   std::deque<StepPtr> notices_;
   std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;

@@ -22,7 +22,7 @@ void Count(const StepPtr& step) {
       const bool used = donor->state == DonorState::kDonated;
       offered += used || !donor->automatic ? donor->bytes : 0;
       donated += used ? donor->bytes : 0;
-      unusable = unusable || !(used || donor->automatic || donor->reported);
+      unusable = unusable || !(used || donor->automatic || donor->reported || donor->IsSmall());
     }
   }
   for (const std::shared_ptr<StepTally>& tally : step->tallies) {
@@ -50,9 +50,9 @@ StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<R
   }
   auto step = std::make_shared<Step>();
   step->number = next_step_++;
-  step->plain_before = PlainSteps();
   step->after_backward_thread = after_backward_thread;
-  step->compiled_before = abi::Compilations();
+  last_claimed_ = step;
+  has_steps_.store(true, std::memory_order_relaxed);
   for (const std::shared_ptr<StepTally>& tally : tallies_) {
     if (CountsThisThread(*tally)) {
       ++tally->steps;
@@ -91,7 +91,8 @@ void DonationRegistry::AddStep(const StepPtr& step) {
     steps_.pop_front();
   }
   const auto to_report = [](const DonorPtr& donor) {
-    return donor->state == DonorState::kUnusable && !donor->reported && donor->Strict() > Strictness::kOff;
+    return donor->state == DonorState::kUnusable && !donor->reported && donor->Strict() > Strictness::kOff &&
+           !donor->IsSmall();
   };
   if (std::any_of(step->donors.begin(), step->donors.end(), to_report) ||
       std::any_of(step->refused.begin(), step->refused.end(), to_report)) {
@@ -103,6 +104,7 @@ void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
                               const std::vector<lazy::BackendDataPtr>& outputs) {
   std::lock_guard<std::mutex> lock(mutex_);
   step->graph_hash = std::move(graph_hash);
+  AddCompilations(step->compilations);
   step->status = Step::Status::kRunning;
   ++running_;
   auto known = outcomes_.find(step->graph_hash);
@@ -180,6 +182,9 @@ void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::Backe
                               const Reason& failure) {
   std::lock_guard<std::mutex> lock(mutex_);
   const bool was_running = step->status == Step::Status::kRunning;
+  if (!was_running) {
+    AddCompilations(step->compilations);  // its compilation may have failed
+  }
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
     Donor& donor = *step->donors[i];
     donor.state = used[i] ? DonorState::kDonated : DonorState::kUnusable;
@@ -243,9 +248,9 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.number = step.number;
   snapshot.graph_hash = step.graph_hash;
   snapshot.status = names[static_cast<int>(step.status)];
-  snapshot.plain_before = step.plain_before;
   snapshot.after_backward_thread = step.after_backward_thread;
-  snapshot.compiled_before = step.compiled_before;
+  snapshot.compilations = step.compilations;
+  snapshot.plain_steps = step.plain_steps;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());
   for (const DonorPtr& donor : step.donors) {
     snapshot.donors.push_back(*donor);
@@ -279,8 +284,25 @@ void DonationRegistry::SetKeptSteps(std::size_t count) {
   }
 }
 
-void DonationRegistry::TallyPlainStep() {
+void DonationRegistry::AddCompilations(std::uint64_t& counter) {
+  const std::uint64_t now = abi::Compilations();
+  counter += now < compilations_ ? now : now - compilations_;  // fewer if the program has cleared torch_xla's counters
+  compilations_ = now;
+}
+
+void DonationRegistry::CountRun(bool is_step) {
   std::lock_guard<std::mutex> lock(mutex_);
+  std::deque<std::uint64_t>& plain = last_claimed_->plain_steps;
+  if (is_step) {
+    plain.push_back(0);
+  }
+  AddCompilations(plain.empty() ? last_claimed_->compilations : plain.back());
+  if (plain.size() > kept_steps_) {
+    plain.pop_front();
+  }
+  if (!is_step) {
+    return;
+  }
   for (const std::shared_ptr<StepTally>& tally : tallies_) {
     if (tally->steps > 0 && CountsThisThread(*tally)) {
       ++tally->plain_steps;
@@ -291,13 +313,11 @@ void DonationRegistry::TallyPlainStep() {
 void DonationRegistry::Open(const std::shared_ptr<StepTally>& tally) {
   std::lock_guard<std::mutex> lock(mutex_);
   tallies_.push_back(tally);
-  tallying_.store(true, std::memory_order_relaxed);
 }
 
 void DonationRegistry::Close(const std::shared_ptr<StepTally>& tally) {
   std::lock_guard<std::mutex> lock(mutex_);
   tallies_.erase(std::remove(tallies_.begin(), tallies_.end(), tally), tallies_.end());
-  tallying_.store(!tallies_.empty(), std::memory_order_relaxed);
 }
 
 std::pair<StepTally, std::vector<StepSnapshot>> DonationRegistry::Read(const StepTally& tally) const {

@@ -205,8 +205,8 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
     claim_->Commit(*run_, lazy::HashToString(collection.hash));
   } else if (run_->claim != nullptr) {
     claim_ = run_->claim;
-  } else if (run_->runs_all && !run_->recorded) {
-    DonationRegistry::Get().NotePlainStep();
+  } else {
+    DonationRegistry::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
   }
   phase_ = StepPhase::kPrepared;
 }

@@ -703,6 +703,28 @@ def test_a_mark_made_in_a_helper_has_its_callers_line(make):
     assert line_of(3) == line_of.__code__.co_firstlineno + 2
 
 
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+def test_a_library_that_wraps_compile_shows_its_callers_line(make, options):
+    inner = compile(lambda x: x.sum(), donate_argnums=0, strict="error", stacklevel=2, **options)
+    default = compile(lambda x: x.sum(), donate_argnums=0, strict="error", **options)
+
+    def library(x, step):
+        return step(x)
+
+    for step, line in [
+        (inner, inspect.currentframe().f_lineno + 4),
+        (default, library.__code__.co_firstlineno + 1),
+    ]:
+        with pytest.raises(DonationError, match="no output of the step") as raised:
+            library(make(3), step)
+        assert f"(donated at {__file__}:{line}, step" in str(raised.value)
+        assert donation_report(steps=1).donors[-1].where == f"{__file__}:{line}"
+    other = compile(donate_argnums=0, strict="off", stacklevel=2)(torch.nn.Linear(3, 3).to("xla"))
+    torch_xla.sync()
+    library(make(3), other)
+    assert donation_report(steps=1).donors[-1].where == f"{__file__}:{inspect.currentframe().f_lineno - 1}"
+
+
 def test_loops_and_computations_take_a_stacklevel(make):
     def helper(*args, **kwargs):
         return scan(lambda c, x: (c + x, c), *args, donate="init", stacklevel=2, **kwargs)
@@ -716,6 +738,7 @@ def test_loops_and_computations_take_a_stacklevel(make):
     for wrong, error in [(0, ValueError), ("1", TypeError), (True, TypeError)]:
         for call in (
             lambda level: donate_buffer(carry, stacklevel=level),
+            lambda level: compile(lambda x: x, donate_argnums=0, stacklevel=level),
             lambda level: scan(lambda c, x: (c, x), carry, carry, stacklevel=level),
             lambda level: scan_layers([], carry, stacklevel=level),
             lambda level: gradient_accumulation(lambda x: x.sum(), (carry,), torch.nn.Linear(1, 1), stacklevel=level),

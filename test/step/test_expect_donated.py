@@ -18,10 +18,12 @@ from torch_xla_donate import (
     _report,
     auto_donate,
     compile,
+    configure,
     donate_buffer,
     donation_disabled,
     donation_report,
     expect_donated,
+    testing,
 )
 
 
@@ -133,6 +135,78 @@ def test_nested_blocks_count_separately(make):
         with block:
             value = step(value)
         value = loop(value, True, False)  # 2 of 3 steps
+
+
+def test_a_block_entered_by_two_threads_counts_each_ones_steps(make):
+    """The second thread enters the block before the first one leaves it. Their steps come one after the other."""
+    values = [make(30), make(40)]
+    block, turns = expect_donated(1.0), [threading.Event() for _ in range(4)]
+    failures = []
+
+    def use(first):
+        try:
+            if not first:
+                turns[0].wait()
+            with block:
+                turns[0 if first else 1].set()
+                turns[1 if first else 2].wait()
+                values[not first] = step(values[not first], mark=first)
+                turns[2 if first else 3].set()
+                turns[3].wait()
+        except Exception as error:
+            failures.append((first, str(error).partition(".")[0]))
+        finally:
+            for turn in turns:
+                turn.set()
+
+    threads = [threading.Thread(target=use, args=[first]) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [(False, "expect_donated: no donor was offered in the steps of this block")]
+
+
+def test_a_failed_end_leaves_the_block(make):
+    block = expect_donated()
+    value = make(10)
+    for _ in range(2):
+        with pytest.raises(DonationError, match="no donor was offered"), block:
+            value = step(value, mark=False)
+    with block:
+        with block:
+            value = step(value)
+        with pytest.raises(KeyError), block:
+            raise KeyError
+        value = step(value)
+    assert not block.depth
+
+
+def test_small_donors_count_in_the_fraction(make):
+    before = configure(warn_min_bytes=100)
+    try:
+        with pytest.raises(DonationError, match=r"reused 0.0%(.|\n)*or lost donors smaller than warn_min_bytes of co"):
+            expect_donated()(lose)(make, 7)
+        with testing.no_unusable_donation():
+            lose(make, 7, strict="error")
+        with pytest.warns(DonationWarning), pytest.raises(AssertionError) as raised:
+            lose_two(make)
+        assert "f32[70] [1]: no output" in str(raised.value)
+        assert "f32[7]" not in str(raised.value)
+    finally:
+        configure(**before)
+
+
+def lose_two(make):
+    """A step that loses a small donor and a large one, after many that lose small ones."""
+    with testing.no_unusable_donation():
+        for _ in range(5):
+            lose(make, 7)
+        donors = [make(7), make(70)]
+        donate_buffer(donors)
+        total = sum(donor.sum() for donor in donors)
+        torch_xla.sync(wait=True)
+    return total
 
 
 def test_strict_donations_are_the_cause_of_the_failure(make):

@@ -7,6 +7,7 @@ import dis
 import functools
 import gc
 import sys
+import threading
 import types
 
 import pytest
@@ -31,6 +32,7 @@ from torch_xla_donate import (
     debug_nans,
     donate_buffer,
     donation_disabled,
+    expect_donated,
     is_donated,
 )
 
@@ -42,6 +44,7 @@ FUNCTIONS = {
     "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "later", "compilations", "watched", "trace_body",
     "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
     "has_new_gradient", "compile_graph", "cancel", "end", "_recreate_cm", "_take_back",
+    "make_entry", "last_entry", "switch_on", "switch_off",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
@@ -61,7 +64,7 @@ def state():
         "postponed": _report.notices._postponed.value,
         "quiet": _report.reuse._quiet.value,
         "disabled": _C.disabled_reason().code,
-        "infs": list(_modes.debug._infinities.contexts),
+        "infs": list(_modes.debug._infinities.entries),
         "auto": (_C.auto_donate_depth(), _C.auto_donates()),
         "eager": _XLAC._get_use_eager_mode(),
         "executes": _XLAC._get_allow_execution(),
@@ -182,13 +185,95 @@ def test_every_instruction_of_a_context(name, raises):
     assert interrupt_everywhere(use, lambda where: None) > 0
 
 
+@pytest.mark.parametrize("name", [name for name in CONTEXTS if isinstance(CONTEXTS[name](), _modes.ThreadMode)])
+def test_every_instruction_of_a_context_entered_again(name):
+    """An interrupt of the inner entry must not end the outer one."""
+    before = state()
+    context = CONTEXTS[name]()
+
+    def use():
+        with context:
+            pass
+
+    with context:
+        outer = state()
+        assert interrupt_everywhere(use, lambda where: None) > 0
+        with context, context:
+            pass
+        assert state() == outer
+    assert state() == before
+
+
+def test_a_context_of_several_threads():
+    """They are inside one object at the same time, and leave it in the order in which they came."""
+    contexts = [donation_disabled(), debug_nans(infs=True), auto_donate(False)]
+    entered, first_left = threading.Barrier(2), threading.Barrier(2)
+    failures = []
+
+    def visit(leaves_first):
+        try:
+            before = state()
+            with contextlib.ExitStack() as stack:
+                for context in contexts:
+                    stack.enter_context(context)
+                inside = state()
+                entered.wait()
+                if not leaves_first:
+                    first_left.wait()
+                assert state() == inside
+            assert state() == before
+            if leaves_first:
+                first_left.wait()
+        except BaseException as error:
+            failures.append(repr(error))
+            entered.abort()
+            first_left.abort()
+
+    threads = [threading.Thread(target=visit, args=[first]) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def generator():
+    yield
+
+
+async def coroutine():
+    pass
+
+
+async def asynchronous_generator():
+    yield
+
+
+@pytest.mark.parametrize("mode", [donation_disabled, debug_nans, expect_donated])
+def test_a_mode_refuses_functions_whose_body_runs_later(mode):
+    class Callable:
+        def __call__(self):
+            yield
+
+    for function, kind in [
+        (generator, "generator is a generator function"),
+        (coroutine, "coroutine is an async def function"),
+        (asynchronous_generator, "asynchronous_generator is an async generator function"),
+        (functools.partial(generator), "is a generator function"),
+        (Callable(), "is a generator function"),
+    ]:
+        with pytest.raises(TypeError, match=rf"{kind}, and .*`with {mode.__name__}\(\):` inside its body"):
+            mode()(function)
+    assert donation_disabled()(lambda: _C.disabled())()
+
+
 def test_nested_contexts_end_in_their_order():
     with donation_disabled() as outer:
         assert _C.disabled()
         with outer, debug_nans(infs=True):
-            assert _modes.debug._infinities.contexts
+            assert _modes.debug._infinities.entries
         assert _C.disabled()
-        assert not _modes.debug._infinities.contexts
+        assert not _modes.debug._infinities.entries
     assert not _C.disabled()
 
     @donation_disabled()

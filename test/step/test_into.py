@@ -11,7 +11,17 @@ import torch_xla.debug.metrics as metrics
 from children import in_process, run_in_child
 from helpers import pointer
 
-from torch_xla_donate import _C, DonationError, _report, donate_buffer, donation_report, hlo, is_donated
+from torch_xla_donate import (
+    _C,
+    DonationError,
+    _report,
+    cancel_donation,
+    compile,
+    donate_buffer,
+    donation_report,
+    hlo,
+    is_donated,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -328,3 +338,73 @@ def test_a_pair_is_kept_where_other_outputs_share_a_buffer():
     (donor,) = donation_report(steps=1).donors
     assert donor.outcome == "donated" and donor.into_kept
     assert (pointer(result), pointer(other)) == places
+
+
+# --- A second mark of a tensor ---
+
+
+@pytest.mark.parametrize("first_strict", [True, False], ids=["strict first", "into first"])
+def test_two_marks_add_up_to_strict_and_into(make, first_strict):
+    """Of two tensors of one size, `into=` decides which one XLA can use; the other one is strict."""
+    used, lost = make(9), make(9)
+    out = lost * 2 + used
+    strict = {"strict": "error"}
+    for options in (strict, {"into": out}) if first_strict else ({"into": out}, strict):
+        donate_buffer(used, **options)
+    donate_buffer(lost, strict="off")
+    torch_xla.sync(wait=True)
+    outcomes = {donor.outcome: donor for donor in donation_report(steps=1).donors}
+    assert outcomes["donated"].into_kept is True
+    assert is_donated(used)
+    assert not is_donated(lost)
+    # The same two marks of a tensor that shares its buffer.
+    shared, holder = make(7), torch.empty(7, device="xla")
+    holder.copy_(shared)
+    torch_xla.sync()
+    target = shared + 1
+    for options in (strict, {"into": target}) if first_strict else ({"into": target}, strict):
+        donate_buffer(shared, **options)
+    with pytest.raises(DonationError, match="another live tensor, which was not donated"):
+        torch_xla.sync(wait=True)
+    assert (holder + target).shape == (7,)
+
+
+def test_the_later_of_two_targets_counts(make):
+    t = make(11)
+    first, second = t + 1, t + 2
+    donate_buffer(t, into=first)
+    donate_buffer(t, into=second)
+    before = pointer(t)
+    torch_xla.sync(wait=True)
+    assert pointer(second) == before
+    assert donation_report(steps=1).donors[0].into_kept is True
+    assert first.shape == (11,)
+
+
+def test_the_line_is_that_of_the_strictest_mark(make):
+    def lines(first, second):
+        t = make(3)
+        donate_buffer({"a": t}, strict=first)
+        donate_buffer({"a": t}, strict=second)
+        (mark,) = donation_report().pending
+        assert mark.name == "['a']"
+        cancel_donation(t)
+        return int(mark.where.rpartition(":")[2]) - lines.__code__.co_firstlineno
+
+    assert lines("warn", "error") == 3
+    assert lines("error", "warn") == lines("warn", "warn") == 2
+
+
+def test_a_failed_call_leaves_an_earlier_mark(make):
+    """The call of the compiled function is stricter, and takes only its own marks back."""
+    t = make(3)
+    donate_buffer(t)
+
+    @compile(donate_argnums=0, strict="error")
+    def fail(x):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        fail(t)
+    assert [mark.outcome for mark in donation_report().pending] == ["pending"]
+    cancel_donation(t)

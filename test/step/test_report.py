@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
+import threading
 from html.parser import HTMLParser
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
+import torch_xla.debug.metrics as metrics
 from children import in_process
 
 from torch_xla_donate import (
@@ -25,6 +30,8 @@ from torch_xla_donate import (
     donation_report,
     hlo,
 )
+from torch_xla_donate._report import donors
+from torch_xla_donate._report.donors import facts_of
 from torch_xla_donate._report.explain import explain
 
 
@@ -51,6 +58,27 @@ def test_a_report_without_donors_is_false(monkeypatch):
     assert not report
     assert (report.donors, report.donated_bytes, report.reused_fraction) == ((), 0, 0.0)
     assert str(report) == "No step has had a donor yet."
+
+
+def test_donors_of_no_bytes_count(make):
+    used, lost = torch.ones(0, 3).to("xla"), torch.ones(0, 2).to("xla")
+    donate_buffer(used)
+    out = used + 1
+    torch_xla.sync(wait=True)
+    report = donation_report(steps=1)
+    assert [(donor.array, donor.bytes, donor.outcome) for donor in report.donors] == [("f32[0,3]", 0, "donated")]
+    assert report
+    assert report.reused_fraction == 1.0
+    # Two donors of no bytes and one output of no bytes.
+    value = make(3)
+    donate_buffer([value, lost, out], strict="off")
+    outs = value + lost.sum(), out + 1
+    torch_xla.sync(wait=True)
+    report = donation_report(steps=1)
+    assert sorted(donor.outcome for donor in report.donors) == ["donated", "donated", "unusable"]
+    assert report.reused_fraction == 1.0
+    assert not report
+    assert len(outs) == 2
 
 
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
@@ -335,8 +363,62 @@ def test_compilations_are_counted(make):
     other = value * 5 - 1
     torch_xla.sync()
     report = donation_report(steps=2)
-    assert [(step.number is None, step.compilations) for step in report.steps] == [(False, 1), (True, 0)]
+    assert [(step.number is None, step.compilations) for step in report.steps] == [(False, 0), (True, 1)]
     assert other.shape == (18,)
+
+
+def compilations(count):
+    return [step.compilations for step in donation_report(steps=count).steps]
+
+
+def run(value, operations, mark=True):
+    """A step with a graph for each number of operations."""
+    if mark:
+        donate_buffer(value)
+    for _ in range(operations):
+        value = value * value
+    torch_xla.sync()
+    return value
+
+
+def test_each_step_counts_what_was_compiled_for_it(make):
+    value = run(run(make(13), 1), 1)
+    value = run(run(value, 1, mark=False), 2)
+    assert compilations(4) == [1, 0, 1, 1]
+    str(value.sum())  # a read belongs to the step before it
+    assert compilations(4) == [1, 0, 1, 2]
+    value = run(value, 2)
+    assert compilations(3) == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "size"), [({}, 40), ({"pure": True}, 42), ({"backend": "openxla"}, 44)], ids=["lazy", "pure", "openxla"]
+)
+def test_a_compiled_functions_graph_counts_for_its_call(make, options, size):
+    """Pure functions and torch.compile compile before the step begins. All three may share a graph of one size."""
+    f = compile(lambda x: x * 3 - 2, donate_argnums=0, **options)
+    f(f(make(size)))
+    f(make(size + 1))
+    assert compilations(3) == [1, 0, 1]
+
+
+def test_a_refused_step_counts_its_graph(make):
+    value = make(21)
+    donate_buffer(value)
+    with donation_disabled():
+        value = value - 9
+        torch_xla.sync()
+    assert compilations(1) == [1]
+
+
+@in_process
+def test_the_first_step_with_donors_counts_those_before(make):
+    value = run(run(run(make(23), 1, mark=False), 2), 2)
+    assert compilations(8) == [2, 0] == [metrics.counter_value("UncachedCompile"), 0]
+    metrics.clear_counters()
+    value = run(value, 3, mark=False)
+    assert compilations(8) == [2, 0, 1]
+    assert value.shape == (23,)
 
 
 # --- Settings ---
@@ -384,6 +466,90 @@ def test_small_donors_neither_warn_nor_raise(make, restored):
         assert "f32[10]" in text
         assert "f32[9]" not in text
     assert total.item() == 36 + 45
+
+
+def test_a_mark_keeps_the_size_that_matters(make, restored):
+    """The setting may change between the mark, the step and the report."""
+    for during, after in [(40, 0), (0, 40)]:
+        small, other = make(9), make(9)
+        configure(warn_min_bytes=during)
+        donate_buffer({"small": small})
+        configure(warn_min_bytes=after)
+        total = small.sum()
+        with contextlib.nullcontext() if during else pytest.warns(DonationWarning, match="'small'"):
+            torch_xla.sync(wait=True)
+        configure(warn_min_bytes=40)
+        donate_buffer(other)
+        configure(warn_min_bytes=0)
+        donate_buffer({"other": other}, strict="error")  # a mark for which the size matters
+        total = total + other.sum()
+        with pytest.raises(DonationError, match="'other'"):
+            torch_xla.sync(wait=True)
+    assert total.item() == 72
+
+
+def test_whole_numbers_of_any_kind_are_settings(make, restored):
+    for name in ("kept_steps", "warn_min_bytes"):
+        for value in (np.int64(5), 2**40, 10**30):
+            configure(**{name: value})
+            assert configure()[name] == int(value)
+            assert type(configure()[name]) is int
+    lost = make(3)
+    donate_buffer(lost)
+    total = lost.sum()
+    torch_xla.sync(wait=True)
+    assert [donor.outcome for donor in donation_report(steps=np.int32(1)).donors] == ["unusable"]
+    with pytest.raises(TypeError, match="kept_steps is of type bool"):
+        configure(kept_steps=np.True_)
+    assert total.item() == 3
+
+
+def test_a_report_may_forget_what_another_one_reads(monkeypatch):
+    """Before one of the lines of a thread's look-up, another thread looks up another graph. Only one can be kept."""
+    value = run(run(torch.ones(3).to("xla"), 1), 2)
+    _C.wait_for_steps()
+    first, second = _C.steps()[-2:]
+    monkeypatch.setattr(donors, "_KEPT_FACTS", 1)
+    reached, looked_up = threading.Barrier(2), threading.Barrier(2)
+
+    def look_up(chosen, found):
+        def trace(frame, event, arg):
+            nonlocal lines
+            if frame.f_code is facts_of.__code__ and event == "line":
+                lines += 1
+                if lines == chosen and not donors._facts_lock.locked():  # else no other thread could get further
+                    reached.wait()
+                    looked_up.wait()
+            return trace if frame.f_code is facts_of.__code__ else None
+
+        lines = 0
+        sys.settrace(trace)
+        try:
+            found.append(facts_of(first))
+        except Exception as error:
+            found.append(error)
+        sys.settrace(None)
+        if chosen > lines:
+            found.append("all lines")
+        reached.abort()
+
+    found = []
+    for chosen in range(1, 30):
+        donors._known_facts.clear()
+        reached.reset()
+        thread = threading.Thread(target=look_up, args=[chosen, found])
+        thread.start()
+        with contextlib.suppress(threading.BrokenBarrierError):  # it has ended without this line
+            reached.wait()
+            assert facts_of(second) is not None
+            looked_up.wait()
+        thread.join()
+        assert len(donors._known_facts) == 1
+        if found[-1] == "all lines":
+            break
+    assert len(found) > 6
+    assert [facts.output_of for facts in found[:-1]] == [{0: 0}] * (len(found) - 1)
+    assert value.shape == (3,)
 
 
 @in_process(env={"TORCH_XLA_DONATE_KEPT_STEPS": "2", "TORCH_XLA_DONATE_WARN_MIN_BYTES": "1000"})

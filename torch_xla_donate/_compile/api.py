@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
-from torch_xla_donate import _config
+from torch_xla_donate import _config, _marks
 from torch_xla_donate._compile.arguments import ArgNames, ArgNums, Arguments, function_name
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.lazy import LazyCompiled
 from torch_xla_donate._compile.module import ModuleProxy
 from torch_xla_donate._compile.pure import PureCompiled
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import kind_of_lazy_body, see
 
 if TYPE_CHECKING:
     from torch_xla_donate._compile.lower import Lowered
@@ -34,21 +33,11 @@ def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
     call: Any = f
     while isinstance(call, functools.partial):
         call = call.func
-    if isinstance(call, torch.nn.Module):
-        call = call.forward
-    elif not inspect.isroutine(call):
-        call = type(call).__call__
-    kinds = {
-        "a generator function": inspect.isgeneratorfunction,
-        "an async def function": inspect.iscoroutinefunction,
-        "an async generator function": inspect.isasyncgenfunction,
-    }
-    for kind, is_kind in kinds.items():
-        if is_kind(call):
-            raise TypeError(
-                f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
-                f"that returns its results, and call that function here. {see('compile_errors')}"
-            )
+    if kind := kind_of_lazy_body(call.forward if isinstance(call, torch.nn.Module) else call):
+        raise TypeError(
+            f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
+            f"that returns its results, and call that function here. {see('compile_errors')}"
+        )
 
 
 class CompiledFunction(Protocol[P, R_co]):
@@ -98,6 +87,7 @@ def compile(  # type: ignore[overload-overlap]
     backend: Backend = "lazy",
     pure: bool = False,
     strict: _config.Strict = None,
+    stacklevel: int = 1,
     **kwargs: Any,
 ) -> CompiledModule: ...
 @overload
@@ -111,6 +101,7 @@ def compile(
     backend: Backend = "lazy",
     pure: bool = False,
     strict: _config.Strict = None,
+    stacklevel: int = 1,
     **kwargs: Any,
 ) -> CompiledFunction[P, R]: ...
 @overload
@@ -124,6 +115,7 @@ def compile(
     backend: Backend = "lazy",
     pure: bool = False,
     strict: _config.Strict = None,
+    stacklevel: int = 1,
     **kwargs: Any,
 ) -> Decorator: ...
 def compile(
@@ -136,6 +128,7 @@ def compile(
     backend: Backend = "lazy",
     pure: bool = False,
     strict: _config.Strict = None,
+    stacklevel: int = 1,
     **kwargs: Any,
 ) -> Any:
     """Makes ``f`` run as one step, which may reuse the buffers of the arguments named.
@@ -160,6 +153,8 @@ def compile(
         pure: only with ``lazy``. Declares ``f`` to be pure, so that it is traced once for each signature and replayed.
         strict: whether an unusable donation raises `DonationError`; its ``result`` is the result of ``f``. Default:
             the environment variable ``TORCH_XLA_DONATE_STRICT``.
+        stacklevel: which line messages and the report show for a call: 1 for the line of the call, 2 for the line that
+            calls the function with the call, and so on.
         **kwargs: for `torch_xla.compile` (``full_graph``, ``name``, ``max_different_graphs``), or for `torch.compile`.
 
     Returns:
@@ -167,8 +162,8 @@ def compile(
         Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers, names or ``strict`` have another type, or ``f`` is a generator or ``async def`` function.
-            At a call: a donated leaf is neither a tensor nor a registered pytree.
+        TypeError: numbers, names, ``strict`` or ``stacklevel`` have another type, or ``f`` is a generator or
+            ``async def`` function. At a call: a donated leaf is neither a tensor nor a registered pytree.
         ValueError: a number is out of range, a name or the backend is unknown, an argument is both static and donated,
             or names are given for a callable without a signature. At a call: a donated leaf is not an XLA tensor, or
             shares its buffer with an argument that is not donated.
@@ -179,8 +174,10 @@ def compile(
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
     }
-    _config.check_strict(strict)
-    remake = functools.partial(compile, **options, backend=backend, pure=pure, strict=strict, **kwargs)
+    _marks.check_options(strict, stacklevel)
+    remake = functools.partial(
+        compile, **options, backend=backend, pure=pure, strict=strict, stacklevel=stacklevel, **kwargs
+    )
     if f is None:
         return remake  # type: ignore[return-value]
     if not callable(f):
@@ -190,6 +187,7 @@ def compile(
         )
     _refuse_lazy_bodies(f)
     compiled = _make(f, options, backend, pure, strict, kwargs)
+    compiled.stacklevel = stacklevel
     return ModuleProxy(compiled, remake) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]
 
 

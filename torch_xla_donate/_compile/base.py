@@ -30,11 +30,13 @@ class Compiled:
         per_signature: the verb in messages for the work at each new signature.
         has_captured: whether torch.compile captured a graph in the last call.
         traces_floats: whether Python floats among the arguments are inputs of the graph.
+        stacklevel: as for `compile`.
     """
 
     per_signature = "compiled"
     has_captured = False
     traces_floats = False
+    stacklevel = 1
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: _config.Strict) -> None:
         functools.update_wrapper(self, f, updated=())
@@ -83,7 +85,7 @@ class Compiled:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        where = _frames.call_site()
+        where = _frames.call_site(self.stacklevel)
         _marks.prepare(where)
         self.has_captured = False
         call = CallArguments(self._arguments.roles(args, kwargs), args, kwargs)
@@ -142,7 +144,7 @@ class Compiled:
         Raises:
             DonationError: the function reads a value on the host.
         """
-        _marks.prepare(_frames.call_site())
+        _marks.prepare(_frames.call_site(self.stacklevel))
         return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
 
     def _run(self, call: CallArguments, where: str) -> Any:

@@ -164,7 +164,7 @@ class PureCompiled(Compiled):
                 f"limit. {see('pure')}"
             )
         if key not in self._programs:
-            self.note_signature(call.arguments, _frames.call_site())
+            self.note_signature(call.arguments, _frames.call_site(self.stacklevel))
         offered = donation.positions(call.leaves) if donation is not None else ()
         program = self._programs[key] = TracedProgram(self, call.arguments, offered)
         return program

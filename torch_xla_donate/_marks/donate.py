@@ -41,7 +41,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
     Args:
         tensors: a materialised XLA tensor of any shape and dtype, a pytree of them (``None`` leaves are skipped),
             an ``nn.Module`` (its parameters and buffers) or an optimizer (parameters and state), also inside a pytree.
-            All tensors are marked, or none. A second mark changes nothing.
+            All tensors are marked, or none. Of several marks of a tensor the strictest and the last ``into`` count.
         into: the tensor that should reuse the buffer, or a pytree of them with as many leaves as ``tensors``, with
             ``None`` for a leaf without a target. Each must be pending and have the same shape, dtype and sharding.
             Without it the buffer goes to the output computed from the tensor, if there is one of its size. The pair

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_xla_donate import _config, _frames
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import check_count, see
+
+
+def check_options(strict: _config.Strict, stacklevel: int) -> None:
+    """Raises TypeError or ValueError for a bad argument of a public function."""
+    _config.check_strict(strict)
+    remedy = "Pass 1 for the line of the call, or 2 for the line that calls your helper. Nothing was donated."
+    check_count("stacklevel", stacklevel, 1, f"{remedy} {see('refused')}")
 
 
 class DonationRequest(NamedTuple):
@@ -21,17 +28,7 @@ class DonationRequest(NamedTuple):
     @classmethod
     def make(cls, strict: _config.Strict, stacklevel: int) -> DonationRequest:
         """The request of the call of a public function. Raises TypeError or ValueError for a bad argument."""
-        _config.check_strict(strict)
-        if isinstance(stacklevel, bool) or not isinstance(stacklevel, int):
-            raise TypeError(
-                f"stacklevel is of type {type(stacklevel).__name__}, not an int. Pass 1 for the line of the call, or 2 "
-                f"for the line that calls your helper. Nothing was donated. {see('refused')}"
-            )
-        if stacklevel < 1:
-            raise ValueError(
-                f"stacklevel is {stacklevel}. Pass 1 for the line of the call, or 2 for the line that calls your "
-                f"helper. Nothing was donated. {see('refused')}"
-            )
+        check_options(strict, stacklevel)
         return cls(_frames.call_site(stacklevel), strict)
 
     def strictness(self) -> _config.Strictness:

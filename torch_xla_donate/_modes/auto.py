@@ -7,9 +7,10 @@ import weakref
 
 from torch_xla_donate import _C, _config, _host
 from torch_xla_donate._errors import see
+from torch_xla_donate._modes.context import ThreadMode
 
 
-class auto_donate(_C.Scope):
+class auto_donate(ThreadMode[int]):
     """Donates every input of a step that no live tensor can reach after the step.
 
     A call as a function switches it on for all threads. As a context manager it applies to the steps of this thread
@@ -43,23 +44,28 @@ class auto_donate(_C.Scope):
             )
         super().__init__()
         self._enabled = enabled
-        self._depths: list[int] = []  # one for each time that the context was entered
         with _lock:
             _open[:] = [call for call in _open if call() is not None]
             self._before = _C.auto_donate_is_default()
             _open.append(weakref.ref(self))
             _C.set_auto_donate(enabled)
 
+    def make_entry(self) -> int:
+        return _C.auto_donate_depth()
+
     def enter(self) -> None:
         self._take_back()
-        self._depths.append(_C.auto_donate_depth())
+        super().enter()
+
+    def switch_on(self, entry: int) -> None:
         _C.push_auto_donate(self._enabled)
+
+    def switch_off(self, entry: int) -> None:
+        _C.pop_auto_donate(entry)
 
     def leave(self, raised: bool) -> None:
         self._take_back()  # an interrupt may have kept enter() from it
-        if self._depths:
-            _C.pop_auto_donate(self._depths[-1])
-            self._depths.pop()
+        super().leave(raised)
 
     def _take_back(self) -> None:
         """Restores the default before this object, which was a call for all threads until now.

@@ -15,7 +15,7 @@ from torch_xla_donate._modes.disabled import donation_disabled
 
 class _Infinities(threading.local):
     def __init__(self) -> None:
-        self.contexts: list[debug_nans] = []  # contexts of this thread that check for infinities
+        self.entries: list[_C.Disabling] = []  # of contexts of this thread that check for infinities
 
 
 _infinities = _Infinities()
@@ -52,18 +52,18 @@ class debug_nans(donation_disabled):
         self._options = {"infs": infs}
         self._infs = infs
 
-    def enter(self) -> None:
-        super().enter()
+    def switch_on(self, entry: _C.Disabling) -> None:
+        super().switch_on(entry)
         if self._infs:
-            _infinities.contexts.append(self)
+            _infinities.entries.append(entry)
 
     def finish(self) -> None:
         check_outputs()
 
-    def leave(self, raised: bool) -> None:
-        if self in _infinities.contexts:
-            _infinities.contexts.remove(self)
-        super().leave(raised)
+    def switch_off(self, entry: _C.Disabling) -> None:
+        if entry in _infinities.entries:
+            _infinities.entries.remove(entry)
+        super().switch_off(entry)
 
 
 def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
@@ -71,7 +71,7 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
 
     names: returns the names of outputs by their buffers, as far as they have names.
     """
-    bad = _C.take_bad_outputs(bool(_infinities.contexts))
+    bad = _C.take_bad_outputs(bool(_infinities.entries))
     if bad:
         name_of = names()
         lines = [_line(raw, name_of.get(raw["buffer"], "")) for raw in bad]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from torch_xla_donate import _C
+from torch_xla_donate._modes.context import DecoratorMode
 
 
-class donation_disabled(_C.Scope, contextlib.ContextDecorator):
+class donation_disabled(DecoratorMode[_C.Disabling]):
     """Steps of this thread inside the context donate nothing through this package.
 
     A mark ends at a step that reads it, as always. The report gives the reason, without a warning. torch_xla still
@@ -18,6 +17,9 @@ class donation_disabled(_C.Scope, contextlib.ContextDecorator):
             the line of the use, also after the context. The value is right, and stays. A prediction decides which
             donors XLA would have consumed: it compares bytes per device of donors and outputs, in the order of the
             graph's parameters. An inner context adds to the outer one.
+
+    Raises:
+        TypeError: as a decorator, if the function is a generator or ``async def`` function.
     """
 
     def __init__(self, *, report_reuse: bool = False) -> None:
@@ -25,16 +27,15 @@ class donation_disabled(_C.Scope, contextlib.ContextDecorator):
         self._report_reuse = report_reuse
         self._checks = False
         self._options = {"report_reuse": report_reuse}
-        self._open: list[_C.Disabling] = []  # one for each time that the context was entered
 
     def _recreate_cm(self) -> donation_disabled:
         return type(self)(**self._options)
 
-    def enter(self) -> None:
-        self._open.append(_C.Disabling(self._report_reuse, self._checks))
-        self._open[-1].on()
+    def make_entry(self) -> _C.Disabling:
+        return _C.Disabling(self._report_reuse, self._checks)
 
-    def leave(self, raised: bool) -> None:
-        if self._open:
-            self._open[-1].off()
-            self._open.pop()
+    def switch_on(self, entry: _C.Disabling) -> None:
+        entry.on()
+
+    def switch_off(self, entry: _C.Disabling) -> None:
+        entry.off()

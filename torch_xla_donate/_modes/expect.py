@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from torch_xla_donate import _C, _report
 from torch_xla_donate._errors import DonationError, see
+from torch_xla_donate._modes.context import DecoratorMode
 
 
 def check_fraction(argument: str, value: Any) -> None:
@@ -21,7 +21,7 @@ def check_fraction(argument: str, value: Any) -> None:
         raise ValueError(f"{argument} is {value}. Pass a number above 0 and at most 1, such as 0.95. {see('testing')}")
 
 
-class expect_donated(_C.Scope, contextlib.ContextDecorator):
+class expect_donated(DecoratorMode[_C.StepTally]):
     """The steps of this thread inside the context reuse at least this fraction of the bytes offered, or its end raises.
 
     It counts all steps that begin inside, beyond those that `donation_report` keeps, and no others. The end waits until
@@ -36,7 +36,7 @@ class expect_donated(_C.Scope, contextlib.ContextDecorator):
         min_fraction: above 0, at most 1.
 
     Raises:
-        TypeError: ``min_fraction`` is not a number.
+        TypeError: ``min_fraction`` is not a number, or the decorated function is a generator or ``async def`` function.
         ValueError: ``min_fraction`` is out of range.
         DonationError: at the end of the context, if the steps reused less, or if no step offered a donor.
     """
@@ -45,23 +45,22 @@ class expect_donated(_C.Scope, contextlib.ContextDecorator):
         check_fraction("min_fraction", min_fraction)
         super().__init__()
         self._min_fraction = min_fraction
-        self._tallies: list[_C.StepTally] = []  # one for each time that the context was entered
 
     def _recreate_cm(self) -> expect_donated:
         return type(self)(self._min_fraction)
 
-    def enter(self) -> None:
-        self._tallies.append(_C.StepTally())
-        self._tallies[-1].open(all_threads=False)
+    def make_entry(self) -> _C.StepTally:
+        return _C.StepTally()
+
+    def switch_on(self, entry: _C.StepTally) -> None:
+        entry.open(all_threads=False)
+
+    def switch_off(self, entry: _C.StepTally) -> None:
+        entry.close()
 
     def finish(self) -> None:
         _C.wait_for_steps()
-        _report.raise_with_notices(self._failure(self._tallies[-1].read()))
-
-    def leave(self, raised: bool) -> None:
-        if self._tallies:
-            self._tallies[-1].close()
-            self._tallies.pop()
+        _report.raise_with_notices(self._failure(self.last_entry().read()))
 
     def _failure(self, found: Mapping[str, Any]) -> DonationError | None:
         steps, plain = found["steps"], found["plain_steps"]
@@ -81,5 +80,8 @@ class expect_donated(_C.Scope, contextlib.ContextDecorator):
         ]
         lines += [text for step in found["unusable"] for text in _report.unusable_texts(step)]
         if not found["unusable"] and found["donated_bytes"] < found["offered_bytes"]:
-            lines.append("These steps failed, or ran inside donation_disabled() or debug_nans().")
+            lines.append(
+                "These steps failed, ran inside donation_disabled() or debug_nans(), or lost donors smaller than "
+                "warn_min_bytes of configure()."
+            )
         return DonationError("\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -93,32 +94,37 @@ _known_facts: dict[str, _Facts] = {}
 def facts_of(step: Mapping[str, Any]) -> _Facts | None:
     """The facts of a step's graph; None if unknown. The time to read them is proportional to the HLO's size."""
     graph = step["graph"]
-    if graph not in _known_facts:
-        text = _C.graph_text(graph) if graph else None
-        if text is None:
-            return None
-        module = hlo.parse(text)
-        wrapped = len(module.parameters) == 1 and module.parameters[0].is_tuple
-
-        def number(parameter: int, index: Sequence[int]) -> int:
-            return index[0] if wrapped else parameter
-
-        output_of = {
-            number(alias.parameter_number, alias.parameter_index): alias.output_index[0] if alias.output_index else 0
-            for alias in module.aliases
-        }
-        copied: dict[int, int] = {}
-        entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
-        for parameter, size in copied_parameters(entry.splitlines()):
-            if parameter in output_of:
-                copied[parameter] = copied.get(parameter, 0) + size
-        if len(_known_facts) >= _KEPT_FACTS:
-            _known_facts.pop(next(iter(_known_facts)))
-        _known_facts[graph] = _Facts(output_of, copied)
-    return _known_facts[graph]
+    facts = _known_facts.get(graph)
+    if facts is None and graph and (text := _C.graph_text(graph)) is not None:
+        facts = _facts_in(text)
+        with _facts_lock:  # reports of several threads may fill it
+            _known_facts[graph] = facts
+            while len(_known_facts) > _KEPT_FACTS:
+                del _known_facts[next(iter(_known_facts))]
+    return facts
 
 
 _KEPT_FACTS = 64
+_facts_lock = threading.Lock()
+
+
+def _facts_in(text: str) -> _Facts:
+    module = hlo.parse(text)
+    wrapped = len(module.parameters) == 1 and module.parameters[0].is_tuple
+
+    def number(parameter: int, index: Sequence[int]) -> int:
+        return index[0] if wrapped else parameter
+
+    output_of = {
+        number(alias.parameter_number, alias.parameter_index): alias.output_index[0] if alias.output_index else 0
+        for alias in module.aliases
+    }
+    copied: dict[int, int] = {}
+    entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
+    for parameter, size in copied_parameters(entry.splitlines()):
+        if parameter in output_of:
+            copied[parameter] = copied.get(parameter, 0) + size
+    return _Facts(output_of, copied)
 
 
 def describe_donor(
@@ -127,7 +133,8 @@ def describe_donor(
     next_step: StepPrediction | None = None,
     facts: _Facts | None = None,
 ) -> Donor:
-    kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"]] if step is not None else []
+    # A later mark of the same tensor may have named another target.
+    kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"][::-1]] if step is not None else []
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     prediction: Prediction | None = None
     code: Reason | None = None

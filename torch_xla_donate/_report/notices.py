@@ -10,7 +10,6 @@ from typing import Any
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
-from torch_xla_donate._report import settings
 from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donor
 
@@ -88,8 +87,7 @@ def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -
 
 
 def _is_due(raw: Mapping[str, Any]) -> bool:
-    loud = raw["strict"] > _config.Strictness.OFF and raw["bytes"] >= settings.warn_min_bytes()
-    return loud and not raw["reported"]
+    return raw["strict"] > _config.Strictness.OFF and not raw["small"] and not raw["reported"]
 
 
 def _by_site(
@@ -104,8 +102,11 @@ def _by_site(
 
 
 def unusable_texts(step: Mapping[str, Any]) -> list[str]:
-    """A text for each line with unusable donations in a step, also if they were reported before."""
-    lines = _by_site(step, lambda raw: not raw["automatic"])
+    """A text for each line with unusable donations in a step, also if they were reported before.
+
+    Without those of fewer bytes than `configure` has set as the size that matters.
+    """
+    lines = _by_site(step, lambda raw: not (raw["automatic"] or raw["small"]))
     return [_unusable_text(where, unusable, step) for where, unusable in lines]
 
 

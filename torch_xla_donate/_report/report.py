@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from torch_xla_donate import _C, _host
-from torch_xla_donate._errors import see
+from torch_xla_donate import _C
+from torch_xla_donate._errors import check_count, see
 from torch_xla_donate._report import html, settings, table
 from torch_xla_donate._report.donors import Donor, describe_donor, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of
@@ -46,8 +46,9 @@ class Step:
         crossed: the number of donors whose buffer went to another output than the one computed from them.
         copied_bytes: bytes of the donated buffers that XLA copies before it overwrites them; None if unknown, because
             the executable is gone or donated nothing.
-        compilations: the number of graphs that torch_xla compiled in this process from the begin of this step to the
-            begin of the next step with donors, or to the report. 0 for a step without donors.
+        compilations: the number of graphs that torch_xla compiled in this process for this step: since the step
+            before, and for the reads (``print``, ``.item()``) between this step and the next. The first step with
+            donors of the process also counts the graphs of all steps and reads before it.
     """
 
     number: int | None
@@ -93,7 +94,7 @@ class DonationReport:
 
     @property
     def compilations(self) -> int:
-        """The number of graphs that torch_xla compiled since the first reported step began."""
+        """The number of graphs that torch_xla compiled for the reported steps."""
         return sum(step.compilations for step in self.steps)
 
     @property
@@ -112,12 +113,17 @@ class DonationReport:
 
         It falls when a loop loses its donation. It is 0.0 if no donor was offered.
         """
-        offered = sum(donor.bytes for donor in self.offered)
-        if not offered:
+        if not self.offered:
             return 0.0
+        offered = sum(donor.bytes for donor in self.offered)
+        fraction = self.donated_bytes / offered if offered else float(self._is_each_donated())
         with_donors = sum(step.number is not None for step in self.steps)
         share = with_donors / len(self.steps) if self.steps else 1.0
-        return self.donated_bytes / offered * share
+        return fraction * share
+
+    def _is_each_donated(self) -> bool:
+        # The bytes do not show it for arrays of size 0.
+        return all(donor.outcome == "donated" for donor in self.offered)
 
     @property
     def offered(self) -> tuple[Donor, ...]:
@@ -125,7 +131,7 @@ class DonationReport:
         return tuple(donor for donor in self.donors if donor.outcome == "donated" or not donor.automatic)
 
     def __bool__(self) -> bool:
-        return self.reused_fraction == 1.0
+        return self.reused_fraction == 1.0 and self._is_each_donated()
 
     def __str__(self) -> str:
         return table.report(self)
@@ -171,28 +177,23 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         ValueError: ``steps`` is not positive.
         DonationError: a strict donation was unusable, and no step has raised that yet.
     """
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
-        raise TypeError(
-            f"steps is of type {type(steps).__name__}, not an int. Pass 1 or more, or None. {see('report')}"
-        )
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}. Pass 1 or more, or None. {see('report')}")
+    if steps is not None:
+        check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
     resolve_pairs(wait=True)
     kept = settings.kept_steps()
-    found = _last_steps(min(steps or kept, kept))
-    compiled = _compilations([step for step in found if step is not None])
+    found = _last_steps(int(min(steps or kept, kept)))
     donors: list[Donor] = []
     summary: list[Step] = []
-    for step in found:
+    for step, compilations in found:
         if step is None:
-            summary.append(Step(None))
+            summary.append(Step(None, compilations=compilations))
             continue
         facts = facts_of(step)
         own = [describe_donor(raw, step, facts=facts) for raw in step["donors"]]
         crossed = sum(bool(donor.crossed) for donor in own)
         copied = None if facts is None else sum(facts.copied.values())
-        summary.append(Step(step["number"], len(own), crossed, copied, compiled[step["number"]]))
+        summary.append(Step(step["number"], len(own), crossed, copied, compilations))
         donors += own
     marks = _C.pending()
     next_step = StepPrediction() if predict and marks else None
@@ -212,7 +213,7 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     refusals: dict[str, int] = {}
     for reason, count in _C.auto_refusals():  # errors that differ only after the first line have one sentence
         refusals[sentence(reason)] = refusals.get(sentence(reason), 0) + count
-    backward_threads = sum(step is not None and step["after_backward_thread"] for step in found)
+    backward_threads = sum(step is not None and step["after_backward_thread"] for step, _ in found)
     errors = _C.hook_errors()
     return DonationReport(tuple(donors), tuple(pending), refusals, held, tuple(summary), backward_threads, errors)
 
@@ -226,18 +227,13 @@ def reasons_by_buffer() -> list[tuple[int, str]]:
     return found
 
 
-def _compilations(steps: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """By the number of a step, the graphs that were compiled from its begin to the next one's."""
-    counts = [*(step["compiled_before"] for step in steps), _host.compilations()]
-    # Negative if the program has cleared torch_xla's counters.
-    return {step["number"]: max(after - before, 0) for step, before, after in zip(steps, counts, counts[1:])}
+def _last_steps(count: int) -> list[tuple[Mapping[str, Any] | None, int]]:
+    """The last steps from the first one with donors, oldest first, each with the number of its compilations.
 
-
-def _last_steps(count: int) -> list[Mapping[str, Any] | None]:
-    """The last steps from the first one with donors, oldest first. None stands for a step without donors."""
-    with_donors = sorted(_C.steps(), key=lambda step: step["number"])  # steps end in any order
-    found: list[Mapping[str, Any] | None] = []
-    for step, after in zip(with_donors, [*with_donors[1:], None]):
-        plain_after = (_C.plain_steps() if after is None else after["plain_before"]) - step["plain_before"]
-        found += [step, *[None] * min(plain_after, count)]
+    None stands for a step without donors.
+    """
+    found: list[tuple[Mapping[str, Any] | None, int]] = []
+    for step in sorted(_C.steps(), key=lambda step: step["number"]):  # steps end in any order
+        found.append((step, step["compilations"]))
+        found += [(None, compilations) for compilations in step["plain_steps"]]
     return found[-count:]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch_xla_donate import _C, _config
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import check_count, see
 
 
 class _Settings:
@@ -19,19 +21,16 @@ def kept_steps() -> int:
     return _settings.kept_steps
 
 
-def warn_min_bytes() -> int:
-    """The bytes from which an unusable donor warns or raises."""
-    return _settings.warn_min_bytes
-
-
 def configure(*, kept_steps: int | None = None, warn_min_bytes: int | None = None) -> dict[str, int]:
     """Changes settings of the report, for all threads. None keeps a setting.
 
     Args:
         kept_steps: how many of the last steps `donation_report` can show, 1 or more. Initially 8, or the environment
             variable ``TORCH_XLA_DONATE_KEPT_STEPS``. A kept step takes memory for each of its donors.
-        warn_min_bytes: an unusable donor of fewer bytes (of the whole array) neither warns nor raises, also if it is
-            strict. The report shows it. Initially 0, or ``TORCH_XLA_DONATE_WARN_MIN_BYTES``.
+        warn_min_bytes: an unusable donor of fewer bytes (of the whole array) does not matter: it neither warns nor
+            raises, also if it is strict, and does not fail `testing.no_unusable_donation`. The report shows it, and
+            `expect_donated` counts its bytes. A mark keeps the value of the moment when it is made. Initially 0, or
+            ``TORCH_XLA_DONATE_WARN_MIN_BYTES``.
 
     Returns:
         The settings before, so that ``configure(**before)`` restores them.
@@ -42,18 +41,14 @@ def configure(*, kept_steps: int | None = None, warn_min_bytes: int | None = Non
     """
     before = {"kept_steps": _settings.kept_steps, "warn_min_bytes": _settings.warn_min_bytes}
     for name, value, least in (("kept_steps", kept_steps, 1), ("warn_min_bytes", warn_min_bytes, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(
-                f"{name} is of type {type(value).__name__}, not an int. Pass {least} or more, or None to keep the "
-                f"setting. {see('report')}"
-            )
-        if value is not None and value < least:
-            raise ValueError(f"{name} is {value}. Pass {least} or more, or None to keep the setting. {see('report')}")
+        if value is not None:
+            check_count(name, value, least, f"Pass {least} or more, or None to keep the setting. {see('report')}")
     if kept_steps is not None:
-        _C.set_kept_steps(kept_steps)
-        _settings.kept_steps = kept_steps
+        _settings.kept_steps = int(kept_steps)
+        _C.set_kept_steps(min(_settings.kept_steps, sys.maxsize))
     if warn_min_bytes is not None:
-        _settings.warn_min_bytes = warn_min_bytes
+        _settings.warn_min_bytes = int(warn_min_bytes)
+        _C.set_warn_min_bytes(min(_settings.warn_min_bytes, sys.maxsize))
     return before
 
 
