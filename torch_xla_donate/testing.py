@@ -13,6 +13,7 @@ import torch
 
 from torch_xla_donate import _C, _report, _trees, hlo
 from torch_xla_donate._errors import see
+from torch_xla_donate._modes import ThreadMode
 from torch_xla_donate._modes.expect import check_fraction
 
 __all__ = [
@@ -227,7 +228,7 @@ class HloDump:
             self._count += 1
 
 
-class no_unusable_donation(_C.Scope):
+class no_unusable_donation(ThreadMode[_C.StepTally]):
     """A context whose end raises if a donation of a step inside was unusable, on any thread.
 
     The fixture ``fail_on_unusable_donation`` is one. Donations that `donation_disabled` or `debug_nans` prevented do
@@ -237,22 +238,23 @@ class no_unusable_donation(_C.Scope):
         AssertionError: at the end, with the reasons.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._tally = _C.StepTally()
+    def make_entry(self) -> _C.StepTally:
+        return _C.StepTally()
 
-    def enter(self) -> None:
-        self._tally = _C.StepTally()  # the context may be entered again
-        self._tally.open(all_threads=True)
+    def switch_on(self, entry: _C.StepTally) -> None:
+        entry.open(all_threads=True)
+
+    def switch_off(self, entry: _C.StepTally) -> None:
+        entry.close()
 
     def finish(self) -> None:
         _C.wait_for_steps()
-        texts = [text for step in self._tally.read()["unusable"] for text in _report.unusable_texts(step)]
+        texts = [text for step in self.last_entry().read()["unusable"] for text in _report.unusable_texts(step)]
         # Otherwise a strict error would reach the next test.
         _report.raise_with_notices(AssertionError("\n".join(texts)) if texts else None, everywhere=True)
 
     def leave(self, raised: bool) -> None:
-        self._tally.close()
+        super().leave(raised)
         # After an exception of the block there was no `finish`. Later steps would raise what it left.
         _C.wait_for_steps()
         _C.take_notices()
