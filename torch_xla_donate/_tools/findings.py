@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -32,11 +33,13 @@ class Key:
 class Finding:
     """The findings of one kind in the last run of a step.
 
-    names: of the first array.
+    name: of the first array; None if it has none.
+    roots: the variables that lead to the arrays.
     automatic: whether the step donates free inputs anyway.
     """
 
-    names: tuple[Name, ...] = ()
+    name: Name | None = None
+    roots: set[str] = dataclasses.field(default_factory=set)
     bytes: int = 0
     array: str = ""
     largest: int = 0
@@ -45,9 +48,15 @@ class Finding:
     detail: str = ""
     runs: int = 0
 
+    @classmethod
+    def named(cls, names: Sequence[Name], **fields: Any) -> Finding:
+        """For an array with these names, the shortest first."""
+        return cls(names[0] if names else None, {name.variable for name in names}, **fields)
+
     def merge(self, other: Finding) -> None:
         """Adds the arrays of another one."""
-        self.names += other.names
+        self.name = self.name or other.name
+        self.roots |= other.roots
         self.bytes += other.bytes
         self.count += other.count
         if other.largest > self.largest:
@@ -97,7 +106,7 @@ def find(
     findings: dict[Key, Finding] = {}
 
     def note(key: Key, array: str, names: tuple[Name, ...] = (), detail: str = "") -> None:
-        finding = findings.setdefault(key, Finding(names, automatic=step.automatic, detail=detail))
+        finding = findings.setdefault(key, Finding.named(names, automatic=step.automatic, detail=detail))
         finding.add(array)
 
     inputs = step.inputs
@@ -111,8 +120,8 @@ def find(
     arguments = call.arguments if call is not None else {}
     # Only values that an earlier step has computed, and that no step has read before: not parameters and data.
     held = [raw for raw in inputs if raw.use == "held" and raw.tensor in computed and not raw.seen_before]
-    buffers = [raw.buffer for raw in held if raw.tensor not in arguments]
-    holders = holders_of(buffers)
+    buffers = dict.fromkeys(raw.buffer for raw in held if raw.tensor not in arguments)
+    holders = holders_of([*buffers])
     donated: list[_C.WatchedInput] = []  # arguments
     for raw in inputs:
         if raw.use == "other" or raw.next is None:
@@ -137,10 +146,11 @@ def find(
             note(Key(kind, site, "", _variable(names), holder), raw.array, names)
     if call is not None:
         whole = _whole_arguments(call, donated)
-        texts = [f"argument {name!r}" for _, name in dict.fromkeys(call.arguments[raw.tensor] for raw in whole)]  # type: ignore[index]
+        given = dict.fromkeys(call.arguments[raw.tensor] for raw in whole)  # type: ignore[index]
+        holder = ", ".join(f"argument {name!r}" for _, name in given)
+        detail = _donate(sorted((number for number, _ in given), key=str))
         for raw in whole:
-            numbers = sorted({call.arguments[raw.tensor][0] for raw in whole}, key=str)  # type: ignore[index]
-            note(Key("functional_update", site, call.where, "", ", ".join(texts)), raw.array, (), _donate(numbers))
+            note(Key("functional_update", site, call.where, "", holder), raw.array, (), detail)
     return findings
 
 
@@ -203,7 +213,7 @@ def gradients(step: _C.WatchedStep, site: str, now: Mapping[int, Named]) -> dict
         named = now.get(alias)
         tensor = named.tensor() if named is not None else None
         if named is not None and tensor is not None and all(name.is_gradient for name in named.names):
-            finding = Finding(tuple(named.names))
+            finding = Finding.named(named.names)
             finding.add(_C.array_of(tensor))
             found[_C.holds(tensor)] = Key("kept_gradient", site, "", named.names[0].variable), finding
     return found
