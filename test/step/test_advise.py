@@ -15,7 +15,7 @@ import torch_xla
 
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
-from torch_xla_donate._tools.findings import Finding
+from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.names import OBJECTS, Name, Walk, name_tensors
 from torch_xla_donate._tools.recorder import _NAMED_RUNS, Recorder
 
@@ -183,7 +183,7 @@ def test_a_listener_that_raises_stops_neither_program_nor_others(make):
     assert donation_report().errors["advise: ValueError: no listener"] == 3
 
 
-def test_steps_that_all_differ_are_named_a_bounded_number_of_times(make, monkeypatch):
+def test_the_number_of_named_steps_is_bounded(make, monkeypatch):
     monkeypatch.setattr("torch_xla_donate._tools.recorder._KINDS", 3)
     x = make(32, 32)
     ends = [compile_source("torch_xla.sync()", f"end_{i}.py", "exec") for i in range(12)]
@@ -195,15 +195,32 @@ def test_steps_that_all_differ_are_named_a_bounded_number_of_times(make, monkeyp
     assert 0 < len(recorder._findings) <= 3 + _NAMED_RUNS
 
 
-def test_a_finding_of_many_arrays_keeps_one_name_and_the_variables():
-    names = [Name("model", f".layers[{i}].weight.grad", None, "train.py", 0) for i in range(10_000)]
-    whole = Finding()
-    for name in names:
-        one = Finding.named([name])
-        one.add("f32[4]")
-        whole.merge(one)
-    assert (whole.name, whole.roots) == (names[0], {"model"})
-    assert (whole.count, whole.bytes) == (10_000, 160_000)
+def test_the_source_is_searched_once_for_many_tensors(make, monkeypatch):
+    """A search reads whole files."""
+    searches = []
+
+    def count(find):
+        def search(name):
+            searches.append(name)
+            return find(name)
+
+        monkeypatch.setattr(edits, find.__name__, search)
+
+    count(edits.find_write)
+    count(edits.find_assignment)
+    params = {f"p{i}": make(8, 8) for i in range(200)}
+    caches = [make(8, 8) for i in range(200)]
+
+    def step():
+        nonlocal params
+        params = {name: p * 0.5 for name, p in params.items()}
+        for cache in caches:
+            cache[1] = 1.0
+
+    advice = advise(step)
+    assert sum(hint.count for hint in advice) == 400
+    assert {hint.kind for hint in advice} == {"functional_update", "slice_assignment"}
+    assert len(searches) < 200
 
 
 def test_a_holder_that_python_cannot_name(make):
@@ -357,14 +374,21 @@ def test_objects_that_break_rules_cost_only_their_own_names(make):
 
 
 def test_a_trace_function_keeps_the_variables_of_its_frame(make):
-    """Python sets them from a dictionary when the function returns, which the search must not clear."""
-    with Recorder():
+    """Before Python 3.13 the search may neither clear nor keep the dictionary of the frame."""
+    x = make(32, 32)
+    with Recorder() as recorder:
 
         def trace(frame, event, argument):
             if frame.f_code is work.__code__:
                 _ = make(4) * 2
                 torch_xla.sync()
-            return trace
+            return trace if frame.f_code in (work.__code__, loop.__code__) else None
+
+        def loop(x):
+            for _ in range(4):
+                x = x * 0.5
+                torch_xla.sync()
+            return x
 
         def work(a):
             b = a + 1
@@ -374,9 +398,11 @@ def test_a_trace_function_keeps_the_variables_of_its_frame(make):
         sys.settrace(trace)
         try:
             result = work(1)
+            x = loop(x)
         finally:
             sys.settrace(before)
     assert result == 3
+    assert [hint.kind for hint in recorder.advice()] == ["free_input"]
 
 
 def test_small_arrays_are_left_out(make):

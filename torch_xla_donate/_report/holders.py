@@ -130,25 +130,31 @@ def user_modules() -> Iterator[types.ModuleType]:
 
 
 def variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """The local variables. Before Python 3.13 a frame keeps this dictionary, and with it old values."""
-    space = frame.f_locals
+    """The local variables; none of a function that Python code traces, and of the body of a class with other mappings.
+
+    Before Python 3.13 a frame keeps a dictionary of its variables once someone reads it. A trace function would bring
+    the variables back to their values in the dictionary, or the dictionary would keep the old ones.
+    """
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_function and sys.version_info < (3, 13) and _is_traced(frame):
+        return {}
+    space = frame.f_locals
     is_dict = issubclass(type(space), dict)
-    if not (is_dict or is_function):  # the body of a class may have a mapping of the program
+    if not (is_dict or is_function):
         return {}
     found = dict(dict.items(space) if is_dict else space)
     nobody_else = 3  # references: of the frame, of this function, and of getrefcount
-    if is_function and is_dict and sys.getrefcount(space) <= nobody_else and not _is_traced(frame):
+    if is_function and is_dict and sys.getrefcount(space) <= nobody_else:
         space.clear()  # does not change the variables
     return found
 
 
 def _is_traced(frame: types.FrameType) -> bool:
-    """Whether a trace function may run for a frame. At its end Python sets the variables from the dictionary."""
+    """Whether a trace or profile function in Python may run for a frame, now or later."""
     code, last = frame.f_code.co_code, frame.f_lasti
-    begins = last < 0 or dis.opname[code[last]] == "RESUME"  # the frame has no trace function yet
-    profiles = callable(sys.getprofile()) or callable(threading.getprofile())  # not those written in C
-    return begins or profiles or frame.f_trace is not None
+    begins = last < 0 or dis.opname[code[last]] == "RESUME"  # its trace function is not set yet
+    hooks = frame.f_trace, sys.getprofile(), threading.getprofile()
+    return begins or any(type(hook) in (types.FunctionType, types.MethodType) for hook in hooks)
 
 
 _MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping
 
 import torch
 
@@ -16,6 +15,8 @@ from torch_xla_donate._report.reasons import sentence
 from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.hints import HintKind
 from torch_xla_donate._tools.names import Name, Named
+
+_SEARCHED = 64  # different tensors whose writes are looked up in the source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +34,11 @@ class Key:
 class Finding:
     """The findings of one kind in the last run of a step.
 
-    name: of the first array; None if it has none.
-    roots: the variables that lead to the arrays.
+    names: of the first array, or of all in `kept_gradient`.
     automatic: whether the step donates free inputs anyway.
     """
 
-    name: Name | None = None
-    roots: set[str] = dataclasses.field(default_factory=set)
+    names: list[Name] = dataclasses.field(default_factory=list)
     bytes: int = 0
     array: str = ""
     largest: int = 0
@@ -48,15 +47,9 @@ class Finding:
     detail: str = ""
     runs: int = 0
 
-    @classmethod
-    def named(cls, names: Sequence[Name], **fields: Any) -> Finding:
-        """For an array with these names, the shortest first."""
-        return cls(names[0] if names else None, {name.variable for name in names}, **fields)
-
     def merge(self, other: Finding) -> None:
         """Adds the arrays of another one."""
-        self.name = self.name or other.name
-        self.roots |= other.roots
+        self.names.extend(other.names)
         self.bytes += other.bytes
         self.count += other.count
         if other.largest > self.largest:
@@ -106,8 +99,9 @@ def find(
     findings: dict[Key, Finding] = {}
 
     def note(key: Key, array: str, names: tuple[Name, ...] = (), detail: str = "") -> None:
-        finding = findings.setdefault(key, Finding.named(names, automatic=step.automatic, detail=detail))
-        finding.add(array)
+        if key not in findings:
+            findings[key] = Finding([*names], automatic=step.automatic, detail=detail)
+        findings[key].add(array)
 
     inputs = step.inputs
     if step.reason:
@@ -123,6 +117,7 @@ def find(
     buffers = dict.fromkeys(raw.buffer for raw in held if raw.tensor not in arguments)
     holders = holders_of([*buffers])
     donated: list[_C.WatchedInput] = []  # arguments
+    lines = _Lines()
     for raw in inputs:
         if raw.use == "other" or raw.next is None:
             continue
@@ -133,7 +128,7 @@ def find(
             note(Key("output_sharding", site, "", _variable(names)), raw.array, names, split_sharding(raw.array)[1])
         elif raw.use == "free" and not step.automatic:
             old = before.get(raw.tensor) if before is not None and raw.tensor is not None else None
-            key, names = _free(raw, site, old, reachable)
+            key, names = _free(raw, site, old, reachable, lines)
             note(key, raw.array, names)
         elif raw.use == "held" and raw.tensor in arguments:
             if raw.next in results:
@@ -176,14 +171,16 @@ def _donate(numbers: list[int | str]) -> str:
     return ", ".join(options + ([f"donate_argnames={names}"] if names else []))
 
 
-def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -> tuple[Key, tuple[Name, ...]]:
+def _free(
+    raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable, lines: _Lines
+) -> tuple[Key, tuple[Name, ...]]:
     """The finding for an input that the program cannot read after the step."""
     # A tensor that was written by slices still has its old value.
     new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.next)  # type: ignore[arg-type]
     tensor = new.tensor() if new is not None else None
     if new is not None and tensor is not None and (raw.tensor in now.by_alias or (old and old.tensor() is tensor)):
         name = new.names[0]
-        where, is_slice = edits.find_write(name)
+        where, is_slice = lines.of_write(name)
         is_slice = is_slice or len(set(_C.alias_ids(tensor))) > 1  # the source may be unknown
         kind: HintKind = "slice_assignment" if is_slice else "lost_alias"
         return Key(kind, site, where, name.variable), tuple(new.names)
@@ -192,7 +189,33 @@ def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -
         return Key("free_input", site), tuple(old.names) if old is not None else ()
     name = now.places[names[0].place]
     kind = "functional_update" if name.path else "reassignment"
-    return Key(kind, site, edits.find_assignment(name), name.variable), names
+    return Key(kind, site, lines.of_assignment(name), name.variable), names
+
+
+class _Lines:
+    """Lines of the source for the tensors of a step. Each is searched once, as a search reads whole files."""
+
+    def __init__(self) -> None:
+        self._writes: dict[tuple[object, ...], tuple[str, bool]] = {}
+        self._assignments: dict[tuple[object, ...], str] = {}
+
+    def of_write(self, name: Name) -> tuple[str, bool]:
+        """As `edits.find_write`. Of many items of a variable only the first ones are searched."""
+        attribute = name.path.rpartition(".")[2]
+        text = attribute if attribute.isidentifier() else name.path
+        key = name.variable, id(name.code), name.file, name.line, name.owner_file, text
+        if key not in self._writes:
+            if len(self._writes) >= _SEARCHED:
+                return self.of_assignment(name), False
+            self._writes[key] = edits.find_write(name)
+        return self._writes[key]
+
+    def of_assignment(self, name: Name) -> str:
+        """As `edits.find_assignment`."""
+        key = name.variable, id(name.code), name.file, name.line, bool(name.path)
+        if key not in self._assignments:
+            self._assignments[key] = edits.find_assignment(name)
+        return self._assignments[key]
 
 
 class _Reachable:
@@ -213,7 +236,7 @@ def gradients(step: _C.WatchedStep, site: str, now: Mapping[int, Named]) -> dict
         named = now.get(alias)
         tensor = named.tensor() if named is not None else None
         if named is not None and tensor is not None and all(name.is_gradient for name in named.names):
-            finding = Finding.named(named.names)
+            finding = Finding([*named.names])
             finding.add(_C.array_of(tensor))
             found[_C.holds(tensor)] = Key("kept_gradient", site, "", named.names[0].variable), finding
     return found

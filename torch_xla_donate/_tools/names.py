@@ -62,7 +62,7 @@ class Name:
     @property
     def place(self) -> tuple[object, ...]:
         """Equal for one place of the program, whatever line runs."""
-        return self.variable, self.path, self.code, self.file
+        return self.variable, self.path, id(self.code), self.file  # the hash of a code object reads all of it
 
     def assigned(self) -> int:
         """The line that assigned the variable last; 0 if unknown."""

@@ -119,7 +119,7 @@ def _names() -> dict[int, Named] | None:
 
 def _hint(key: Key, finding: Finding, main: str) -> Hint:
     """The hint for a finding, with the edit."""
-    name = finding.name
+    name = finding.names[0] if finding.names else None
     where = key.where or key.site
     root = (name.variable if finding.count > 1 else str(name)) if name is not None else ""
     automatic = edits.call_auto_donate(main or where.rpartition(":")[0], key.site)
@@ -137,7 +137,7 @@ def _hint(key: Key, finding: Finding, main: str) -> Hint:
         edit, changes = _detach(key, finding, automatic)
         where = _where(key.holder, key.site) or where
     elif key.kind == "kept_gradient":
-        optimizer, changes = edits.clear_gradients(finding.roots, key.site)
+        optimizer, changes = edits.clear_gradients({each.variable for each in finding.names}, key.site)
         edit = f"{optimizer or 'optimizer'}.zero_grad(set_to_none=True) after the last use of the gradients"
     elif key.kind == "held_input":
         edit, changes = "", []
