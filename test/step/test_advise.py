@@ -56,6 +56,26 @@ def test_an_argument_of_which_a_part_has_no_result_is_left_out(make):
     assert not advise(update, [make(32, 32), make(64, 64)])
 
 
+def test_arguments_of_an_odd_callable(make):
+    """Not each has a name, and the callable may have no source."""
+
+    class Odd:
+        def __call__(self, first, *others):
+            return others[1] * 2
+
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    def last(first, *others):
+        return others[1] * 2
+
+    (hint,) = advise(last, 1, 2, make(32, 32))
+    assert (hint.holder, hint.bytes) == ("argument '2'", SIZE)
+    assert "donate_argnums=(2,)" in hint.edit
+    assert not advise(Odd(), 1, 2, make(32, 32))
+    assert donation_report().errors["advise: RuntimeError: __wrapped__"] == 2
+
+
 def test_the_state_of_a_closure(make):
     x = make(32, 32)
 
