@@ -189,6 +189,8 @@ def compare(
 ) -> dict[str, dict[str, list[float]]]:
     """Runs ``repeat`` steps of each variant, (preparation, step), a round, after its untimed preparation.
 
+    Each variant runs three steps before, which compile its graphs.
+
     Returns, for each measure and variant, what a step took: seconds of wall time, seconds of processor time of all
     threads and of this one ("thread"), and instructions where the machine counts them.
     """
@@ -216,6 +218,10 @@ def compare(
 
         return sample
 
+    for prepare, step in variants.values():
+        prepare()
+        for _ in range(3):
+            step()
     warm = compiles()
     found["wall"] = side_by_side(
         {name: sampled(name, prepare, step) for name, (prepare, step) in variants.items()}, rounds

@@ -41,13 +41,6 @@ def multiply(held: list[torch.Tensor], before: Callable[[list[torch.Tensor]], An
     return step
 
 
-def warm_up(variants: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]]) -> None:
-    for prepare, step in variants.values():
-        prepare()
-        for _ in range(3):
-            step()
-
-
 def live(count: int, read: bool) -> list[torch.Tensor]:
     """Tensors that a step may be beside.
 
@@ -72,7 +65,6 @@ def bystanders(
     """
     others = live(count, read)
     variants = {"on": (on, multiply(_common.small_tensors(1))), "off": (off, multiply(_common.small_tensors(1)))}
-    warm_up(variants)
     found = _common.compare(variants, rounds, repeat, counter)
     del others
     return found
@@ -119,7 +111,6 @@ def all_replaced(count: int, rounds: int, repeat: int, counter: _common.Instruct
         "by hand": (off, multiply(_common.small_tensors(count), torch_xla_donate.donate_buffer)),
         "auto": (on, multiply(_common.small_tensors(count))),
     }
-    warm_up(variants)
     found = _common.compare(variants, rounds, repeat, counter)
     off()
     return {
@@ -137,7 +128,6 @@ def switched_off(count: int, rounds: int, repeat: int, counter: _common.Instruct
     step = multiply(_common.small_tensors(1))
     variants = {"hooked": (_host.install_hooks, step), "unhooked": (_host.uninstall_hooks, step)}
     try:
-        warm_up(variants)
         found = _common.compare(variants, rounds, repeat, counter)
     finally:
         _host.install_hooks()

@@ -250,7 +250,11 @@ def main(
             click.echo(f"{case[0]} on {case[1]} devices, {one}: {rows[-1]['compile_seconds']:.0f} s", err=True)
     Console(width=150).print(table_of(rows))
     if everything:
-        RESULTS.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        sys.path.insert(0, str(RESULTS.parents[1]))
+        from _common import describe
+
+        found = {**describe("llama", "python examples/llama.py --all", {}), "rows": rows}
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         model.draw(rows, FIGURE)
 
 

@@ -204,7 +204,10 @@ def _show(
         except OSError as error:
             raise click.UsageError(str(error)) from error
     if applies:
-        click.echo(edits.diff(found.advice or ()), nl=False)
+        text, left_out = edits.diff(found.advice or (), os.getcwd())
+        click.echo(text, nl=False)
+        for message in left_out:
+            click.echo(message, err=True)
     if json_file == "-" or applies:
         click.echo(table.summary_line(found), err=True)
     else:

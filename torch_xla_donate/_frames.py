@@ -19,7 +19,7 @@ def is_internal_code(module: str, file: str) -> bool:
     return generated or module.partition(".")[0] in _INTERNAL
 
 
-_INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "typing_extensions"}
+_INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "runpy", "typing_extensions"}
 
 
 def call_site(stacklevel: int = 1) -> str:

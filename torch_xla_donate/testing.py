@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import reprlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ def assert_donated(tensors: Any) -> None:
     Raises:
         AssertionError: a leaf is not donated. The text gives the reason for each, if the report has it.
         TypeError: a leaf is not a tensor.
+        ValueError: ``tensors`` has no tensor.
     """
     _C.wait_for_steps()
     others = [(name, tensor) for name, tensor in _leaves(tensors) if not _C.is_donated(tensor)]
@@ -116,6 +118,11 @@ def assert_aliased(module: Any, *parameters: int | str) -> None:
 def _donors_of(module: Any) -> tuple[int, list[_Donor]]:
     """The number of input arrays, and the donors."""
     if isinstance(module, str | os.PathLike):
+        if os.path.isdir(module):
+            raise ValueError(
+                f"module is the folder {os.fspath(module)!r}. Pass one of hlo.read_dump(folder), or a file. "
+                f"{see('testing')}"
+            )
         module = hlo.parse(module)
     if isinstance(module, hlo.DumpedModule):
         module = module.after if module.after is not None else module.before
@@ -187,17 +194,18 @@ class HloDump:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
+        self._record = _C.GraphRecord()
         self._count = 0
 
     def __enter__(self) -> HloDump:
-        _C.record_graphs(True)
+        self._record.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self._write()
         finally:
-            _C.record_graphs(False)
+            self._record.close()
 
     @property
     def folder(self) -> Path:
@@ -212,7 +220,7 @@ class HloDump:
 
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for graph in _C.take_graphs():
+        for graph in self._record.take():
             name = re.sub(r"[^\w.-]", "_", hlo.parse(graph.text).name)[:200]
             path = self._folder / f"module_{self._count:04}.{name}.after_optimizations.txt"
             path.write_text(graph.text, encoding="utf-8")
@@ -245,10 +253,15 @@ class no_unusable_donation(_C.Scope):
 
     def leave(self, raised: bool) -> None:
         self._tally.close()
+        # After an exception of the block there was no `finish`. Later steps would raise what it left.
+        _C.wait_for_steps()
+        _C.take_notices()
 
 
-def _leaves(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _leaves(tensors: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors with a text for each."""
     leaves, names = _trees.flatten(tensors)
+    found = []
     for index, leaf in enumerate(leaves):
         tensor = _trees.without_wrapper(leaf)
         if tensor is None:
@@ -258,7 +271,10 @@ def _leaves(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
             raise TypeError(
                 f"{name} is of type {type(tensor).__name__}, not a tensor. Remove this leaf. {see('testing')}"
             )
-        yield f"{name} {_trees.dtype_and_shape(tensor)}", tensor
+        found.append((f"{name} {_trees.dtype_and_shape(tensor)}", tensor))
+    if not found:
+        raise ValueError(f"tensors has no tensor: {reprlib.repr(tensors)}. Pass at least one tensor. {see('testing')}")
+    return found
 
 
 def _why_not(tensor: torch.Tensor, reasons: Mapping[int, str]) -> str:

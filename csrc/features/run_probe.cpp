@@ -15,10 +15,7 @@ namespace {
 struct ThreadState {
   bool inspecting = false;
   std::optional<abi::CompiledGraph> found;
-  bool recording = false;
-  // Held, so that another graph cannot get an address seen before.
-  std::vector<std::shared_ptr<const abi::HostCachedComputation>> graphs;
-  std::size_t taken = 0;  // of graphs
+  std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
 };
 ThreadState& State() {
   thread_local ThreadState state;
@@ -33,19 +30,15 @@ class RunProbe : public StepObserver {
       State().found = abi::DescribeGraph(*abi::ExecutableOf(run.run));
       throw InspectedRun("the graph was described, not run");
     }
-    if (State().recording && run.runs_all) {
+    if (!State().records.empty() && run.runs_all) {
       try {
-        Record(abi::ExecutableOf(run.run));
+        const auto graph = abi::ExecutableOf(run.run);
+        for (const auto& record : State().records) {
+          record->Add(graph);
+        }
       } catch (const std::exception& error) {  // another class than expected
         DonationRegistry::Get().NoteError(error.what());
       }
-    }
-  }
-
-  static void Record(std::shared_ptr<const abi::HostCachedComputation> graph) {
-    auto& graphs = State().graphs;
-    if (std::find(graphs.begin(), graphs.end(), graph) == graphs.end()) {
-      graphs.push_back(std::move(graph));
     }
   }
 };
@@ -64,16 +57,23 @@ std::optional<abi::CompiledGraph> TakeInspected() {
   return std::exchange(State().found, std::nullopt);
 }
 
-void RecordGraphs(bool on) {
-  State().recording = on;
-  State().graphs.clear();
-  State().taken = 0;
+void GraphRecord::Open() { State().records.push_back(shared_from_this()); }
+
+void GraphRecord::Close() {
+  auto& records = State().records;
+  records.erase(std::remove(records.begin(), records.end(), shared_from_this()), records.end());
 }
 
-std::vector<abi::CompiledGraph> TakeGraphs() {
+void GraphRecord::Add(std::shared_ptr<const abi::HostCachedComputation> graph) {
+  if (std::find(graphs_.begin(), graphs_.end(), graph) == graphs_.end()) {
+    graphs_.push_back(std::move(graph));
+  }
+}
+
+std::vector<abi::CompiledGraph> GraphRecord::Take() {
   std::vector<abi::CompiledGraph> result;
-  for (auto& taken = State().taken; taken < State().graphs.size(); ++taken) {
-    result.push_back(abi::DescribeGraph(*State().graphs[taken]));
+  for (; taken_ < graphs_.size(); ++taken_) {
+    result.push_back(abi::DescribeGraph(*graphs_[taken_]));
   }
   return result;
 }

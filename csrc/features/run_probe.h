@@ -4,6 +4,8 @@
 // Threads: belongs to the calling thread. Errors: InspectedRun ends the run.
 #pragma once
 
+#include <cstddef>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -19,9 +21,20 @@ struct InspectedRun : std::runtime_error {
 void InspectNextRun();
 std::optional<abi::CompiledGraph> TakeInspected();
 
-// Whether to record the graphs that this thread runs, without those of reads.
-void RecordGraphs(bool on);
-// The graphs that ran for the first time since this thread began to record, without those returned before.
-std::vector<abi::CompiledGraph> TakeGraphs();
+// The graphs that a thread runs while the record is open, each once and without those of reads. Records may overlap.
+class GraphRecord : public std::enable_shared_from_this<GraphRecord> {
+ public:
+  void Open();
+  // Keeps the graphs. Called on the thread that opened it.
+  void Close();
+  void Add(std::shared_ptr<const abi::HostCachedComputation> graph);
+  // The graphs that were not returned before.
+  std::vector<abi::CompiledGraph> Take();
+
+ private:
+  // Held, so that another graph cannot get an address seen before.
+  std::vector<std::shared_ptr<const abi::HostCachedComputation>> graphs_;
+  std::size_t taken_ = 0;
+};
 
 }  // namespace torch_xla_donate

@@ -120,9 +120,12 @@ void BindRuns(py::module_& m) {
         "This thread's next run of a compiled graph raises RuntimeError instead of running.");
   m.def("take_inspected", &TakeInspected,
         "The graph of the run that inspect_next_run has stopped; None if there was none.");
-  m.def("record_graphs", &RecordGraphs, py::arg("on"),
-        "Whether to record the graphs that this thread runs, without those of reads. Forgets recorded ones.");
-  m.def("take_graphs", &TakeGraphs, "The recorded graphs that ran for the first time, without those returned before.");
+  py::class_<GraphRecord, std::shared_ptr<GraphRecord>>(
+      m, "GraphRecord", "The graphs that a thread runs while the record is open, without those of reads.")
+      .def(py::init<>())
+      .def("open", &GraphRecord::Open)
+      .def("close", &GraphRecord::Close, "Keeps the graphs. Called on the thread that opened it.")
+      .def("take", &GraphRecord::Take, "The graphs that were not returned before, in the order of their first run.");
   m.def("refuse_runs", &BlockRuns, py::arg("on"),
         "Whether running a graph on this thread raises RuntimeError, 'Unexpected execution ...'.");
   m.def("refuses_runs", &BlocksRuns, "The value that refuse_runs has set on this thread.");

@@ -112,8 +112,8 @@ def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> 
         assert copied["auto"] <= copied["by hand"]
         assert kept["auto"] >= kept["by hand"]
     assert found["aim"]["met"] is True
-    # Patterns that torch_xla aliases automatically stay as they are. Of the others it aliases at most a part.
-    for key in ("aliased_bytes", "copied_bytes", "kept_bytes"):
+    # Patterns that torch_xla aliases automatically stay so, with fewer copies. It aliases at most a part of the others.
+    for key in ("aliased_bytes", "kept_bytes"):
         assert len(set(rows["torch.optim.AdamW, in place"][key].values())) == 1
     without_upstream = [name for name, row in rows.items() if row["aliased_bytes"]["upstream"] == 0]
     assert set(rows) - set(without_upstream) == {"torch.optim.AdamW, in place", "moving average of weights"}

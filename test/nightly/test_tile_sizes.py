@@ -14,7 +14,23 @@ from helpers import needs_tpu_compiler
 
 from torch_xla_donate import _C, _host
 
-DTYPES = ("f32", "s32", "bf16", "f16", "s64", "s16", "s8", "u8", "pred", "f8e4m3fn", "f8e5m2")
+DTYPES = (
+    "f32",
+    "s32",
+    "bf16",
+    "f16",
+    "s64",
+    "s16",
+    "s8",
+    "u8",
+    "pred",
+    "f8e4m3fn",
+    "f8e5m2",
+    "u16",
+    "u32",
+    "u64",
+    "f64",
+)
 PROGRAM = Path(__file__).with_name("compile_pairs.py")
 
 
@@ -44,7 +60,17 @@ def random_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize(("topology", "platform"), [("v6e:1x1", "tpu"), ("v5e:1x1", "tpu"), ("v4:2x2x1", "tpu")])
+@pytest.mark.parametrize(
+    ("topology", "platform"),
+    [
+        ("v6e:1x1", "tpu"),
+        ("v5e:1x1", "tpu"),
+        ("v5p:2x2x1", "tpu"),
+        ("v4:2x2x1", "tpu"),
+        ("v3:2x2", "tpu before v4"),
+        ("v2:2x2", "tpu before v4"),
+    ],
+)
 def test_the_tpu_compiler_pairs_by_the_sizes_that_we_expect(topology: str, platform: str) -> None:
     with _host.size_rule(platform):
         pairs = random_pairs(300, seed=20261122)

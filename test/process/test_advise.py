@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import runpy
 import subprocess
 from pathlib import Path
@@ -130,18 +131,20 @@ class Measured:
     """A program's advice, what it printed, and bytes of its largest step."""
 
     advice: Advice
-    text: str
+    text: bytes
     printed: str
     aliased: int
     outputs: int
 
 
-def watch(file: str) -> tuple[str, str, str]:
+def watch(file: str) -> tuple[str, bytes, str]:
     """In a child: the advice for a program as JSON, as a diff, and what the program printed."""
     with Recorder() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(file, run_name="__main__")
     advice = recorder.advice(file)
-    return json.dumps(advice.to_dict()), diff(advice), printed.getvalue()
+    text, left_out = diff(advice, os.path.dirname(file))
+    assert left_out == []
+    return json.dumps(advice.to_dict()), text, printed.getvalue()
 
 
 def measure(file: Path, env: dict[str, str] | None = None) -> Measured:
@@ -157,6 +160,10 @@ def written(tmp_path: Path, source: str) -> Path:
     file = tmp_path / "train.py"
     file.write_text(IMPORTS + source, encoding="utf-8")
     return file
+
+
+def patch(file: Path, text: bytes) -> None:
+    subprocess.run(["patch", "-s", "-p0"], cwd=file.parent, input=text, check=True)
 
 
 def line_of(source: str) -> int:
@@ -189,7 +196,7 @@ def test_the_edit_of_a_hint_donates_its_bytes(tmp_path: Path, case: str) -> None
     assert (hint.kind, hint.name, hint.bytes, hint.array) == (kind, name, count * SIZE, "f32[64,64]")
     assert hint.where == f"{file}:{line_of(source)}"
     assert hint.runs >= 2 and hint.edit
-    subprocess.run(["patch", "-s", str(file)], input=before.text, text=True, check=True)
+    patch(file, before.text)
     after = measure(file)
     assert after.printed == before.printed
     assert after.aliased == before.aliased + hint.bytes
@@ -204,12 +211,37 @@ def test_a_mark_is_proposed_only_where_it_is_safe(tmp_path: Path) -> None:
     assert any("auto_donate()" in change.text for change in hint.changes)
 
 
+def test_a_diff_of_two_files_is_applied_by_one_patch(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    steps = tmp_path / "lib" / "steps.py"
+    loop = "\n".join(f"    {line}" for line in REASSIGNED.splitlines())
+    steps.write_text(f"import torch\nimport torch_xla\ndef train():\n{loop}\n", encoding="utf-8")
+    head = f"import sys\nsys.path.insert(0, {str(tmp_path / 'lib')!r})\nimport steps\n"
+    file = written(tmp_path, f"{head}{FUNCTIONAL}steps.train()\n")
+    before = measure(file)
+    assert {hint.kind for hint in before.advice} == {"functional_update", "reassignment"}
+    patch(file, before.text)
+    assert "auto_donate()" in file.read_text(encoding="utf-8") and "donate_buffer(x)" in steps.read_text(
+        encoding="utf-8"
+    )
+    after = measure(file)
+    assert (after.printed, after.advice) == (before.printed, Advice())
+
+
+def test_a_program_that_changes_its_file_gets_no_mark(tmp_path: Path) -> None:
+    """The lines of the new file are not those that ran."""
+    source = f"text = open(__file__).read()\n{REASSIGNED}\nopen(__file__, 'w').write('# new\\n' + text)\n"
+    hint = only(measure(written(tmp_path, source)).advice)
+    assert "donate_buffer" not in hint.edit
+    assert [change.text for change in hint.changes][-1].strip() == "torch_xla_donate.auto_donate()"
+
+
 def test_a_kept_graph_under_auto_donate_needs_only_the_detach(tmp_path: Path) -> None:
     file = written(tmp_path, f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{LOSS}")
     before = measure(file)
     hint = only(before.advice)
     assert (hint.kind, hint.edit) == ("kept_graph", "loss = loss.detach() before the step ends")
-    subprocess.run(["patch", "-s", str(file)], input=before.text, text=True, check=True)
+    patch(file, before.text)
     after = measure(file)
     assert after.printed == before.printed
     assert after.aliased == before.aliased + hint.bytes
@@ -221,7 +253,7 @@ def test_cleared_gradients_are_not_written_by_the_step(tmp_path: Path) -> None:
     before = measure(file)
     hint = only(before.advice)
     assert (hint.kind, hint.bytes, hint.where) == ("kept_gradient", SIZE, f"{file}:{line_of(GRADIENTS)}")
-    subprocess.run(["patch", "-s", str(file)], input=before.text, text=True, check=True)
+    patch(file, before.text)
     after = measure(file)
     assert after.printed == before.printed
     assert after.outputs <= before.outputs - hint.bytes
@@ -233,7 +265,7 @@ def test_a_held_input_is_a_fact_without_an_edit(tmp_path: Path) -> None:
     file = written(tmp_path, HELD)
     before = measure(file)
     hint = only(before.advice)
-    assert (hint.kind, hint.bytes, hint.edit, before.text) == ("held_input", SIZE, "", "")
+    assert (hint.kind, hint.bytes, hint.edit, before.text) == ("held_input", SIZE, "", b"")
     assert hint.holder == f"variable 'old' at train.py:{line_of(HELD)}"
     assert hint.where == f"{file}:{line_of(HELD)}"
     freed = HELD.replace("    x = x * 0.9\n", "    x = x * 0.9\n    del old\n")
@@ -298,7 +330,7 @@ print(average.sum().item())
 def test_a_well_written_program_gets_no_hint(tmp_path: Path, case: str) -> None:
     found = measure(written(tmp_path, WELL_WRITTEN[case]))
     assert found.advice == Advice()
-    assert found.text == ""
+    assert found.text == b""
 
 
 @pytest.mark.parametrize("case", ["loss", "slices", "functional", "module_cache"])

@@ -278,6 +278,15 @@ def test_bad_placeholders_are_refused(arguments, error, text):
         placeholder(*arguments)
 
 
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta state|under heavy development):UserWarning")
+@in_process
+def test_tensors_that_are_not_dense_have_no_placeholder():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for tree in (torch.nn.LazyLinear(4), {"x": nested}, {"x": torch.eye(3).to_sparse()}, torch.eye(4).to_sparse_csr()):
+        with pytest.raises(TypeError, match=r"tree.* is of type .* and is not a dense array. Call a lazy module once"):
+            placeholder_like(tree)
+
+
 @in_process(devices=4)
 def test_bad_shardings_are_refused():
     mesh = xs.Mesh(np.arange(4), (4,), ("model",))

@@ -25,6 +25,7 @@ from torch_xla_donate import _C, auto_donate, compile, donate_buffer
 from torch_xla_donate import __main__ as command_line
 from torch_xla_donate._report import table as tables
 from torch_xla_donate._tools import record, table
+from torch_xla_donate._tools import verify as verifying
 from torch_xla_donate._tools.collect import collect
 from torch_xla_donate._tools.summary import RunSummary, StepSummary
 
@@ -311,6 +312,24 @@ def test_a_program_that_a_signal_ends_has_its_table(tmp_path):
     assert "the program ended with signal 15" in " ".join(shown.split())
 
 
+def test_an_ignored_signal_stays_ignored():
+    """As under `nohup`, in this process and in the child."""
+    run_in_child(keep_ignored_signals)
+
+
+def keep_ignored_signals() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    mine = signal.getsignal(signal.SIGTERM)
+    with verifying._SignalsToChild() as signals:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)  # before the child has started
+        child = subprocess.Popen(["sleep", "600"])
+        signals.send_to(child)
+        assert child.wait() == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
 TPU = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 
@@ -384,7 +403,7 @@ def test_the_edits_of_the_advice_are_applied_and_save_the_bytes(tmp_path):
     assert before["donated_fraction"] == 0.0
     assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
     assert "1.9375" in log and "1 hint" not in diff
-    patch = subprocess.run(["patch", "-p0", str(script)], input=diff, capture_output=True, text=True, check=False)
+    patch = subprocess.run(["patch", "-p0"], cwd=tmp_path, input=diff, capture_output=True, text=True, check=False)
     assert patch.returncode == 0, patch.stdout + patch.stderr
     page = (tmp_path / "page.html").read_text()
     assert "Advice" in page and "torch_xla_donate.donate_buffer(x)" in page

@@ -156,20 +156,44 @@ def donor(size, array=""):
             "no output of the step has its size of 16 bytes (outputs: 2 of 12 bytes)",
         ),
         ([12], ["f32[3]{0}"], Reason.OUTPUTS_TAKEN, "every 12-byte output already reuses another input"),
-        ([12], [""], Reason.OUTPUTS_GONE, "XLA did not use it; the step's outputs are gone"),
+        ([12], [""], Reason.OUTPUTS_GONE, "XLA did not use it; outputs of the step are gone"),
+        ([12], ["", "f32[2]{0}"], Reason.OUTPUTS_GONE, "XLA did not use it; outputs of the step are gone"),
     ],
 )
 def test_the_reason_follows_from_the_sizes(donors, outputs, expected, reason):
-    step = {"donors": [donor(size) for size in donors], "outputs": outputs}
-    code, text = explain(donor(donors[0]), step)
+    code, text = explain(donor(donors[0]), outputs, donors)
     assert code is expected
     assert text.startswith(reason or "every 8-byte output already reuses another input")
 
 
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+def test_refused_donors_do_not_compete(make):
+    updated, lost, shared = make(6), make(6), make(6)
+    holder = torch.empty(6, device="xla")
+    holder.copy_(shared)
+    torch_xla.sync()
+    updated.add_(1)
+    total = lost.sum() + shared.sum()
+    donate_buffer([lost, shared])
+    torch_xla.sync(wait=True)
+    reasons = {donor.name: donor.reason_code for donor in donation_report(steps=1).donors}
+    assert reasons == {"[0]": Reason.OUTPUTS_TAKEN, "[1]": Reason.HELD_BY_OTHERS}
+    assert total.shape == ()
+
+
+def test_names_in_the_table_are_not_markup(make):
+    tree = {"[red]": make(5), "[/]": make(6)}
+    donate_buffer(tree)
+    shown = str(donation_report(steps=1))
+    cancel_donation(tree)
+    assert "'[red]'" in shown
+    assert "'[/]'" in shown
+
+
 def test_the_reason_names_shardings_that_keep_the_sizes_apart():
     sharded = donor(32, "f32[8]{0} sharding={devices=[4]0,1,2,3}")
-    step = {"donors": [sharded], "outputs": ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]}
-    assert explain(sharded, step) == (
+    outputs = ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]
+    assert explain(sharded, outputs, [32]) == (
         Reason.SHARDED_DIFFERENTLY,
         "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
         "8 bytes on each device, and the output f32[8], sharded {replicated}, takes 32; shard donor and output alike",

@@ -10,6 +10,7 @@ import torch_xla
 
 from torch_xla_donate import (
     DonationWarning,
+    _report,
     cancel_donation,
     compile,
     donate_buffer,
@@ -212,6 +213,47 @@ def test_a_strict_error_does_not_reach_the_next_test(make):
     donation_report()
     torch_xla.sync(wait=True)
     assert total.item() == 3.0
+
+
+def test_a_strict_error_ends_with_the_test_that_failed(make):
+    """`sync` would raise it in the step that follows, which belongs to another test."""
+    lost, watch = make(3), no_unusable_donation()
+    watch.enter()
+    donate_buffer(lost, strict="error")
+    total = lost.sum()
+    with _report.later():
+        torch_xla.sync(wait=True)
+    watch.leave(raised=True)
+    torch_xla.sync(wait=True)
+    assert total.item() == 3.0
+
+
+def test_dumps_may_overlap(make, tmp_path):
+    def step(value):
+        value = value + 1
+        torch_xla.sync()
+        return value
+
+    value = step(make(9))
+    with testing.HloDump(tmp_path / "outer") as outer:
+        value = step(value)
+        with testing.HloDump(tmp_path / "inner") as inner:
+            value = step(value) * 2
+            torch_xla.sync()
+        value = step(value)
+    assert len(inner.modules()) == 2
+    assert len(outer.modules()) == 2
+
+
+@pytest.mark.parametrize("check", [assert_donated, assert_not_donated])
+def test_no_tensor_is_refused(check):
+    with pytest.raises(ValueError, match=r"tensors has no tensor: \[None\]. Pass at least one tensor. .* testing"):
+        check([None])
+
+
+def test_a_folder_is_not_a_module(tmp_path):
+    with pytest.raises(ValueError, match=r"module is the folder '.*'. Pass one of hlo.read_dump\(folder\)"):
+        assert_aliased(tmp_path)
 
 
 @pytest.mark.parametrize(("value", "error"), [("a", TypeError), (95, ValueError), (float("nan"), ValueError)])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import types
 from pathlib import Path
 
 import pytest
 
-from torch_xla_donate._tools import edits
+from torch_xla_donate import __main__ as command_line
+from torch_xla_donate._tools import edits, source
 from torch_xla_donate._tools.hints import Advice, Change, Hint
 from torch_xla_donate._tools.names import Name
+from torch_xla_donate._tools.summary import RunSummary
 
 HEAD = "import torch\nimport torch_xla\n"
 LOOP = """
@@ -27,12 +32,13 @@ for i in range(3):
     torch_xla.sync()  # sync
 """
 GRADIENTS = """
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
 for i in range(3):
     optimizer.zero_grad()
     model(x).sum().backward()
     optimizer.step()
     torch_xla.sync()  # sync
-print(model)
 """
 
 
@@ -62,8 +68,10 @@ def hint(changes: list[Change]) -> Hint:
 
 
 def applied(file: str, changes: list[Change]) -> str:
-    text = edits.diff([hint(changes)])
-    return "".join(f"{line[1:]}\n" for line in text.splitlines()[3:] if line[0] != "-")
+    text, left_out = edits.diff([hint(changes)], os.path.dirname(file))
+    subprocess.run(["patch", "-s", "-p0"], input=text, cwd=os.path.dirname(file), check=True)
+    assert left_out == []
+    return Path(file).read_text(encoding="utf-8")
 
 
 def test_a_mark_goes_before_the_update(tmp_path: Path) -> None:
@@ -100,6 +108,19 @@ UNSAFE = {
     "a lambda that reads it": LOOP.replace("for", "show = lambda: x\nfor"),
     "a comprehension that reads it": LOOP.replace("    x = x", "    rows = [x for _ in y]\n    x = x"),
     "locals()": LOOP.replace("    x = x", "    save(locals())\n    x = x"),
+    "an item of a sum of lists": LOOP.replace("    x = x", "    kept = kept + [x]\n    x = x"),
+    "a method of another object": LOOP.replace("x * 2", "history.add(x)"),
+    "a result in place": LOOP.replace("x * 2", "torch.add(x, 1, out=y)"),
+    "a case": LOOP.replace("    x = x", "    match y:\n        case [x]:\n            pass\n    x = x"),
+    "an import": LOOP.replace("    x = x", "    from state import x\n    x = x"),
+    "a scalar": LOOP.replace("torch.ones(4)", "torch.tensor(1.0)"),
+    "on the host": LOOP.replace('"xla"', "torch.float32"),
+    "a default device": f"torch.set_default_device('xla')\n{LOOP}",
+    "under a default device": LOOP.replace("x = torch.ones", "with torch.device('xla'): x = torch.ones"),
+    "gradients in some rounds": LOOP.replace("x * 2", "x * (w if i > 5 else 2)"),
+    "an operand from elsewhere": LOOP.replace("x * 2", "x * w"),
+    "a frame": f"def peek():\n    kept.append(sys._getframe(1).f_locals)\n{LOOP}",
+    "the middle of a logical line": LOOP.replace("    x = x", "    y = 1; \\\n  x = x"),
     "a round without a step": LOOP.replace("    torch_xla", "    if i:\n        continue\n    torch_xla"),
     "not updated in each round": LOOP.replace("    x = x * 2", "    if i:\n        x = x * 2"),
     "updated twice": LOOP.replace("    torch_xla", "    x = x + 1\n    torch_xla"),
@@ -152,28 +173,85 @@ def test_no_detach_where_the_graph_may_be_used(tmp_path: Path, source: str) -> N
     assert edits.detach_before("loss", place(file, "sync")) == []
 
 
+def cleared(file: str, code: types.CodeType | None = None, root: str = "model") -> tuple[str, list[Change]]:
+    name = Name(root, ".weight.grad", code, file, 0)
+    return edits.clear_gradients([name], place(file, "sync"))
+
+
 def test_gradients_are_cleared_after_the_optimizers_step(tmp_path: Path) -> None:
     file = written(tmp_path, GRADIENTS)
-    optimizer, changes = edits.clear_gradients({"model"}, place(file, "sync"))
+    optimizer, changes = cleared(file)
     assert optimizer == "optimizer"
     assert "    optimizer.step()\n    optimizer.zero_grad(set_to_none=True)\n" in applied(file, changes)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        GRADIENTS.replace("# sync", "# sync\n    log(model)"),
-        GRADIENTS.replace("    optimizer.zero", "    clip(optimizer)\n    optimizer.zero"),
-        GRADIENTS + "print(p.grad)\n",
-        GRADIENTS.replace("zero_grad()", "zero_grad(set_to_none=False)"),
-        GRADIENTS.replace("    optimizer.zero_grad()", "    if i:\n        optimizer.zero_grad()"),
-        GRADIENTS.replace("    optimizer.zero_grad()\n", ""),
-    ],
-    ids=["model", "optimizer", "grad", "zeros", "not each round", "never"],
-)
-def test_gradients_stay_where_code_may_read_them(tmp_path: Path, source: str) -> None:
-    file = written(tmp_path, source)
-    assert edits.clear_gradients({"model"}, place(file, "sync"))[1] == []
+def between(statement: str) -> str:
+    return GRADIENTS.replace("    torch_xla", f"    {statement}\n    torch_xla")
+
+
+READERS = {
+    "model": GRADIENTS.replace("# sync", "# sync\n    log(model)"),
+    "optimizer": GRADIENTS.replace("    optimizer.zero", "    clip(optimizer)\n    optimizer.zero"),
+    "grad": GRADIENTS + "print(p.grad)\n",
+    "zeros": GRADIENTS.replace("zero_grad()", "zero_grad(set_to_none=False)"),
+    "not each round": GRADIENTS.replace("    optimizer.zero_grad()", "    if i:\n        optimizer.zero_grad()"),
+    "never": GRADIENTS.replace("    optimizer.zero_grad()\n", ""),
+    "a function": between("callback()"),
+    "a function with a value": between("callback(i)"),
+    "a function inside print": between("print(callback())"),
+    "a function in a condition": between("if callback():\n        pass"),
+    "an attribute": between("callback.round = i"),
+    "an item": between("rows[i] = 1"),
+    "a text of another object": between("print(callback)"),
+    "another log": between("log.info(i)"),
+    "another sync": f"import callback\n{between('callback.sync()')}",
+    "another print": f"def print(text):\n    callback()\n{between('print(i)')}",
+    "a decorator": between("@no_grad\n    def f(): pass"),
+    "a block": between("with callback:\n        pass"),
+    "before the next round": GRADIENTS.replace("    optimizer.zero", "    callback()\n    optimizer.zero"),
+    "a generator": GRADIENTS.replace("range(3)", "batches"),
+    "a condition": GRADIENTS.replace("for i in range(3)", "while callback()"),
+    "an outer loop": GRADIENTS.replace("for i", "for _ in range(2):\n  callback()\n  for i").replace("    ", "      "),
+    "a block around the loop": GRADIENTS.replace("for i", "with callback:\n  for i").replace("    ", "      "),
+    "after the loop": f"{GRADIENTS}print(model)\n",
+    "the optimizer after the loop": f"{GRADIENTS}save(optimizer)\n",
+    "a function of the file": f"def report():\n    print(model)\n{GRADIENTS}",
+    "another optimizer": GRADIENTS.replace("torch.optim.AdamW", "optimizers.AdamW"),
+    "another zero_grad": GRADIENTS.replace("for i", "optimizer.zero_grad = callback\nfor i"),
+}
+
+
+@pytest.mark.parametrize("case", READERS)
+def test_gradients_stay_where_code_may_read_them(tmp_path: Path, case: str) -> None:
+    assert READERS[case] != GRADIENTS
+    assert cleared(written(tmp_path, READERS[case]))[1] == []
+
+
+QUIET = {
+    "numbers": between("n = 0.0; n += loss.item(); print(f'{i} {n:.3f}', round(n, 2))").replace("; ", "\n    "),
+    "a condition": between("if i % 2 == 0:\n        print(loss.detach().mean().item())"),
+    "a log": f"import logging\nlog = logging.getLogger('a')\n{between('log.info(loss.item())')}",
+    "mark_step": f"import torch_xla.core.xla_model as xm\n{between('xm.mark_step()')}",
+    "a list": GRADIENTS.replace("range(3)", "[1, 2]"),
+    "while": GRADIENTS.replace("for i in range(3)", "while True"),
+    "epochs": GRADIENTS.replace("for i", "for _ in range(2):\n  print(1)\n  for i").replace("    ", "      "),
+    "short": "from torch import optim\n" + GRADIENTS.replace("torch.optim", "optim"),
+}
+
+
+@pytest.mark.parametrize("case", QUIET)
+def test_gradients_are_cleared_where_no_code_reads_them(tmp_path: Path, case: str) -> None:
+    assert QUIET[case] != GRADIENTS
+    file = written(tmp_path, QUIET[case])
+    assert "optimizer.zero_grad(set_to_none=True)" in applied(file, cleared(file)[1])
+
+
+def test_gradients_of_a_caller_or_another_file_stay(tmp_path: Path) -> None:
+    file = written(tmp_path, GRADIENTS)
+    caller = test_gradients_are_cleared_after_the_optimizers_step.__code__
+    assert cleared(file, caller)[1] == []
+    elsewhere = Name("model", ".weight.grad", None, __file__, 0)
+    assert edits.clear_gradients([elsewhere], place(file, "sync"))[1] == []
 
 
 def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
@@ -183,18 +261,107 @@ def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
     assert text.count("import torch_xla_donate\n") == 1
 
 
-def test_the_diff_keeps_line_ends_and_other_changes(tmp_path: Path) -> None:
+# Bytes of files whose lines or letters Python's parser, text files and `patch` treat differently.
+FILES = {
+    "line feeds": (HEAD + LOOP).encode(),
+    "no line end at the end": (HEAD + LOOP).rstrip().encode(),
+    "carriage returns": (HEAD + LOOP).replace("\n", "\r").encode(),
+    "both": (HEAD + LOOP).replace("\n", "\r\n").encode(),
+    "separators in strings": (HEAD + 's = "\x1c\x0b\x85\u2028\u2029"\n\x0c' + LOOP).encode(),
+    "byte order mark": b"\xef\xbb\xbfimport torch_xla, torch" + LOOP.encode(),
+    "latin-1": b"# coding: latin-1\n" + (HEAD + "s = '\xe9\x85'" + re.sub(r"\bx\b", "\xfc", LOOP)).encode("latin-1"),
+    "another spelling": b"# coding: latin-1\n" + (HEAD + re.sub(r"\bx\b", "\xb5", LOOP)).encode("latin-1"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_patch_adds_only_the_edits_to_the_bytes_of_a_file(tmp_path: Path, case: str) -> None:
+    raw = FILES[case]
     path = tmp_path / "train.py"
-    path.write_text(HEAD + LOOP, encoding="utf-8", newline="\r\n")
-    file = str(path)
-    both = [*edits.call_auto_donate(file, place(file, "sync")), *marks(file)]
-    added = [line for line in edits.diff([hint(both), hint(both)]).split("\n") if line.startswith("+")]
-    assert added[1:] == [
-        "+import torch_xla_donate\r",
-        "+\r",
-        "+torch_xla_donate.auto_donate()\r",
-        "+    torch_xla_donate.donate_buffer(x)\r",
-    ]
+    path.write_bytes(raw)
+    numbers = {
+        part: n for n, line in enumerate(raw.splitlines(), 1) for part in (b"# update", b"# sync") if part in line
+    }
+    code = compile(raw, str(path), "exec")
+    (variable,) = {"x", "\xfc", "\u03bc"} & set(code.co_names)
+    site = f"{path}:{numbers[b'# sync']}"
+    found = edits.donate_before(Name(variable, "", code, str(path), 0), f"{path}:{numbers[b'# update']}", site)
+    found = [*edits.call_auto_donate(str(path), site), *found]
+    text, left_out = edits.diff([hint(found), hint(found)], str(tmp_path))
+    done = subprocess.run(["patch", "-p0"], input=text, cwd=tmp_path, capture_output=True, check=True)
+    assert b"fuzz" not in done.stdout and left_out == []
+    after = path.read_bytes()
+    end = b"\r\n" if b"\r\n" in raw else b"\r" if b"\r" in raw else b"\n"
+    name = raw.splitlines()[numbers[b"# update"] - 1].split()[0]
+    added = (
+        b"import torch_xla_donate",
+        b"",
+        b"torch_xla_donate.auto_donate()",
+        b"    torch_xla_donate.donate_buffer(%s)" % name,
+    )
+    assert after.replace(end.join(added[:3]) + end, b"", 1).replace(added[3] + end, b"", 1) == raw
+    compile(after, str(path), "exec")
+
+
+def test_the_diff_names_files_as_patch_finds_them(tmp_path: Path) -> None:
+    files = [tmp_path / "my train.py", tmp_path / "lib" / "größe.py"]
+    files[1].parent.mkdir()
+    for path in files:
+        path.write_text(HEAD + LOOP, encoding="utf-8")
+    text, left_out = edits.diff([hint(marks(str(path))) for path in files], str(tmp_path))
+    for command in ["patch", "-p0"], ["git", "apply", "-R", "-p0"], ["git", "apply", "-p0"]:
+        subprocess.run(command, input=text, cwd=tmp_path, check=True)
+    assert left_out == []
+    assert all("donate_buffer(x)" in path.read_text(encoding="utf-8") for path in files)
+
+
+def test_the_diff_leaves_out_files_that_patch_refuses(tmp_path: Path) -> None:
+    file = written(tmp_path, LOOP)
+    (tmp_path / "folder").mkdir()
+    os.symlink(file, tmp_path / "folder" / "link.py")
+    link = str(tmp_path / "folder" / "link.py")
+    for name in (file, link):
+        text, (message,) = edits.diff([hint(marks(name))], str(tmp_path / "folder"))
+        assert text == b""
+        assert message.startswith(f"The diff leaves {file} out: patch cannot change it from {tmp_path}/folder. Run")
+    assert b"--- train.py\t\n" in edits.diff([hint(marks(link))], str(tmp_path))[0]
+
+
+def test_the_diff_leaves_out_files_that_changed_or_are_gone(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    good, changed = written(tmp_path, LOOP), written(tmp_path / "other", LOOP)
+    hints = [hint(marks(changed)), hint(marks(good))]
+    Path(changed).write_text(HEAD + LOOP + "print(1)\n", encoding="utf-8")
+    text, (message,) = edits.diff(hints, str(tmp_path))
+    assert b"other" not in text and b"+++ train.py" in text
+    assert message.startswith(f"The diff leaves {changed} out: it cannot be read, or has changed since")
+    os.remove(changed)
+    assert edits.diff(hints, str(tmp_path)) == (text, [message])
+
+
+def test_verify_shows_which_files_its_diff_leaves_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path, LOOP)
+    monkeypatch.chdir(tmp_path)
+    gone = Change("gone.py", 1, 0, "", "")
+    found = RunSummary("train.py", (), (), (), 0, (hint([gone]), hint(marks(file))))
+    command_line._show(lambda progress: found, None, None, None, applies=True)
+    shown = capfd.readouterr()
+    assert shown.out.startswith("--- train.py\t\n")
+    assert f"The diff leaves {tmp_path}/gone.py out" in shown.err
+
+
+def test_a_source_shows_whether_it_is_that_of_a_function(tmp_path: Path) -> None:
+    file = written(tmp_path, inside("train()"))
+    code = compile(Path(file).read_bytes(), "elsewhere.py", "exec", dont_inherit=True)
+    (inner,) = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    found = source.read(file)
+    assert found is not None and found.compiles_to(code) and found.compiles_to(inner)
+    for changed in (HEAD + "\n" + inside("train()"), HEAD + inside("train()").replace("x * 2", "x * 3")):
+        Path(file).write_text(changed, encoding="utf-8")
+        found = source.read(file)
+        assert found is not None and not found.compiles_to(inner)
 
 
 def test_a_file_that_is_gone_or_not_python_gets_no_edit(tmp_path: Path) -> None:
@@ -203,7 +370,7 @@ def test_a_file_that_is_gone_or_not_python_gets_no_edit(tmp_path: Path) -> None:
     for path in (str(file), str(tmp_path / "gone.py"), "<stdin>"):
         assert edits.call_auto_donate(path, f"{path}:1") == []
         assert edits.detach_before("loss", f"{path}:1") == []
-        assert edits.clear_gradients({"x"}, f"{path}:1") == ("", [])
+        assert edits.clear_gradients([], f"{path}:1") == ("", [])
         name = Name("x", "", test_a_mark_goes_before_the_update.__code__, path, 1)
         assert edits.donate_before(name, "", f"{path}:1") == []
 

@@ -6,14 +6,18 @@ import json
 import re
 import resource
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Group
 
 from torch_xla_donate import __main__ as command_line
+from torch_xla_donate._report import table as tables
+from torch_xla_donate._tools import table
 from torch_xla_donate._tools.collect import collect
-from torch_xla_donate._tools.summary import RunSummary
+from torch_xla_donate._tools.summary import RunSummary, StepDonor, StepSummary
 
 DONORS = "buffer_donor={ (0, {}), (1, {}) }, "
 ALIASES = "input_output_alias={ {0}: (0, {}, may-alias) }, buffer_donor={ (1, {}) }, "
@@ -50,6 +54,10 @@ allocation 0: size 1.00KiB, parameter 0, shape |f32[256]| at ShapeIndex {}:
 allocation 1: size 1.5MiB, preallocated-temp:
 allocation 2: size 12B, maybe-live-out:
 """
+
+
+def rendered(run: RunSummary) -> str:
+    return tables.render(Group(*table.tables(run)), width=100)
 
 
 def text(name: str, attributes: str = "", body: str = BODY) -> str:
@@ -202,6 +210,35 @@ def test_the_table_fits_eighty_columns(tmp_path):
     assert "output 0, 128 B copied" in shown
     assert "Step 2: plain" in shown
     assert "2 distinct steps: 128 B donated, 91.4% of the bytes offered" in shown
+
+
+def test_steps_of_one_line_are_shown_once(tmp_path):
+    """A cache that is written at a Python number has a graph for each position."""
+    step = StepSummary("step", "", 2, 1, (StepDonor(0, "f32[4]", 16, "marked", output=0),), 1, executed=2)
+    at_line = [replace(step, module=f"step.{i}", sites=("loop.py:9",)) for i in range(50)]
+    other = replace(step, module="other", sites=("loop.py:12",))
+    shown = rendered(RunSummary("loop.py", (at_line[0], other, *at_line[1:])))
+    assert "Step 1 and 49 alike: step.0, ran 100 times at loop.py:9" in shown
+    assert "50 graphs were compiled for it." in shown
+    assert "Step 2: other, ran 2 times at loop.py:12" in shown
+    assert "51 distinct steps" in shown
+    shown = rendered(RunSummary("dump", tuple(replace(one, sites=(), executed=None) for one in at_line)))
+    assert "Step 40: step.39\n" in shown
+    assert "... and 10 more steps; --json has all." in shown
+
+
+@pytest.mark.parametrize("name", ["record.jsonl", "advice.json"])
+@pytest.mark.parametrize("text", ["[1, 2]\n", "{half\n", '{"run": 1}\n'])
+def test_a_foreign_record_is_named_and_skipped(tmp_path, name, text):
+    folder = tmp_path / "main"
+    folder.mkdir()
+    write(folder, 0, "step")
+    (folder / "record.jsonl").write_text("")
+    (folder / name).write_text(text)
+    run = collect(tmp_path, "dump")
+    assert len(run.steps) == 1
+    assert [file.file for file in run.skipped] == [str(folder / name)]
+    assert "this version cannot read it: " in run.skipped[0].reason
 
 
 @pytest.mark.parametrize(("percent", "code"), [("91", 0), ("91.5", command_line.BELOW)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def test_imports_are_found() -> None:
 def test_names_have_at_most_sixty_characters() -> None:
     found = {name: long_names(source) for name, source in FILES.items()}
     assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_each_nightly_file_has_its_reason() -> None:
+    text = (TESTS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(test_\w+\.py)` \|", text, re.MULTILINE)
+    assert named == sorted(path.name for path in (TESTS / "nightly").glob("test_*.py"))
 
 
 def test_no_file_has_a_clock() -> None:

@@ -53,7 +53,7 @@ def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Shardin
             The state of an optimizer gets the sharding of its parameter, if their shapes are equal.
 
     Raises:
-        TypeError, ValueError: as for `placeholder`.
+        TypeError, ValueError: as for `placeholder`. TypeError also for a lazy parameter, a nested or a sparse tensor.
     """
     made = Placeholders()
     memo: dict[int, Any] = {}
@@ -68,6 +68,7 @@ def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Shardin
 
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+            _check_dense(leaf, names.name(number))
             given = sharding(names.name(number), leaf) if sharding is not None else None
             add(leaf, _op_sharding(tuple(leaf.shape), given) if given is not None else _kept(leaf, sharding))
     for optimizer in pytree.tree_leaves(tree):
@@ -118,6 +119,14 @@ def _empty(sizes: Sequence[int], dtype: torch.dtype, op_sharding: Any) -> torch.
             f"a placeholder of dtype {dtype!r} cannot be made. Give a torch dtype that XLA has, such as torch.float32. "
             f"{see('ahead')}"
         ) from None
+
+
+def _check_dense(leaf: torch.Tensor, name: str) -> None:
+    if torch.nn.parameter.is_lazy(leaf) or leaf.is_nested or leaf.layout != torch.strided:
+        raise TypeError(
+            f"{_trees.qualified_name('tree', name)} is of type {type(leaf).__name__} and is not a dense array. Call a "
+            f"lazy module once before, and give nested and sparse tensors as dense ones. {see('ahead')}"
+        )
 
 
 def _is_counter(state: torch.Tensor) -> bool:

@@ -138,7 +138,10 @@ def describe_donor(
     elif raw["reason"]:
         outcome, code, reason = "unusable", Reason(raw["reason"].code), sentence(raw["reason"])
     else:
-        outcome, (code, reason) = "unusable", explain(raw, step)
+        outcome, (code, reason) = (
+            "unusable",
+            explain(raw, step["outputs"], [other["size"] for other in step["donors"] if not other["reason"]]),
+        )
     output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
     return Donor(
         name=raw["name"],

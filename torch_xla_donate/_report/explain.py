@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_xla_donate import _C
@@ -16,34 +16,39 @@ class Explanation(NamedTuple):
     sentence: str
 
 
-def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> Explanation:
+def explain(raw: Mapping[str, Any], outputs: Sequence[str], offered: Sequence[int | None]) -> Explanation:
     """The reason why XLA did not use a donor of its donor set.
 
     XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
     sizes of the outputs give most reasons.
+
+    Args:
+        raw: the donor.
+        outputs: the outputs of the step; empty texts for those that are gone.
+        offered: bytes on a device of all donors in the set.
     """
-    dynamic = next((text.partition("{")[0] for text in step["outputs"] if "<=" in text), "")
+    dynamic = next((text.partition("{")[0] for text in outputs if "<=" in text), "")
     if dynamic:
         return Explanation(
             Reason.DYNAMIC_SIZE,
             f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph",
         )
-    outputs = [text for text in step["outputs"] if text]
-    if not outputs:
-        return Explanation(
-            Reason.OUTPUTS_GONE, "XLA did not use it; the step's outputs are gone, so their sizes are not known"
-        )
+    known = [text for text in outputs if text]
     size = raw["size"]
     is_sharded = bool(split_sharding(raw["array"])[1])
     each = " on each device" if is_sharded else ""
     if size != raw["bytes_per_device"]:
         each = f", padded from {raw['bytes_per_device']} to TPU tiles{each},"
-    free = _C.FreeOutputs([_C.size_on_device(text) for text in outputs])
+    free = _C.FreeOutputs([_C.size_on_device(text) for text in known])
     fitting = free.count(size)
     if not fitting:
-        alike = [text for text in outputs if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
+        if not known or len(known) < len(outputs):
+            return Explanation(
+                Reason.OUTPUTS_GONE, "XLA did not use it; outputs of the step are gone, so their sizes are not known"
+            )
+        alike = [text for text in known if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
         if alike and is_sharded:
-            return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike[0], len(outputs) == 1))
+            return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike[0], len(known) == 1))
         sizes = free.sizes()
         shown = ", ".join(f"{free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
         return Explanation(
@@ -51,7 +56,7 @@ def explain(raw: Mapping[str, Any], step: Mapping[str, Any]) -> Explanation:
             f"no output of the step has its size of {size} bytes{each} "
             f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})",
         )
-    rivals = sum(other["size"] == size for other in step["donors"])
+    rivals = offered.count(size)
     if rivals > fitting:
         outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
         return Explanation(

@@ -57,11 +57,7 @@ class StepPrediction:
         if open_outputs:
             shown = ", ".join(open_outputs[:3]) + (", ..." if len(open_outputs) > 3 else "")
             return "unknown", Explanation(Reason.UNREAD, f"the compiler will choose the sharding of {shown}")
-        return "unusable", explain(raw, self._as_step())
-
-    def _as_step(self) -> dict[str, Any]:
-        """The outputs of known size and their donors, in the form of a step."""
-        return {"outputs": self._known, "donors": [{"size": size} for size in self._sizes.values()]}
+        return "unusable", explain(raw, self._known, list(self._sizes.values()))
 
     def _may_fit(self, output: str, size: int | None) -> bool:
         least, most = _C.bytes_per_device(output), _C.size_on_device(output)

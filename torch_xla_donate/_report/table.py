@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from torch_xla_donate._report.donors import Donor
@@ -126,6 +127,6 @@ def report(found: DonationReport) -> str:
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     cells = rows(found)
     for row in cells[:_ROWS]:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names and paths may look like rich's markup
     more = [f"... and {len(cells) - _ROWS} more; see .to_dict()"] if len(cells) > _ROWS else []
     return "\n".join([render(table), *more, *notes(found)])

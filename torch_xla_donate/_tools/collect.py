@@ -8,7 +8,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
@@ -18,6 +18,7 @@ from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.memory import moment, with_undonated
 from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
 
+_T = TypeVar("_T")
 # Called with the number of things that are done, and their number.
 Progress = Callable[[int, int], None]
 _DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text". {see("verify")}'
@@ -149,7 +150,7 @@ def collect(
         )
     for one, dump in dumps:
         path = one / record.NAME
-        process = _Process(path) if path.is_file() else None
+        process = _read(_Process, path, skipped)
         for modules in dump:
             for module in modules:
                 steps.add(module, process)
@@ -160,14 +161,20 @@ def collect(
         skipped += dump.skipped
     if topology or undonated:
         _compile(steps, topology, undonated, skipped, progress)
-    return RunSummary(
-        source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, _advice(dumps[0][0] / record.ADVICE)
-    )
+    advice = _read(_advice, dumps[0][0] / record.ADVICE, skipped)
+    return RunSummary(source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, advice)
 
 
-def _advice(path: Path) -> tuple[Hint, ...] | None:
-    if not path.is_file():
+def _read(read: Callable[[Path], _T], path: Path, skipped: list[SkippedFile]) -> _T | None:
+    """A file that `verify` wrote; None if there is none, or if another program or version wrote it."""
+    try:
+        return read(path) if path.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        skipped.append(SkippedFile(str(path), f"this version cannot read it: {type(error).__name__}: {error}"))
         return None
+
+
+def _advice(path: Path) -> tuple[Hint, ...]:
     return tuple(Advice.from_dict(json.loads(path.read_text(encoding="utf-8"))))
 
 
@@ -232,7 +239,7 @@ def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary
         number = number_of[outcome.donor]
         donors.append(
             dataclasses.replace(
-                known[number],
+                known.get(number) or StepDonor(number, "", 0, "unknown"),  # of a module that CPU compiled otherwise
                 array=str(outcome.shape),
                 bytes=outcome.shape.padded_bytes,
                 output=None if outcome.output is None else output_of[outcome.output],

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import ast
 import difflib
-import re
+import io
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
+from torch_xla_donate._errors import see
+from torch_xla_donate._tools import safety
 from torch_xla_donate._tools.hints import Change, Hint
 from torch_xla_donate._tools.names import Name
-from torch_xla_donate._tools.source import Source, caller_of, is_step_end, names_in, read, read_text
+from torch_xla_donate._tools.source import Source, caller_of, digest_of, encoding_of, is_step_end, read
 
 # ---- Lines ----
 
@@ -86,7 +90,7 @@ def call_auto_donate(file: str, site: str) -> list[Change]:
     end = source.newline()
     after = (last.end_lineno or 0) + 1
     imports = _import_change(source, after) or []
-    return [*imports, Change(file, after, 0, f"{end}torch_xla_donate.auto_donate(){end}")]
+    return [*imports, _insert(source, after, f"{end}torch_xla_donate.auto_donate(){end}")]
 
 
 def donate_before(name: Name, where: str, site: str) -> list[Change]:
@@ -104,28 +108,28 @@ def donate_before(name: Name, where: str, site: str) -> list[Change]:
     variable = name.variable
     loop = source.parents[sync]
     loads, stores = source.loads(scope, variable), source.stores(scope, variable)
-    arguments = {arg.arg for arg in ast.walk(scope) if isinstance(arg, ast.arg)}
+    before = [store for store in stores if not source.inside(store, loop)]
     if (
         loads is None
-        or variable in arguments
-        or not all(_is_plain_target(source, store) for store in stores)
+        or not before
+        or not all(safety.is_plain_target(source, store) for store in stores)
         or [store for store in stores if source.inside(store, loop)] != update.targets
         or source.parents[loop] is not scope
+        or getattr(scope, "decorator_list", [])  # a compiler may run the function in its own way
         or any(isinstance(node, ast.Continue) for node in ast.walk(loop))  # the next round would mark a pending tensor
-        or not _makes_array(update.value)
-        or not all(_is_uploaded(source, store) for store in stores if not source.inside(store, loop))
+        or not safety.makes_array(update.value)
+        or not all(safety.is_uploaded(source, scope, store) for store in before)
         or not any(source.inside(load, update) for load in loads)
+        or safety.is_doubtful(source)
     ):
         return []
-    # The steps have shown that nothing which every round makes holds the old value. A graph of autograd that was made
-    # before the loop, or in some rounds only, could.
     rounds = [load for load in loads if source.inside(load, loop)]
-    if not all(_is_operand(source, load) and _statement(source, load) in suite for load in rounds):
+    if not all(safety.only_computes(source, scope, load) for load in rounds):
         return []
     if any(load.lineno <= suite[-1].lineno for load in loads if load not in rounds):
         return []
     imports = _import_change(source, update.lineno)
-    mark = _insert_before(source, update, f"torch_xla_donate.donate_buffer({variable})")
+    mark = _insert_before(source, update, f"torch_xla_donate.donate_buffer({source.text_of(update.targets[0])})")
     return [*imports, mark] if imports is not None else []
 
 
@@ -138,24 +142,40 @@ def detach_before(name: str, site: str) -> list[Change]:
     if source is None or sync is None or suite is None:
         return []
     before = suite[: suite.index(sync)]
-    stores = source.stores(source.scope_of(sync), name)
-    loads = source.loads(source.scope_of(sync), name)
-    assigned = [s for s in before if isinstance(s, ast.Assign) and any(store in s.targets for store in stores)]
+    scope = source.scope_of(sync)
+    loads, stores = source.loads(scope, name), source.stores(scope, name)
+    assigned = [s for s in before if isinstance(s, ast.Assign) and any(s.targets == [store] for store in stores)]
     if loads is None or not assigned:
         return []
-    used = before[before.index(assigned[-1]) + 1 :]
-    for load in loads:
-        in_step = any(source.inside(load, statement) for statement in used)
-        if not (in_step and _is_backward(source, load)) and not _is_value(source, load):
+    used = before[before.index(assigned[-1]) + 1 :]  # runs between the assignment and the edit
+
+    def in_step(node: ast.AST) -> bool:
+        return any(source.inside(node, statement) for statement in used)
+
+    for store in stores:
+        if not (
+            isinstance(source.parents[store], ast.AugAssign)
+            if in_step(store)
+            else safety.is_plain_target(source, store)
+        ):
             return []
-    return [_insert_before(source, sync, f"{name} = {name}.detach()")]
+    graphs = {load: source.statement_of(load) for load in loads if in_step(load) and safety.is_backward(source, load)}
+    # A value that each round gives to autograd is a tensor.
+    if not any(s in used and isinstance(getattr(s, "value", None), ast.Call) for s in graphs.values()):
+        return []
+    for load in loads:
+        is_shown = in_step(load) and safety.is_shown(source, load)
+        if load not in graphs and not is_shown and not safety.is_value(source, load):
+            return []
+    variable = source.text_of(assigned[-1].targets[0])
+    return [_insert_before(source, sync, f"{variable} = {variable}.detach()")]
 
 
-def clear_gradients(roots: Iterable[str], site: str) -> tuple[str, list[Change]]:
+def clear_gradients(names: Iterable[Name], site: str) -> tuple[str, list[Change]]:
     """The optimizer's name, and ``zero_grad`` after its step; no change if code could read the gradients later.
 
     Args:
-        roots: the variables that lead to the gradients.
+        names: of the gradients.
     """
     file, _, line = site.rpartition(":")
     source = read(file)
@@ -168,26 +188,23 @@ def clear_gradients(roots: Iterable[str], site: str) -> tuple[str, list[Change]]
     if update is None:
         return "", []
     optimizer = caller_of(update, "step")
-    call = clears[optimizer].value
     first, last = body.index(clears[optimizer]), body.index(update)
-    between = body[last + 1 :] + body[:first]
-    following = body[last + 1]
     if (
         source.suite_of(sync) is not body
         or first > last
-        or call.args  # set_to_none=False: the optimizer also updates parameters whose gradient is zero
-        or call.keywords
-        or any(isinstance(node, ast.Attribute) and node.attr == "grad" for node in ast.walk(source.tree))
-        or {optimizer, *roots} & set(names_in(between))
-        or not source.is_separate(following)
+        or not safety.is_default_clear(source, clears[optimizer], optimizer)
+        or not safety.are_unread(source, names, optimizer, body, first, last)
+        or not source.is_separate(body[last + 1])
     ):
         return optimizer, []
-    return optimizer, [_insert_before(source, following, f"{optimizer}.zero_grad(set_to_none=True)")]
+    call = source.text_of(update).partition(".")[0]
+    return optimizer, [_insert_before(source, body[last + 1], f"{call}.zero_grad(set_to_none=True)")]
 
 
 def _last_import(source: Source, line: int) -> ast.stmt | None:
     """The last import of the module before a line; None if other code shares its line."""
-    imports = [n for n in source.tree.body if isinstance(n, ast.Import | ast.ImportFrom) and n.lineno < line]
+    nodes = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = [node for node in nodes if (node.end_lineno or node.lineno) < line]
     return imports[-1] if imports and source.is_separate(imports[-1]) else None
 
 
@@ -200,122 +217,58 @@ def _import_change(source: Source, line: int) -> list[Change] | None:
     last = _last_import(source, line)
     if last is None:
         return None
-    return [Change(source.file, (last.end_lineno or 0) + 1, 0, f"import torch_xla_donate{source.newline()}")]
+    return [_insert(source, (last.end_lineno or 0) + 1, f"import torch_xla_donate{source.newline()}")]
 
 
-def _statement(source: Source, node: ast.AST) -> ast.AST:
-    while not isinstance(node, ast.stmt):
-        node = source.parents[node]
-    return node
+def _insert(source: Source, line: int, text: str) -> Change:
+    return Change(source.file, line, 0, text, source.digest)
 
 
 def _insert_before(source: Source, statement: ast.stmt, code: str) -> Change:
-    return Change(source.file, statement.lineno, 0, f"{source.indentation(statement)}{code}{source.newline()}")
-
-
-# ---- What is safe ----
-
-# They return a new array and keep no argument.
-_NEW = re.compile(
-    "abs|add|addmm|amax|amin|bmm|cat|clamp|clone|cos|cumsum|div|einsum|erf|exp|gelu|log|matmul|maximum|mean|minimum|mm|"
-    "mul|neg|norm|pow|relu|rsqrt|sigmoid|sign|silu|sin|softmax|sqrt|square|stack|sub|sum|tanh|tril|triu|where"
-)
-_FACTORIES = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
-_VALUES = {"item", "tolist", "shape", "dtype", "device", "size", "dim", "detach"}  # of a tensor, without a graph
-
-
-def _is_plain_target(source: Source, store: ast.Name) -> bool:
-    parent = source.parents[store]
-    return isinstance(parent, ast.Assign) and parent.targets == [store]
-
-
-def _is_uploaded(source: Source, store: ast.Name) -> bool:
-    """Whether the assigned value is a new array from the host, which has a buffer: ``torch.ones(4).to("xla")``."""
-    statement = source.parents[store]
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr == "to"):
-        return False
-    made = value.func.value
-    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute):
-        if isinstance(made.func.value, ast.Name):
-            is_on_host = not any(keyword.arg in ("device", None) for keyword in made.keywords)
-            return made.func.value.id == "torch" and made.func.attr in _FACTORIES and is_on_host
-        if made.func.attr not in ("reshape", "view", "float", "bfloat16", "requires_grad_"):
-            return False
-        made = made.func.value
-    return False
-
-
-def _makes_array(value: ast.expr) -> bool:
-    """Whether an expression computes a new array, so that no other name holds it."""
-    if isinstance(value, ast.BinOp | ast.UnaryOp):
-        return True
-    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
-        return False
-    return _NEW.fullmatch(value.func.attr) is not None
-
-
-def _is_operand(source: Source, load: ast.Name) -> bool:
-    """Whether a read only computes with the value, so that it makes no other name for it."""
-    parent = source.parents[load]
-    if isinstance(parent, ast.BinOp | ast.UnaryOp | ast.Compare):
-        return True
-    if isinstance(parent, ast.Attribute):
-        call = source.parents[parent]
-        if isinstance(call, ast.Call) and call.func is parent:
-            return parent.attr in _VALUES - {"detach"} or _NEW.fullmatch(parent.attr) is not None
-        return parent.attr in ("shape", "dtype", "device")
-    if isinstance(parent, ast.Call) and load in parent.args:
-        function = parent.func
-        if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-            return function.value.id == "torch" and _NEW.fullmatch(function.attr) is not None
-    return False
-
-
-def _is_backward(source: Source, load: ast.Name) -> bool:
-    """Whether a read computes gradients: ``loss.backward()`` or ``torch.autograd.grad(loss, ...)``."""
-    parent = source.parents[load]
-    call = source.parents[parent] if isinstance(parent, ast.Attribute) else parent
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and (call.func.attr == "backward" if call.func is parent else call.func.attr == "grad")
-    )
-
-
-def _is_value(source: Source, load: ast.Name) -> bool:
-    """Whether a read needs only the value, not the graph."""
-    parent = source.parents[load]
-    if isinstance(parent, ast.Attribute):
-        return parent.attr in _VALUES
-    is_call = isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name)
-    return isinstance(parent, ast.FormattedValue) or (is_call and parent.func.id in ("print", "float", "str"))  # type: ignore[attr-defined]
+    return _insert(source, statement.lineno, f"{source.indentation(statement)}{code}{source.newline()}")
 
 
 # ---- The diff ----
 
 
-def diff(hints: Iterable[Hint]) -> str:
-    """The hints' changes as a unified diff; empty if no hint has one.
+def diff(hints: Iterable[Hint], folder: str) -> tuple[bytes, list[str]]:
+    """The hints' changes as a unified diff for ``patch -p0`` in a folder, and a message for each file left out.
 
-    Each file's changes are applied to its text of now. If the file is not as it was when the program was watched, the
-    diff may not fit.
+    The diff has the bytes of the files, as each file has its encoding. ``patch`` changes no file outside the folder
+    that it runs in, and none through a link.
     """
     changes: dict[str, dict[Change, None]] = {}  # in their order, each once
     for hint in hints:
         for change in hint.changes:
-            changes.setdefault(change.file, {})[change] = None
-    text = ""
+            changes.setdefault(os.path.realpath(change.file), {})[change] = None
+    text, left_out = b"", []
     for file, found in changes.items():
-        before = read_text(file).splitlines(keepends=True)
-        after = list(before)
-        for _, change in sorted(enumerate(found), key=lambda item: (item[1].line, item[0]), reverse=True):
-            lines = change.text.splitlines(keepends=True)
-            start = change.line - 1
-            after[start : start + change.count] = lines
-        text += "".join(_ended(line) for line in difflib.unified_diff(before, after, file, file))
-    return text
+        name = os.path.relpath(file, os.path.realpath(folder))
+        try:
+            before = Path(file).read_bytes()
+        except OSError:
+            before = b""  # no change belongs to an empty file
+        if name.startswith(os.pardir + os.sep) or not name.isprintable():
+            reason = f"patch cannot change it from {folder}. Run verify in a folder above it"
+        elif any(change.digest != digest_of(before) for change in found):
+            reason = "it cannot be read, or has changed since the program ran. Run verify again"
+        else:
+            text += _file_diff(before, name, list(found))
+            continue
+        left_out.append(f"The diff leaves {file} out: {reason}. {see('verify')}")
+    return text, left_out
 
 
-def _ended(line: str) -> str:
-    return line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+def _file_diff(before: bytes, name: str, changes: list[Change]) -> bytes:
+    encoding = encoding_of(before).removesuffix("-sig")  # a mark of the byte order stands only at the beginning
+    lines = before.splitlines(keepends=True)  # of bytes: at the line ends of Python's parser
+    for _, change in sorted(enumerate(changes), key=lambda item: (item[1].line, item[0]), reverse=True):
+        lines[change.line - 1 : change.line - 1 + change.count] = [change.text.encode(encoding)]
+    # `patch` reads a name with spaces up to a tab, and its lines end only at a line feed.
+    label = os.fsencode(f"{name}\t")
+    old, new = (io.BytesIO(text).readlines() for text in (before, b"".join(lines)))
+    return b"".join(_ended(line) for line in difflib.diff_bytes(difflib.unified_diff, old, new, label, label))
+
+
+def _ended(line: bytes) -> bytes:
+    return line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n"

@@ -45,12 +45,14 @@ class Change:
         line: number of the first line, from 1.
         count: how many lines to replace; 0 to insert before ``line``.
         text: whole lines.
+        digest: of the file that the lines belong to. `diff` leaves the change out if the file has another one.
     """
 
     file: str
     line: int
     count: int
     text: str
+    digest: str
 
 
 @dataclasses.dataclass(frozen=True)

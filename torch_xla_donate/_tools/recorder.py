@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import types
 from collections import Counter
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
 from torch_xla_donate._tools.hints import Advice, Change, Hint
 from torch_xla_donate._tools.names import Named, name_tensors
+from torch_xla_donate._tools.source import read
 
 _NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
 _KINDS = 256  # of steps; a program may end each of its steps at another line, or with other inputs
@@ -48,6 +50,7 @@ class Recorder:
         self._min_bytes, self._min_runs = min_bytes, min_runs
         self._findings: dict[Key, Finding] = {}
         self._runs: Counter[tuple[Any, ...]] = Counter()
+        self._codes: dict[str, types.CodeType] = {}  # that end steps, by site
         self._thread = _ThreadState()
         self._lock = threading.Lock()
         self.call: Call | None = None
@@ -76,10 +79,10 @@ class Recorder:
             main: the program's file, into which `diff` puts a call of `auto_donate`; by default the file of the hint.
         """
         with self._lock:
-            found = [(key, finding) for key, finding in self._findings.items()]
+            found = [(key, finding, self._codes.get(key.site)) for key, finding in self._findings.items()]
         return Advice(
-            _hint(key, finding, main)
-            for key, finding in found
+            _hint(key, finding, main, code)
+            for key, finding, code in found
             if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
         )
 
@@ -103,7 +106,10 @@ class Recorder:
             if buffer not in read:
                 findings.setdefault(key, Finding()).merge(one)
         here.before, here.gradients = now, gradients(step, site, now)
+        frame = _frames.user_frame()
         with self._lock:
+            if frame is not None:
+                self._codes[site] = frame.f_code
             for key, finding in findings.items():
                 finding.runs = self._findings.get(key, Finding()).runs + 1
                 self._findings[key] = finding
@@ -117,15 +123,18 @@ def _names() -> dict[int, Named] | None:
         return None
 
 
-def _hint(key: Key, finding: Finding, main: str) -> Hint:
-    """The hint for a finding, with the edit."""
+def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) -> Hint:
+    """The hint for a finding, with the edit. `code` ended the step."""
+    # Without the source that the program ran, only `auto_donate` is safe.
+    source = read(key.site.rpartition(":")[0])
+    site = key.site if source is not None and code is not None and source.compiles_to(code) else ""
     name = finding.names[0] if finding.names else None
     where = key.where or key.site
     root = (name.variable if finding.count > 1 else str(name)) if name is not None else ""
     automatic = edits.call_auto_donate(main or where.rpartition(":")[0], key.site)
     edit, changes = "call torch_xla_donate.auto_donate() before the loop", automatic
     if key.kind == "reassignment" and name is not None:
-        marks = edits.donate_before(name, where, key.site)
+        marks = edits.donate_before(name, where, site)
         if marks:
             edit, changes = f"torch_xla_donate.donate_buffer({name}) before this line", marks
     elif key.kind == "functional_update":
@@ -134,10 +143,10 @@ def _hint(key: Key, finding: Finding, main: str) -> Hint:
         else:
             edit += ", or donate_argnums of torch_xla_donate.compile for a step that is a function"
     elif key.kind == "kept_graph":
-        edit, changes = _detach(key, finding, automatic)
+        edit, changes = _detach(key, finding, automatic, site)
         where = _where(key.holder, key.site) or where
     elif key.kind == "kept_gradient":
-        optimizer, changes = edits.clear_gradients({each.variable for each in finding.names}, key.site)
+        optimizer, changes = edits.clear_gradients(finding.names, site)
         edit = f"{optimizer or 'optimizer'}.zero_grad(set_to_none=True) after the last use of the gradients"
     elif key.kind == "held_input":
         edit, changes = "", []
@@ -164,13 +173,13 @@ def _hint(key: Key, finding: Finding, main: str) -> Hint:
     )
 
 
-def _detach(key: Key, finding: Finding, automatic: list[Change]) -> tuple[str, list[Change]]:
+def _detach(key: Key, finding: Finding, automatic: list[Change], site: str) -> tuple[str, list[Change]]:
     """The edit for a graph that a variable keeps alive. The inputs are then free, which `auto_donate` donates."""
     also = "" if finding.automatic else " and call torch_xla_donate.auto_donate() before the loop"
     variable = re.fullmatch(r"grad_fn of variable '(\w+)' at .*", key.holder)
     if variable is None:
         return f"keep the .detach() of it{also}", []
-    changes = edits.detach_before(variable[1], key.site)
+    changes = edits.detach_before(variable[1], site)
     if changes and not finding.automatic:
         changes = [*automatic, *changes] if automatic else []
     return f"{variable[1]} = {variable[1]}.detach() before the step ends{also}", changes

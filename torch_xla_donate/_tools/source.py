@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
+import io
 import os
 import tokenize
-from collections.abc import Iterator
+import types
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 Suite = list[ast.stmt]
@@ -18,11 +20,24 @@ class Source:
     """A file that could be read and parsed."""
 
     def __init__(self, file: str) -> None:
-        text = read_text(file)
+        with open(file, "rb") as stream:
+            raw = stream.read()
         self.file = file
-        self.lines = text.splitlines(keepends=True)
-        self.tree = ast.parse(text)
+        self.digest = digest_of(raw)
+        self.tree = ast.parse(raw)
+        self.lines = list(io.StringIO(raw.decode(encoding_of(raw)), newline=""))  # the lines of the parser
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self._code = compile(raw, file, "exec", dont_inherit=True)
+
+    def compiles_to(self, code: types.CodeType) -> bool:
+        """Whether the file still has the code of a function, or of the module, on the same lines."""
+        found = [self._code]
+        while found:
+            one = found.pop()
+            if one == code:
+                return True
+            found += [const for const in one.co_consts if isinstance(const, types.CodeType)]
+        return False
 
     def scope_of(self, node: ast.AST) -> Scope:
         """The function, or the module, that runs a statement."""
@@ -49,6 +64,8 @@ class Source:
 
     def is_separate(self, statement: ast.stmt) -> bool:
         """Whether no other code shares the statement's lines."""
+        if statement.lineno > 1 and self.lines[statement.lineno - 2].rstrip().endswith("\\"):
+            return False
         first = self.lines[statement.lineno - 1].encode()
         last = self.lines[(statement.end_lineno or statement.lineno) - 1].encode()
         rest = last[statement.end_col_offset or 0 :].strip()
@@ -57,8 +74,14 @@ class Source:
     def indentation(self, statement: ast.stmt) -> str:
         return self.lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
 
+    def text_of(self, node: ast.expr | ast.stmt) -> str:
+        """The first line of a node as the file writes it. The tree has other spellings of some letters."""
+        line = self.lines[node.lineno - 1].encode()
+        return line[node.col_offset : node.end_col_offset if node.end_lineno == node.lineno else None].decode()
+
     def newline(self) -> str:
-        return "\r\n" if self.lines and self.lines[0].endswith("\r\n") else "\n"
+        first = self.lines[0] if self.lines else ""
+        return first[len(first.rstrip("\r\n")) :][:2] or "\n"
 
     def suite_of(self, statement: ast.stmt) -> Suite | None:
         """The statements of the loop's body that a statement stands in; None if it is not directly in a loop."""
@@ -66,26 +89,50 @@ class Source:
         return loop.body if isinstance(loop, ast.For | ast.While) and statement in loop.body else None
 
     def loads(self, scope: Scope, name: str) -> list[ast.Name] | None:
-        """The reads of a variable of this scope. None if other code could reach the variable.
+        """The reads of a variable of this scope. None if other code could reach the variable, or bind it unseen.
 
-        Such code is a function inside that names it, ``global`` and ``nonlocal``, and functions like ``exec``.
+        Such code is a function inside that names it, ``global`` and ``nonlocal``, functions like ``exec``, and
+        statements other than assignments, such as ``import`` and ``case``.
         """
         found = []
         for node in ast.walk(scope):
             if isinstance(node, ast.Global | ast.Nonlocal) and name in node.names:
                 return None
-            if isinstance(node, ast.Name):
-                if node.id in ("exec", "eval", "locals", "globals", "vars"):
+            if isinstance(node, ast.Attribute) and node.attr in _REFLECTION:
+                return None
+            if not isinstance(node, ast.Name):
+                if node is not scope and bound_by(node) in (name, "*"):
                     return None
-                if node.id == name and isinstance(node.ctx, ast.Load | ast.Del):
-                    if self._inner(node, scope):
-                        return None
+            elif node.id in _REFLECTION:
+                return None
+            elif node.id == name:
+                if self._inner(node, scope):
+                    return None
+                if not isinstance(node.ctx, ast.Store):
                     found.append(node)
         return found
 
     def stores(self, scope: Scope, name: str) -> list[ast.Name]:
         """The assignments of a variable in this scope."""
         return [n for n in ast.walk(scope) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Store)]
+
+    def is_imported(self, module: str) -> bool:
+        """Whether only ``import module`` binds this name in the file."""
+        found = [node for node in ast.walk(self.tree) if bound_by(node) in (module, "*")]
+        return bool(found) and all(
+            isinstance(node, ast.alias) and isinstance(self.parents[node], ast.Import) and not node.asname
+            for node in found
+        )
+
+    def binds(self, name: str) -> bool:
+        """Whether the file gives another meaning to the name of a function of Python."""
+        return any(bound_by(node) in (name, "*") for node in ast.walk(self.tree))
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that a node is a part of."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
 
     def outer_stores(self, scope: Scope, name: str) -> list[int]:
         """The lines of functions inside a scope that assign its variable, by ``nonlocal`` or ``global``."""
@@ -110,12 +157,27 @@ class Source:
         return found is outer
 
 
-def read_text(file: str) -> str:
-    """The text of a Python file with its line ends, which an edit keeps."""
-    with open(file, "rb") as stream:
-        encoding, _ = tokenize.detect_encoding(stream.readline)
-    with open(file, encoding=encoding, newline="") as text:
-        return text.read()
+_REFLECTION = {"exec", "eval", "locals", "globals", "vars", "f_globals", "__dict__"}
+
+
+def bound_by(node: ast.AST) -> str:
+    """The variable that a node binds or deletes: a name, an argument, an import, ``except ... as``, ``case``."""
+    if isinstance(node, ast.Name):
+        return "" if isinstance(node.ctx, ast.Load) else node.id
+    if isinstance(node, ast.keyword):
+        return ""
+    names = (getattr(node, field, None) for field in ("asname", "name", "rest", "arg"))
+    return next((str(name).partition(".")[0] for name in names if name), "")
+
+
+def digest_of(raw: bytes) -> str:
+    """Shows whether a file has changed."""
+    return hashlib.sha256(raw).hexdigest()
+
+
+def encoding_of(raw: bytes) -> str:
+    """The encoding of a Python file."""
+    return tokenize.detect_encoding(io.BytesIO(raw).readline)[0]
 
 
 def read(file: str) -> Source | None:
@@ -152,9 +214,3 @@ def caller_of(statement: ast.stmt, method: str) -> str:
     if isinstance(function, ast.Attribute) and function.attr == method and isinstance(function.value, ast.Name):
         return function.value.id
     return ""
-
-
-def names_in(nodes: list[ast.stmt]) -> Iterator[str]:
-    """The names that statements read."""
-    for node in nodes:
-        yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name))

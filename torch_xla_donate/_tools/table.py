@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import RenderableType
@@ -22,16 +22,27 @@ _SITES = 3
 
 
 def tables(run: RunSummary) -> Iterator[RenderableType]:
-    """The parts to print for a run, in order. Steps with donors have a table each, the others a line."""
-    for number, step in enumerate(run.steps[:_STEPS], start=1):
-        yield Text(_heading(number, step), style="bold")
+    """The parts to print for a run, in order. Steps with donors have a table each, the others a line.
+
+    Steps of a program with the same lines, numbers of arrays and donors are shown once, with the memory of the first.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for number, step in enumerate(run.steps, start=1):
+        there = step.on_topology.donors if step.on_topology is not None else None
+        groups.setdefault((step.sites or number, step.parameters, step.outputs, step.donors, there), []).append(number)
+    for numbers in list(groups.values())[:_STEPS]:
+        step = run.steps[numbers[0] - 1]
+        yield Text(_heading(numbers, run.steps), style="bold")
         yield Text(f"  {_arrays(step)}")
+        if len(numbers) > 1:
+            yield Text(f"  {_ALIKE.format(len(numbers))}")
         yield from (Text(f"  {line}") for line in (*_memory(step), *findings(step)))
         if step.donors:
             yield _donors(step)
         yield ""
-    if len(run.steps) > _STEPS:
-        yield Text(f"... and {_count(len(run.steps) - _STEPS, 'more step')}; --json has all.")
+    if len(groups) > _STEPS:
+        more = sum(map(len, list(groups.values())[_STEPS:]))
+        yield Text(f"... and {_count(more, 'more step')}; --json has all.")
     if run.advice is not None:
         yield Text(str(Advice(run.advice)))
     for file in run.skipped:
@@ -54,11 +65,20 @@ def summary_line(run: RunSummary) -> str:
     return text
 
 
-def _heading(number: int, step: StepSummary) -> str:
-    ran = "" if step.executed is None else f", ran {_count(step.executed, 'time')}"
+_ALIKE = (
+    "{} graphs were compiled for it. A Python number is a constant of a graph, so pass one that changes, such as a "
+    "position, as a tensor."
+)
+
+
+def _heading(numbers: Sequence[int], steps: Sequence[StepSummary]) -> str:
+    step = steps[numbers[0] - 1]
+    executed = [count for number in numbers if (count := steps[number - 1].executed) is not None]
+    ran = f", ran {_count(sum(executed), 'time')}" if executed else ""
     sites = ", ".join(_short(site) for site in step.sites[:_SITES])
     more = ", ..." if len(step.sites) > _SITES else ""
-    return f"Step {number}: {step.module}{ran}{f' at {sites}{more}' if sites else ''}"
+    alike = f" and {len(numbers) - 1} alike" if len(numbers) > 1 else ""
+    return f"Step {numbers[0]}{alike}: {step.module}{ran}{f' at {sites}{more}' if sites else ''}"
 
 
 def _arrays(step: StepSummary) -> str:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
@@ -40,7 +41,8 @@ def verify(
 ) -> RunSummary:
     """Runs a program in a child process, and summarises its steps when it has ended.
 
-    Signals that would end this process are passed to the program, so that the summary shows the steps until then.
+    SIGTERM and SIGHUP are passed to the program, so that the summary shows the steps until then. The program gets
+    SIGINT from the terminal, or from another program that sends it to the process group, as `timeout` does.
 
     Args:
         program: the program.
@@ -57,11 +59,11 @@ def verify(
         check_topology(name)
     with _folder(keep) as folder:
         command = [sys.executable, *_interpreter_options(), "-m", "torch_xla_donate", "run", "--record", str(folder)]
-        with _pass_signals() as children:
+        with _SignalsToChild() as signals:
             child = subprocess.Popen(
                 [*command, *program.arguments()], stdout=sys.stderr.fileno() if keeps_stdout else None
             )
-            children.append(child)
+            signals.send_to(child)
             exit_code = child.wait()
         summary = collect(
             folder, str(program), topology=topology, undonated=undonated, exit_code=exit_code, progress=progress
@@ -93,19 +95,31 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     yield keep.resolve()
 
 
-@contextlib.contextmanager
-def _pass_signals() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Passes signals to the child processes in the list. A terminal sends SIGINT to the child itself."""
-    children: list[subprocess.Popen[bytes]] = []
+class _SignalsToChild:
+    """Passes signals to a child process. Signals that this process ignores, as under `nohup`, stay ignored in both."""
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        for child in children:
-            child.send_signal(number)
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []  # came before the child could get them
+        self._before: dict[signal.Signals, Any] = {}
 
-    handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield children
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> _SignalsToChild:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._pass_on)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def send_to(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        while self._early:
+            child.send_signal(self._early.pop(0))
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the process group gets it
+            self._early.append(number)
+            if self._child is not None:
+                self.send_to(self._child)
