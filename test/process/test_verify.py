@@ -21,8 +21,8 @@ from click.testing import CliRunner
 from helpers import make
 from rich.console import Group
 
+from torch_xla_donate import _C, auto_donate, compile, donate_buffer
 from torch_xla_donate import __main__ as command_line
-from torch_xla_donate import auto_donate, compile, donate_buffer
 from torch_xla_donate._report import table as tables
 from torch_xla_donate._tools import record, table
 from torch_xla_donate._tools import verify as verifying
@@ -158,6 +158,20 @@ def killed_in_a_loop() -> None:
 def test_the_record_survives_a_kill(tmp_path):
     run = recorded(killed_in_a_loop, tmp_path, exit_code=-signal.SIGKILL)
     assert sum(step.executed or 0 for step in run.steps) == 3
+
+
+@in_process
+def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
+    """A wait at each run would let no run begin before the one before has ended."""
+    waits = []
+    runs = record._Record(tmp_path, "main")
+    run = {"executable": 1, "header": "", "stack": [], "live_bytes": 0, "has_donors": True, "graph": "dropped"}
+    sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
+    for _ in range(50):
+        runs.add(run)
+    sys.setprofile(None)
+    assert 0 < len(waits) <= 2 * record._TRIES  # c_call and c_return
+    assert len((tmp_path / "main" / record.NAME).read_text().splitlines()) == 50
 
 
 def alike_graphs() -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 import types
+import weakref
+from builtins import compile as compile_source
 
 import pytest
 import torch
 import torch_xla
 
-from torch_xla_donate import Advice, advise, auto_donate, compile, donation_report
-from torch_xla_donate._tools.recorder import Recorder
+from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
+from torch_xla_donate._modes import debug
+from torch_xla_donate._tools import edits
+from torch_xla_donate._tools.names import OBJECTS, Name, Walk, name_tensors
+from torch_xla_donate._tools.recorder import _NAMED_RUNS, Recorder
 
 SIZE = 32 * 32 * 4
 
@@ -47,6 +54,26 @@ def test_an_argument_of_which_a_part_has_no_result_is_left_out(make):
         return state[0] * 2 + state[1].sum()
 
     assert not advise(update, [make(32, 32), make(64, 64)])
+
+
+def test_arguments_of_an_odd_callable(make):
+    """Not each has a name, and the callable may have no source."""
+
+    class Odd:
+        def __call__(self, first, *others):
+            return others[1] * 2
+
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    def last(first, *others):
+        return others[1] * 2
+
+    (hint,) = advise(last, 1, 2, make(32, 32))
+    assert (hint.holder, hint.bytes) == ("argument '2'", SIZE)
+    assert "donate_argnums=(2,)" in hint.edit
+    assert not advise(Odd(), 1, 2, make(32, 32))
+    assert donation_report().errors["advise: RuntimeError: __wrapped__"] == 2
 
 
 def test_the_state_of_a_closure(make):
@@ -88,20 +115,132 @@ def test_a_model_and_its_input_are_used_again(make):
     assert not advise(lambda: model(x).sum())
 
 
-def test_nothing_stays_behind(make):
-    from torch_xla_donate import _C
-    from torch_xla_donate._modes.debug import step_listeners
+def is_watched(make):
+    x = make(4)
+    _ = x * 2
+    torch_xla.sync()
+    return _C.take_watched_step() is not None or bool(debug._listeners)
 
+
+def test_nothing_stays_behind(make):
     def fail():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
         advise(fail)
-    assert not step_listeners
+    assert not is_watched(make)
+
+
+def test_an_interrupt_at_the_beginning_leaves_nothing_behind(make):
+    def interrupt(frame, event, function):
+        if event == "c_return" and function is _C.watch_inputs:
+            raise KeyboardInterrupt
+
+    recorder = Recorder()
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            recorder.__enter__()
+    finally:
+        sys.setprofile(None)
+    assert not is_watched(make)
+
+
+def test_recorders_see_the_same_steps(make):
+    x = make(32, 32)
+
+    def step():
+        nonlocal x
+        x = x * 0.5
+
+    with Recorder() as first, Recorder() as second:
+        (inner,) = advise(step)
+        for _ in range(3):
+            step()
+            torch_xla.sync()
+    assert inner.kind == "reassignment"
+    assert [hint.runs for hint in first.advice()] == [2, 3]  # the steps of advise are steps of the program
+    assert first.advice() == second.advice()
+    assert not is_watched(make)
+
+
+def test_the_last_recorder_ends_the_watch(make):
+    first, second = Recorder(min_bytes=0, min_runs=1), Recorder(min_bytes=0, min_runs=1)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
     x = make(4)
-    _ = x * 2
     torch_xla.sync()
-    assert _C.take_watched_step() is None
+
+    def work():
+        nonlocal x
+        x = x * 2
+        torch_xla.sync()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    second.__exit__()
+    assert [hint.kind for hint in second.advice()] == ["free_input"]  # of another thread
+    assert not first.advice()
+    assert not is_watched(make)
+
+
+def test_a_listener_that_raises_stops_neither_program_nor_others(make):
+    def fail(step):
+        raise ValueError("no listener")
+
+    x = make(32, 32)
+    debug.listen(fail)
+    try:
+        with Recorder() as recorder:
+            for _ in range(3):
+                x = x * 0.5
+                torch_xla.sync()
+    finally:
+        debug.stop_listening(fail)
+    assert [hint.kind for hint in recorder.advice()] == ["reassignment"]
+    assert donation_report().errors["advise: ValueError: no listener"] == 3
+
+
+def test_the_number_of_named_steps_is_bounded(make, monkeypatch):
+    monkeypatch.setattr("torch_xla_donate._tools.recorder._KINDS", 3)
+    x = make(32, 32)
+    ends = [compile_source("torch_xla.sync()", f"end_{i}.py", "exec") for i in range(12)]
+    with Recorder(min_runs=1) as recorder:
+        for end in ends:
+            x = x * 0.5
+            exec(end)
+    assert len(recorder._runs) == 3
+    assert 0 < len(recorder._findings) <= 3 + _NAMED_RUNS
+
+
+def test_the_source_is_searched_once_for_many_tensors(make, monkeypatch):
+    """A search reads whole files."""
+    searches = []
+
+    def count(find):
+        def search(name):
+            searches.append(name)
+            return find(name)
+
+        monkeypatch.setattr(edits, find.__name__, search)
+
+    count(edits.find_write)
+    count(edits.find_assignment)
+    params = {f"p{i}": make(8, 8) for i in range(200)}
+    caches = [make(8, 8) for i in range(200)]
+
+    def step():
+        nonlocal params
+        params = {name: p * 0.5 for name, p in params.items()}
+        for cache in caches:
+            cache[1] = 1.0
+
+    advice = advise(step)
+    assert sum(hint.count for hint in advice) == 400
+    assert {hint.kind for hint in advice} == {"functional_update", "slice_assignment"}
+    assert len(searches) < 200
 
 
 def test_a_holder_that_python_cannot_name(make):
@@ -156,19 +295,134 @@ def test_an_attribute_of_an_object_that_is_held(make):
     assert hint.holder.startswith("attribute 'old' of variable 'state' at test_advise.py:")
 
 
-def test_an_error_while_watching_does_not_reach_the_program(make):
-    """The report shows it."""
+def named(variable):
+    """The names of tensors that begin with a variable of the caller."""
+    return {str(n) for found in name_tensors().values() for n in found.names if n.variable == variable}
 
-    class Odd(tuple):  # a named tuple with too few names
-        _fields = ("x",)
 
-    odd = Odd((make(32, 32), 0))
+def test_large_containers_leave_the_others_their_names(make):
+    """The walk visits no more objects than its budget has."""
+    x = make(4)
+    numbers, texts = [0] * 10_000_000, dict.fromkeys(range(1_000_000), "text")
+    many = [[i] for i in range(2 * OBJECTS)]
+    state = [numbers, texts, many, {"model": [{"w": x}]}]
+    walk = Walk()
+    walk.add_variables({"state": state, "last": [x]}, Name("", "", None, "train.py", 0))
+    walk.run()
+    (found,) = walk.found.values()
+    assert [str(name) for name in found.names] == ["last[0]", "state[3]['model'][0]['w']"]
+    assert OBJECTS // 2 < walk.visited <= OBJECTS
+
+
+def test_objects_that_break_rules_cost_only_their_own_names(make):
+    """And none of their code runs."""
+    calls = []
+
+    def note(*args, **kwargs):
+        calls.append(args)
+        raise RuntimeError("code of the program")
+
+    class Key(str):
+        __slots__ = ()
+        __repr__ = __str__ = __format__ = note
+        __eq__ = note
+        __hash__ = str.__hash__
+
+    class Meta(type):
+        __getattribute__ = __eq__ = __subclasscheck__ = __instancecheck__ = note
+        __hash__ = note
+
+    class Proxy:
+        __class__ = property(note)
+        __getattribute__ = __getattr__ = __len__ = __iter__ = __bool__ = __eq__ = note
+        __hash__ = note
+
+    class Space:
+        __dict__ = property(note)
+        __module__ = property(note)
+
+    class Slots:
+        __slots__ = ("empty", "x")
+        __getattr__ = note
+
+    class Loud(torch.Tensor):
+        device = grad = is_leaf = property(note)
+
+    class Fields(tuple):
+        _fields = ("first",)
+
+    class Items(dict):
+        items = keys = values = __iter__ = __len__ = __bool__ = note
+
+    def set_class(value, **attributes):
+        for name, attribute in attributes.items():
+            object.__setattr__(value, name, attribute)
+        return value
+
+    x = make(4)
+    module, linear = torch.nn.Module(), torch.nn.Linear(1, 1)
+    module.__dict__.update(_parameters=7, _buffers=Items(b=x), _modules=None)
+    first, second = make(2), make(2)
+    first.other, second.other = second, first
+    odd = [
+        {Key("k"): x, "k" * 1_000_000: x, 10**5000: x, (1,): x},
+        set_class(Proxy(), x=x),
+        Space(),
+        set_class(Slots(), x=x),
+        torch.ones(1).as_subclass(Loud),
+        Fields((x, x)),
+        Items(x=x),
+        module,
+        weakref.proxy(linear),
+        first,
+        Meta("Kind", (), {}),
+        types.SimpleNamespace(x=x),
+        threading.local(),
+    ]
+    odd.append(type.__call__(odd[10]))
+    before = donation_report().errors
+    object.__setattr__(odd[-1], "x", x)
+    found = named("odd")
+    assert calls == []
+    assert found == {
+        *(f"odd[0][key {i}]" for i in range(4)),
+        *(f"odd[{i}].x" for i in (1, 3, 11, 13)),
+        *("odd[5].first", "odd[5][1]", "odd[6]['x']", "odd[7].b"),
+        *("odd[9]", "odd[9].other", "odd[9].other.other"),
+    }
+    assert donation_report().errors == before
+
+
+def test_a_trace_function_keeps_the_variables_of_its_frame(make):
+    """Before Python 3.13 the search may neither clear nor keep the dictionary of the frame."""
+    x = make(32, 32)
     with Recorder() as recorder:
-        y = odd[0] * 2
-        torch_xla.sync()
-    assert not recorder.advice()
-    assert y.sum().item() == 1023 * 1024
-    assert any("advise: IndexError" in error for error in donation_report().errors)
+
+        def trace(frame, event, argument):
+            if frame.f_code is work.__code__:
+                _ = make(4) * 2
+                torch_xla.sync()
+            return trace if frame.f_code in (work.__code__, loop.__code__) else None
+
+        def loop(x):
+            for _ in range(4):
+                x = x * 0.5
+                torch_xla.sync()
+            return x
+
+        def work(a):
+            b = a + 1
+            return a + b
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            result = work(1)
+            x = loop(x)
+        finally:
+            sys.settrace(before)
+    assert result == 3
+    assert [hint.kind for hint in recorder.advice()] == ["free_input"]
 
 
 def test_small_arrays_are_left_out(make):

@@ -80,13 +80,40 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
         raise error
 
 
-step_listeners: list[Callable[[], None]] = []  # called at the end of a step if the hooks watch inputs
+StepListener = Callable[[_C.WatchedStep], None]
+_listeners: list[StepListener] = []
+_listening = threading.Lock()
+
+
+def listen(listener: StepListener) -> None:
+    """From now on calls a function with each step of every thread, on that thread, until `stop_listening`."""
+    with _listening:
+        _listeners.append(listener)
+        _C.watch_inputs(True)
+
+
+def stop_listening(listener: StepListener) -> None:
+    """Ends one `listen`. Steps that have begun may still call the function."""
+    with _listening:
+        if listener in _listeners:
+            _listeners.remove(listener)
+        _C.watch_inputs(bool(_listeners))
+
+
+def note_error(error: Exception) -> None:
+    """Notes an error of a listener for the report. The program continues."""
+    _C.note_error(f"advise: {type(error).__name__}: {error}")
 
 
 def step_ended() -> None:
     """Reports and checks at the end of a step. The hooks call it if there is something to report or to check."""
-    for listener in tuple(step_listeners):
-        listener()
+    step = _C.take_watched_step()  # once, for all listeners
+    for listener in tuple(_listeners):
+        try:
+            if step is not None:
+                listener(step)
+        except Exception as error:
+            note_error(error)
     if _report.is_postponed():
         return
     try:

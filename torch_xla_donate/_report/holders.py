@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import gc
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -122,19 +124,62 @@ def user_modules() -> Iterator[types.ModuleType]:
     """The imported modules, without those of torch, torch_xla and this package."""
     for module in list(sys.modules.values()):
         if type(module) is types.ModuleType:
-            package = str(vars(module).get("__name__", "")).partition(".")[0]
-            if package not in ("torch", "torch_xla", "torch_xla_donate"):
+            name = vars(module).get("__name__")
+            if type(name) is str and name.partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
                 yield module
 
 
 def variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """The local variables. Before Python 3.13 a frame keeps this dictionary, and with it old values."""
+    """The local variables; none of a function that Python code traces, and of the body of a class with other mappings.
+
+    Before Python 3.13 a frame keeps a dictionary of its variables once someone reads it. A trace function would bring
+    the variables back to their values in the dictionary, or the dictionary would keep the old ones.
+    """
+    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_function and sys.version_info < (3, 13) and _is_traced(frame):
+        return {}
     space = frame.f_locals
-    found = dict(space)
+    is_dict = issubclass(type(space), dict)
+    if not (is_dict or is_function):
+        return {}
+    found = dict(dict.items(space) if is_dict else space)
     nobody_else = 3  # references: of the frame, of this function, and of getrefcount
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(space) is dict and sys.getrefcount(space) <= nobody_else:
+    if is_function and is_dict and sys.getrefcount(space) <= nobody_else:
         space.clear()  # does not change the variables
     return found
+
+
+def _is_traced(frame: types.FrameType) -> bool:
+    """Whether a trace or profile function in Python may run for a frame, now or later."""
+    code, last = frame.f_code.co_code, frame.f_lasti
+    begins = last < 0 or dis.opname[code[last]] == "RESUME"  # its trace function is not set yet
+    hooks = frame.f_trace, sys.getprofile(), threading.getprofile()
+    return begins or any(type(hook) in (types.FunctionType, types.MethodType) for hook in hooks)
+
+
+_MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))
+_READS_A_SLOT = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+def static_member(kind: type, name: str) -> Any:
+    """A member of a class as it is defined, or None. Calls no code of the class or of its metaclass."""
+    return next((_MEMBERS(base)[name] for base in _MRO(kind) if name in _MEMBERS(base)), None)
+
+
+def attributes_of(value: Any) -> list[dict[Any, Any]]:
+    """The attributes of an object: its `__dict__`, and a copy of its slots. Calls no code of its class."""
+    space: Any = None
+    slots = {}
+    for base in _MRO(type(value)):
+        members = _MEMBERS(base)
+        if space is None:
+            space = members.get("__dict__")
+        for name, member in list(members.items()) if "__slots__" in members else ():
+            if type(member) is types.MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # empty
+                    slots[name] = member.__get__(value)
+    found = [space.__get__(value)] if issubclass(type(space), _READS_A_SLOT) else []
+    return [space for space in (*found, slots) if issubclass(type(space), dict)]
 
 
 def _is_ours(referrer: object) -> bool:
@@ -162,36 +207,44 @@ def _step(referrer: Any, thing: Any) -> tuple[Any, str] | None:
     """The owner of a referrer, and the thing's place in it."""
     if type(referrer) in (list, tuple):
         return referrer, f"item {next(i for i, item in enumerate(referrer) if item is thing)}"
-    if isinstance(referrer, dict):
-        key = next((key for key, value in list(referrer.items()) if value is thing), None)
+    kind = type(referrer)  # isinstance() would call a proxy's __class__
+    if issubclass(kind, dict):
+        key = _key_of(thing, referrer)
         if key is None:
             return None
-        owner = next((o for o in gc.get_referrers(referrer) if getattr(o, "__dict__", None) is referrer), None)
-        if owner is not None:
-            return owner, f"attribute {key!r}"
+        for owner in gc.get_referrers(referrer):
+            if any(space is referrer for space in attributes_of(owner)):
+                return owner, f"attribute {key}"
         for registry in gc.get_referrers(referrer):  # a module keeps its parameters in a dictionary of its __dict__
-            if isinstance(registry, dict) and any(
-                registry.get(name) is referrer for name in ("_parameters", "_buffers", "_modules")
+            if issubclass(type(registry), dict) and any(
+                dict.get(registry, name) is referrer for name in ("_parameters", "_buffers", "_modules")
             ):
                 for module in gc.get_referrers(registry):
                     if issubclass(type(module), torch.nn.Module):
-                        return module, f"attribute {key!r}"
+                        return module, f"attribute {key}"
             if issubclass(type(registry), torch.nn.Module):
-                return registry, f"attribute {key!r}"
-        return referrer, f"item {key!r}" if isinstance(key, str | int) else f"item of key {type(key).__name__}"
-    if isinstance(referrer, types.CellType):
+                return registry, f"attribute {key}"
+        return referrer, f"item {key}"
+    if kind is types.CellType:
         function = next(_closures(referrer), None)
         if function is None:
             return None
         name = function.__code__.co_freevars[list(function.__closure__ or ()).index(referrer)]
         return function, f"{name!r} in the closure"
-    if isinstance(referrer, types.FrameType | types.FunctionType | types.ModuleType | types.GeneratorType):
+    if kind in (types.FrameType, types.FunctionType, types.ModuleType, types.GeneratorType):
         return None
-    space = getattr(referrer, "__dict__", None)
-    if type(space) is dict:
-        key = next((key for key, value in list(space.items()) if value is thing), None)
+    for space in attributes_of(referrer):
+        key = _key_of(thing, space)
         if key is not None:
-            return referrer, f"attribute {key!r}"
+            return referrer, f"attribute {key}"
+    return None
+
+
+def _key_of(thing: Any, space: dict[Any, Any]) -> str | None:
+    """The text of the key of a value."""
+    for key, value in list(dict.items(space)):
+        if value is thing:
+            return repr(key) if type(key) in (str, int) else f"of key {type(key).__name__}"
     return None
 
 

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C
 from torch_xla_donate._errors import see
+from torch_xla_donate._modes.debug import note_error
 from torch_xla_donate._tools.findings import Call
 from torch_xla_donate._tools.hints import Advice
 from torch_xla_donate._tools.recorder import Recorder
@@ -44,7 +45,10 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
         for _ in range(2):
             recorder.forget()
             result = f(*args, **kwargs)
-            recorder.call = _call(f, args, kwargs, result)
+            try:
+                recorder.call = _call(f, args, kwargs, result)
+            except Exception as error:  # of an odd callable or container; the hints then do without the arguments
+                note_error(error)
             torch_xla.sync()
             recorder.call = None
             del result
@@ -68,10 +72,13 @@ def _call(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def _parameter_names(f: Callable[..., Any]) -> list[str]:
+    """Of the arguments by position, as far as each has its own name."""
     try:
-        return list(inspect.signature(f).parameters)
+        parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # a built-in function
         return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
 
 
 def _tensors(tree: Any) -> dict[int, torch.Tensor]:

@@ -16,6 +16,8 @@ from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.hints import HintKind
 from torch_xla_donate._tools.names import Name, Named
 
+_SEARCHED = 64  # different tensors whose writes are looked up in the source
+
 
 @dataclasses.dataclass(frozen=True)
 class Key:
@@ -32,11 +34,11 @@ class Key:
 class Finding:
     """The findings of one kind in the last run of a step.
 
-    names: of the first array.
+    names: of the first array, or of all in `kept_gradient`.
     automatic: whether the step donates free inputs anyway.
     """
 
-    names: tuple[Name, ...] = ()
+    names: list[Name] = dataclasses.field(default_factory=list)
     bytes: int = 0
     array: str = ""
     largest: int = 0
@@ -47,7 +49,7 @@ class Finding:
 
     def merge(self, other: Finding) -> None:
         """Adds the arrays of another one."""
-        self.names += other.names
+        self.names.extend(other.names)
         self.bytes += other.bytes
         self.count += other.count
         if other.largest > self.largest:
@@ -97,8 +99,9 @@ def find(
     findings: dict[Key, Finding] = {}
 
     def note(key: Key, array: str, names: tuple[Name, ...] = (), detail: str = "") -> None:
-        finding = findings.setdefault(key, Finding(names, automatic=step.automatic, detail=detail))
-        finding.add(array)
+        if key not in findings:
+            findings[key] = Finding([*names], automatic=step.automatic, detail=detail)
+        findings[key].add(array)
 
     inputs = step.inputs
     if step.reason:
@@ -111,9 +114,10 @@ def find(
     arguments = call.arguments if call is not None else {}
     # Only values that an earlier step has computed, and that no step has read before: not parameters and data.
     held = [raw for raw in inputs if raw.use == "held" and raw.tensor in computed and not raw.seen_before]
-    buffers = [raw.buffer for raw in held if raw.tensor not in arguments]
-    holders = holders_of(buffers)
+    buffers = dict.fromkeys(raw.buffer for raw in held if raw.tensor not in arguments)
+    holders = holders_of([*buffers])
     donated: list[_C.WatchedInput] = []  # arguments
+    lines = _Lines()
     for raw in inputs:
         if raw.use == "other" or raw.next is None:
             continue
@@ -124,7 +128,7 @@ def find(
             note(Key("output_sharding", site, "", _variable(names)), raw.array, names, split_sharding(raw.array)[1])
         elif raw.use == "free" and not step.automatic:
             old = before.get(raw.tensor) if before is not None and raw.tensor is not None else None
-            key, names = _free(raw, site, old, reachable)
+            key, names = _free(raw, site, old, reachable, lines)
             note(key, raw.array, names)
         elif raw.use == "held" and raw.tensor in arguments:
             if raw.next in results:
@@ -137,10 +141,11 @@ def find(
             note(Key(kind, site, "", _variable(names), holder), raw.array, names)
     if call is not None:
         whole = _whole_arguments(call, donated)
-        texts = [f"argument {name!r}" for _, name in dict.fromkeys(call.arguments[raw.tensor] for raw in whole)]  # type: ignore[index]
+        given = dict.fromkeys(call.arguments[raw.tensor] for raw in whole)  # type: ignore[index]
+        holder = ", ".join(f"argument {name!r}" for _, name in given)
+        detail = _donate(sorted((number for number, _ in given), key=str))
         for raw in whole:
-            numbers = sorted({call.arguments[raw.tensor][0] for raw in whole}, key=str)  # type: ignore[index]
-            note(Key("functional_update", site, call.where, "", ", ".join(texts)), raw.array, (), _donate(numbers))
+            note(Key("functional_update", site, call.where, "", holder), raw.array, (), detail)
     return findings
 
 
@@ -166,14 +171,16 @@ def _donate(numbers: list[int | str]) -> str:
     return ", ".join(options + ([f"donate_argnames={names}"] if names else []))
 
 
-def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -> tuple[Key, tuple[Name, ...]]:
+def _free(
+    raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable, lines: _Lines
+) -> tuple[Key, tuple[Name, ...]]:
     """The finding for an input that the program cannot read after the step."""
     # A tensor that was written by slices still has its old value.
     new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.next)  # type: ignore[arg-type]
     tensor = new.tensor() if new is not None else None
     if new is not None and tensor is not None and (raw.tensor in now.by_alias or (old and old.tensor() is tensor)):
         name = new.names[0]
-        where, is_slice = edits.find_write(name)
+        where, is_slice = lines.of_write(name)
         is_slice = is_slice or len(set(_C.alias_ids(tensor))) > 1  # the source may be unknown
         kind: HintKind = "slice_assignment" if is_slice else "lost_alias"
         return Key(kind, site, where, name.variable), tuple(new.names)
@@ -182,7 +189,33 @@ def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -
         return Key("free_input", site), tuple(old.names) if old is not None else ()
     name = now.places[names[0].place]
     kind = "functional_update" if name.path else "reassignment"
-    return Key(kind, site, edits.find_assignment(name), name.variable), names
+    return Key(kind, site, lines.of_assignment(name), name.variable), names
+
+
+class _Lines:
+    """Lines of the source for the tensors of a step. Each is searched once, as a search reads whole files."""
+
+    def __init__(self) -> None:
+        self._writes: dict[tuple[object, ...], tuple[str, bool]] = {}
+        self._assignments: dict[tuple[object, ...], str] = {}
+
+    def of_write(self, name: Name) -> tuple[str, bool]:
+        """As `edits.find_write`. Of many items of a variable only the first ones are searched."""
+        attribute = name.path.rpartition(".")[2]
+        text = attribute if attribute.isidentifier() else name.path
+        key = name.variable, id(name.code), name.file, name.line, name.owner_file, text
+        if key not in self._writes:
+            if len(self._writes) >= _SEARCHED:
+                return self.of_assignment(name), False
+            self._writes[key] = edits.find_write(name)
+        return self._writes[key]
+
+    def of_assignment(self, name: Name) -> str:
+        """As `edits.find_assignment`."""
+        key = name.variable, id(name.code), name.file, name.line, bool(name.path)
+        if key not in self._assignments:
+            self._assignments[key] = edits.find_assignment(name)
+        return self._assignments[key]
 
 
 class _Reachable:
@@ -203,7 +236,7 @@ def gradients(step: _C.WatchedStep, site: str, now: Mapping[int, Named]) -> dict
         named = now.get(alias)
         tensor = named.tensor() if named is not None else None
         if named is not None and tensor is not None and all(name.is_gradient for name in named.names):
-            finding = Finding(tuple(named.names))
+            finding = Finding([*named.names])
             finding.add(_C.array_of(tensor))
             found[_C.holds(tensor)] = Key("kept_gradient", site, "", named.names[0].variable), finding
     return found

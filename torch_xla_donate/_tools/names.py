@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import sys
 import sysconfig
 import types
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_xla_donate import _C
-from torch_xla_donate._report.holders import assigned_at, user_frames, user_modules, variables_of
+from torch_xla_donate._modes.debug import note_error
+from torch_xla_donate._report.holders import (
+    assigned_at,
+    attributes_of,
+    static_member,
+    user_frames,
+    user_modules,
+    variables_of,
+)
 
 _DEPTH = 8  # containers between a variable and a tensor
-_OBJECTS = 100_000
+OBJECTS = 250_000  # visited in one walk
+_FIRST = 64  # children of a container in its first turn
+_LONGEST = 100  # characters of a key in a path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +62,7 @@ class Name:
     @property
     def place(self) -> tuple[object, ...]:
         """Equal for one place of the program, whatever line runs."""
-        return self.variable, self.path, self.code, self.file
+        return self.variable, self.path, id(self.code), self.file  # the hash of a code object reads all of it
 
     def assigned(self) -> int:
         """The line that assigned the variable last; 0 if unknown."""
@@ -69,94 +83,185 @@ def name_tensors() -> dict[int, Named]:
     It reads the frames of all threads, the modules of the program, and from there containers, modules, optimizers,
     closures and attributes. It calls no code of the program.
     """
-    walk = _Walk()
+    walk = Walk()
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
         for frame in user_frames():
-            for variable, value in variables_of(frame).items():
-                walk.visit(value, Name(variable, "", frame.f_code, frame.f_code.co_filename, frame.f_lineno), _DEPTH)
+            code = frame.f_code
+            walk.add_variables(variables_of(frame), Name("", "", code, code.co_filename, frame.f_lineno))
         for module in user_modules():
-            file = str(vars(module).get("__file__") or "")
-            if not file or file.startswith(_INSTALLED):
-                continue
-            for variable, value in list(vars(module).items()):
-                walk.visit(value, Name(variable, "", None, file, 0), _DEPTH)
+            file = _file_of(module)
+            if file and not file.startswith(_INSTALLED):
+                walk.add_variables(vars(module), Name("", "", None, file, 0))
+        walk.run()
     for named in walk.found.values():
         named.names.sort(key=lambda name: len(name.path))
     return walk.found
 
 
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
-
-
-class _Walk:
-    def __init__(self) -> None:
-        self.found: dict[int, Named] = {}
-        self._seen: set[tuple[int, str]] = set()
-        self._kept: list[Any] = []  # a freed object would give its number to another one
-
-    def visit(self, value: Any, name: Name, depth: int) -> None:
-        kind = type(value)
-        if issubclass(kind, torch.Tensor):
-            self._note(value, name)
-        elif depth > 0 and not issubclass(kind, _PLAIN) and len(self._seen) < _OBJECTS:
-            # Again from another variable, as each of a tensor's names may be the one that its next value gets.
-            key = (id(value), name.variable)
-            if key not in self._seen:
-                self._seen.add(key)
-                self._kept.append(value)
-                for step, child in _children(value):
-                    owner = _file_of(kind) if step.startswith(".") else name.owner_file
-                    below = dataclasses.replace(name, path=name.path + step, owner_file=owner)
-                    self.visit(child, below, depth - 1)
-
-    def _note(self, tensor: torch.Tensor, name: Name) -> None:
-        if tensor.device.type != "xla":
-            return
-        for alias in dict.fromkeys(_C.alias_ids(tensor)):
-            self.found.setdefault(alias, Named(weakref.ref(tensor), [])).names.append(name)
-        gradient = tensor.grad if tensor.is_leaf else None
-        parts = [("grad", gradient), *vars(tensor).items()]  # a sharded tensor of torch_xla wraps another
-        for attribute, part in parts:
-            if issubclass(type(part), torch.Tensor):
-                self._note(part, dataclasses.replace(name, path=f"{name.path}.{attribute}"))
-
-
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType, torch.dtype)
-
-
-def _file_of(kind: type) -> str:
-    module = sys.modules.get(kind.__module__)
-    return getattr(module, "__file__", None) or ""
-
-
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of an object, with the text that leads to each."""
-    kind = type(value)  # isinstance() would call a proxy's __class__
-    if issubclass(kind, list | tuple):
-        fields = getattr(kind, "_fields", None)
-        for i, item in enumerate((list if issubclass(kind, list) else tuple).__iter__(value)):
-            yield (f".{fields[i]}" if fields else f"[{i}]"), item
-    elif issubclass(kind, dict):
-        for i, (key, item) in enumerate(list(dict.items(value))):
-            yield (f"[{key!r}]" if isinstance(key, str | int) else f"[key {i}]"), item
-    elif kind is types.FunctionType:
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-            try:
-                yield f"'s {variable}", cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-    elif kind is types.MethodType:
-        yield "'s object", value.__self__
-    elif issubclass(kind, _OF_TORCH) or not kind.__module__.startswith(("torch.", "torch_xla")):
-        space = getattr(value, "__dict__", None)
-        if type(space) is dict:
-            for attribute, item in list(space.items()):
-                if attribute in _REGISTRIES and issubclass(kind, torch.nn.Module):
-                    for key, part in list(item.items()):
-                        yield f".{key}", part
-                else:
-                    yield f".{attribute}", item
-
-
 _OF_TORCH = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+# The members of a class that its own code cannot replace.
+_IS_LEAF, _GRADIENT = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_leaf", "grad"))
+_MODULE_OF = vars(type)["__module__"].__get__
+
+
+class Walk:
+    """Finds the names of tensors. Containers take turns, so that a large one leaves some of the budget to the others.
+
+    visited: how many objects it has looked at.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, Named] = {}
+        self.visited = 0
+        self._parts: deque[_Part] = deque()
+        self._seen: dict[tuple[int, str], Any] = {}  # a freed object would give its number to another one
+
+    def add_variables(self, variables: dict[str, Any], root: Name) -> None:
+        """Adds the variables of a frame or a module. The name of `root` is empty."""
+        for variable, value in list(itertools.islice(dict.items(variables), OBJECTS)):
+            self.visited += 1
+            if type(variable) is str and not issubclass(type(value), _PLAIN):
+                self._visit(value, _Owner(dataclasses.replace(root, variable=variable), "", ""), "", _DEPTH)
+
+    def run(self) -> None:
+        """Follows the variables."""
+        while self._parts and self.visited < OBJECTS:
+            part = self._parts.popleft()
+            first = part.start
+            try:
+                children = part.take(OBJECTS - self.visited)
+            except RuntimeError:  # another thread changes it
+                continue
+            self.visited += len(children)
+            if first + len(children) == part.start:
+                self._parts.append(part)
+            for position, (key, child) in enumerate(children, first):
+                text = None if issubclass(type(child), _PLAIN) else part.text(position, key)
+                if text is not None:
+                    self._visit(child, part.owner, text, part.depth)
+
+    def _visit(self, value: Any, owner: _Owner, text: str, depth: int) -> None:
+        is_tensor = issubclass(type(value), torch.Tensor)  # isinstance() would call a proxy's __class__
+        # Again from another variable, as each of a tensor's names may be the one that its next value gets.
+        key = id(value), owner.root.variable
+        is_new = key not in self._seen and (is_tensor or depth > 0)
+        try:
+            for alias in dict.fromkeys(_C.alias_ids(value)) if is_tensor else ():
+                name = dataclasses.replace(owner.root, path=owner.path + text, owner_file=owner.file)
+                self.found.setdefault(alias, Named(weakref.ref(value), [])).names.append(name)
+            if is_new:
+                self._seen[key] = value
+                # Of a tensor's parts only tensors: a sharded tensor of torch_xla wraps another.
+                below = _Owner(owner.root, owner.path + text, owner.file)
+                self._parts.extend(_parts_of(value, below, 0 if is_tensor else depth - 1))
+        except Exception as error:  # the others still get their names
+            note_error(error)
+
+
+class _Owner(NamedTuple):
+    """An object to which a path leads.
+
+    root: its variable.
+    file: as `Name.owner_file` of the tensors in it.
+    """
+
+    root: Name
+    path: str
+    file: str
+
+
+@dataclasses.dataclass
+class _Part:
+    """A container that the walk reads from `start` on.
+
+    depth: of its children.
+    text: what a child's path adds to the owner's, from its position and its key; None to skip the child.
+    """
+
+    container: Any
+    owner: _Owner
+    depth: int
+    text: Callable[[int, Any], str | None]
+    start: int = 0
+
+    def take(self, most: int) -> list[tuple[Any, Any]]:
+        """The next children with their keys. Each time more, as a dictionary can only be read from its beginning."""
+        first, self.start = self.start, self.start + min(self.start + _FIRST, most)
+        kind = type(self.container)
+        if issubclass(kind, dict):  # a copy, as other threads may change it
+            return list(itertools.islice(dict.items(self.container), first, self.start))
+        read = list.__getitem__ if issubclass(kind, list) else tuple.__getitem__
+        return list(enumerate(read(self.container, slice(first, self.start)), first))
+
+
+def _parts_of(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
+    """The containers of which an object consists."""
+    kind = type(value)
+    if issubclass(kind, dict | list):
+        yield _Part(value, owner, depth, _item)
+    elif issubclass(kind, tuple):
+        fields = static_member(kind, "_fields")
+        yield _Part(value, owner, depth, functools.partial(_field, fields) if type(fields) is tuple else _item)
+    elif kind is types.FunctionType:
+        if value.__closure__:
+            yield _Part(dict(_closure(value)), owner, depth, lambda _, variable: f"'s {variable}")
+    elif kind is types.MethodType:
+        yield _Part((value.__self__,), owner, depth, lambda *_: "'s object")
+    elif issubclass(kind, torch.Tensor):
+        yield _Part({"grad": _GRADIENT(value) if _IS_LEAF(value) else None}, owner, depth, _attribute)
+        yield from (_Part(space, owner, depth, _attribute) for space in attributes_of(value))
+    else:
+        yield from _attributes(value, owner, depth)
+
+
+def _attributes(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
+    """The attributes of an object that is not of torch, or is a module, an optimizer or a scheduler."""
+    kind = type(value)
+    module = _MODULE_OF(kind)
+    if type(module) is not str or (module.startswith(("torch.", "torch_xla")) and not issubclass(kind, _OF_TORCH)):
+        return
+    owner = owner._replace(file=_file_of(sys.modules.get(module)))
+    for space in attributes_of(value):
+        if not issubclass(kind, torch.nn.Module):
+            yield _Part(space, owner, depth, _attribute)
+            continue
+        for registry in (dict.get(space, key) for key in _REGISTRIES):
+            if issubclass(type(registry), dict):
+                yield _Part(registry, owner, depth, _attribute)
+        yield _Part(space, owner, depth, _own_attribute)
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        with contextlib.suppress(ValueError):  # not assigned yet
+            yield variable, cell.cell_contents
+
+
+def _item(position: int, key: Any) -> str:
+    return f"[{key!r}]" if _is_short(key) else f"[key {position}]"
+
+
+def _field(fields: tuple[Any, ...], position: int, key: int) -> str:
+    return _attribute(position, fields[position]) if position < len(fields) else f"[{position}]"
+
+
+def _attribute(position: int, key: Any) -> str:
+    return f".{key}" if _is_short(key) else f"[key {position}]"
+
+
+def _own_attribute(position: int, key: Any) -> str | None:
+    """Of a module, whose parameters, buffers and modules are separate parts."""
+    return None if type(key) is str and key in _REGISTRIES else _attribute(position, key)
+
+
+def _is_short(key: Any) -> bool:
+    """Whether a key has a text of sensible length, which no code of the program makes."""
+    return len(key) <= _LONGEST if type(key) is str else type(key) in (bool, int) and -(2**63) <= key < 2**63
+
+
+def _file_of(module: Any) -> str:
+    file = vars(module).get("__file__") if type(module) is types.ModuleType else None
+    return file if type(file) is str else ""

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ NAME = "record.jsonl"
 ADVICE = "advice.json"
 # The folder of the first process.
 MAIN = "main"
+_TRIES = 3  # to find the donors of an executable; each waits for the device
 _DUMP_FOLDER = re.compile(r"--xla_dump_to=\S*")
 
 
@@ -39,7 +41,7 @@ class _Record:
 
     root: the folder of all processes.
     flags: XLA_FLAGS as they were; None once they are restored.
-    described: executables whose donors are written.
+    tries: how often it has looked for the donors of each executable; `_TRIES` if they are written.
     last_step: number of the last step whose donors are written.
     """
 
@@ -53,7 +55,7 @@ class _Record:
         os.environ["XLA_FLAGS"] = f"{others} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
         self.is_dumping = False
         self.file = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self.described: set[int] = set()
+        self.tries: Counter[int] = Counter()
         self.last_step = 0
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -68,16 +70,17 @@ class _Record:
         if run["header"]:
             self.write({"executable": number, "header": run["header"], "memory": run["memory"]})
         self.write({"run": number, "site": _site(run["stack"]), "live": run["live_bytes"]})
-        if run["has_donors"] and number not in self.described:
+        if run["has_donors"] and self.tries[number] < _TRIES:
             self._describe_donors(number, run["graph"])
 
     def _describe_donors(self, number: int, graph: str) -> None:
+        self.tries[number] += 1
         _C.wait_for_steps()  # a step's donors can be read when it has ended
         # Steps whose donors were all refused have no graph, so the last one counts.
         steps = [step for step in _C.steps() if step["graph"] == graph and (graph or step["number"] > self.last_step)]
         if steps:
             self.last_step = steps[-1]["number"]
-            self.described.add(number)
+            self.tries[number] = _TRIES
             self.write({"donors_of": number, "donors": [_describe(raw) for raw in steps[-1]["donors"]]})
 
 

@@ -6,18 +6,18 @@ import re
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from torch_xla_donate import _C, _frames
-from torch_xla_donate._modes.debug import step_listeners
+from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
 from torch_xla_donate._tools.hints import Advice, Change, Hint
 from torch_xla_donate._tools.names import Named, name_tensors
 from torch_xla_donate._tools.source import read
 
-_NAMED_RUNS = 4  # of each step; naming tensors walks the program's objects
+_NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
+_KINDS = 256  # of steps; a program may end each of its steps at another line, or with other inputs
 
 
 class _ThreadState(threading.local):
@@ -56,15 +56,16 @@ class Recorder:
         self.call: Call | None = None
 
     def __enter__(self) -> Recorder:
-        self._guarded(self._begin)
-        step_listeners.append(self._step_ended)
-        _C.watch_inputs(True)
+        try:
+            self._thread.before = _names()
+            listen(self._note)
+        except BaseException:  # an interrupt
+            stop_listening(self._note)
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        step_listeners.remove(self._step_ended)
-        if not step_listeners:
-            _C.watch_inputs(False)
+        stop_listening(self._note)
 
     def forget(self) -> None:
         """Drops the findings, but not the names. Later steps are still compared with the steps before."""
@@ -85,32 +86,14 @@ class Recorder:
             if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
         )
 
-    def _step_ended(self) -> None:
-        self._guarded(self._note)
-
-    def _guarded(self, action: Callable[[], None]) -> None:
-        """Lets the program continue without findings after an error, which the report then shows."""
-        try:
-            action()
-        except Exception as error:
-            _C.note_error(f"advise: {type(error).__name__}: {error}")
-
-    def _begin(self) -> None:
-        self._thread.before = name_tensors()
-
-    def _note(self) -> None:
-        step = _C.take_watched_step()
-        if step is None:
-            return
+    def _note(self, step: _C.WatchedStep) -> None:
         site = _frames.call_site()
         here = self._thread
-        run = (site, tuple(raw.use for raw in step.inputs))
-        frame = _frames.user_frame()
+        run = site, hash(tuple(raw.use for raw in step.inputs))
         with self._lock:
-            if frame is not None:
-                self._codes[site] = frame.f_code
-            self._runs[run] += 1
-            here.quiet = 0 if self._runs[run] <= _NAMED_RUNS else here.quiet + 1
+            if run in self._runs or len(self._runs) < _KINDS:
+                self._runs[run] += 1
+            here.quiet = 0 if 0 < self._runs[run] <= _NAMED_RUNS else here.quiet + 1
         if here.quiet > _NAMED_RUNS:
             here.before, here.gradients = None, {}
             here.computed.clear()
@@ -123,10 +106,21 @@ class Recorder:
             if buffer not in read:
                 findings.setdefault(key, Finding()).merge(one)
         here.before, here.gradients = now, gradients(step, site, now)
+        frame = _frames.user_frame()
         with self._lock:
+            if frame is not None:
+                self._codes[site] = frame.f_code
             for key, finding in findings.items():
                 finding.runs = self._findings.get(key, Finding()).runs + 1
                 self._findings[key] = finding
+
+
+def _names() -> dict[int, Named] | None:
+    try:
+        return name_tensors()
+    except Exception as error:
+        note_error(error)
+        return None
 
 
 def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) -> Hint:
