@@ -12,6 +12,8 @@ from builtins import compile as compile_source
 import pytest
 import torch
 import torch_xla
+from children import in_process
+from helpers import make
 
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
@@ -22,7 +24,8 @@ from torch_xla_donate._tools.recorder import _NAMED_RUNS, Recorder
 SIZE = 32 * 32 * 4
 
 
-def test_a_functional_update_of_its_arguments(make):
+@in_process
+def test_a_functional_update_of_its_arguments():
     """`donate_argnums` of the hint donates its bytes; the arguments keep their values while advising."""
 
     def update(params, gradient, rate):
@@ -41,7 +44,8 @@ def test_a_functional_update_of_its_arguments(make):
     del small
 
 
-def test_an_argument_by_keyword(make):
+@in_process
+def test_an_argument_by_keyword():
     def update(*, old):
         return old * 2
 
@@ -49,14 +53,16 @@ def test_an_argument_by_keyword(make):
     assert "donate_argnames=('old',)" in hint.edit
 
 
-def test_an_argument_of_which_a_part_has_no_result_is_left_out(make):
+@in_process
+def test_an_argument_of_which_a_part_has_no_result_is_left_out():
     def update(state):
         return state[0] * 2 + state[1].sum()
 
     assert not advise(update, [make(32, 32), make(64, 64)])
 
 
-def test_arguments_of_an_odd_callable(make):
+@in_process
+def test_arguments_of_an_odd_callable():
     """Not each has a name, and the callable may have no source."""
 
     class Odd:
@@ -76,7 +82,8 @@ def test_arguments_of_an_odd_callable(make):
     assert donation_report().errors["advise: RuntimeError: __wrapped__"] == 2
 
 
-def test_the_state_of_a_closure(make):
+@in_process
+def test_the_state_of_a_closure():
     x = make(32, 32)
 
     def step():
@@ -94,7 +101,8 @@ def test_the_state_of_a_closure(make):
 
 
 @pytest.mark.parametrize("inner_sync", [False, True])
-def test_an_optimizer_in_place_needs_nothing(make, inner_sync):
+@in_process
+def test_an_optimizer_in_place_needs_nothing(inner_sync):
     model = torch.nn.Linear(32, 32).to("xla")
     optimizer = torch.optim.AdamW(model.parameters())
     x = make(8, 32) / 256
@@ -109,7 +117,8 @@ def test_an_optimizer_in_place_needs_nothing(make, inner_sync):
     assert advise(step) == Advice()
 
 
-def test_a_model_and_its_input_are_used_again(make):
+@in_process
+def test_a_model_and_its_input_are_used_again():
     model = torch.nn.Linear(32, 8).to("xla")
     x = make(16, 32)
     assert not advise(lambda: model(x).sum())
@@ -122,7 +131,8 @@ def is_watched(make):
     return _C.take_watched_step() is not None or bool(debug._listeners)
 
 
-def test_nothing_stays_behind(make):
+@in_process
+def test_nothing_stays_behind():
     def fail():
         raise ValueError("no")
 
@@ -131,7 +141,8 @@ def test_nothing_stays_behind(make):
     assert not is_watched(make)
 
 
-def test_an_interrupt_at_the_beginning_leaves_nothing_behind(make):
+@in_process
+def test_an_interrupt_at_the_beginning_leaves_nothing_behind():
     def interrupt(frame, event, function):
         if event == "c_return" and function is _C.watch_inputs:
             raise KeyboardInterrupt
@@ -146,7 +157,8 @@ def test_an_interrupt_at_the_beginning_leaves_nothing_behind(make):
     assert not is_watched(make)
 
 
-def test_recorders_see_the_same_steps(make):
+@in_process
+def test_recorders_see_the_same_steps():
     x = make(32, 32)
 
     def step():
@@ -164,7 +176,8 @@ def test_recorders_see_the_same_steps(make):
     assert not is_watched(make)
 
 
-def test_the_last_recorder_ends_the_watch(make):
+@in_process
+def test_the_last_recorder_ends_the_watch():
     first, second = Recorder(min_bytes=0, min_runs=1), Recorder(min_bytes=0, min_runs=1)
     first.__enter__()
     second.__enter__()
@@ -186,7 +199,8 @@ def test_the_last_recorder_ends_the_watch(make):
     assert not is_watched(make)
 
 
-def test_a_listener_that_raises_stops_neither_program_nor_others(make):
+@in_process
+def test_a_listener_that_raises_stops_neither_program_nor_others():
     def fail(step):
         raise ValueError("no listener")
 
@@ -203,7 +217,7 @@ def test_a_listener_that_raises_stops_neither_program_nor_others(make):
     assert donation_report().errors["advise: ValueError: no listener"] == 3
 
 
-def test_the_number_of_named_steps_is_bounded(make, monkeypatch):
+def test_the_number_of_named_steps_is_bounded(monkeypatch):
     monkeypatch.setattr("torch_xla_donate._tools.recorder._KINDS", 3)
     x = make(32, 32)
     ends = [compile_source("torch_xla.sync()", f"end_{i}.py", "exec") for i in range(12)]
@@ -215,7 +229,7 @@ def test_the_number_of_named_steps_is_bounded(make, monkeypatch):
     assert 0 < len(recorder._findings) <= 3 + _NAMED_RUNS
 
 
-def test_the_source_is_searched_once_for_many_tensors(make, monkeypatch):
+def test_the_source_is_searched_once_for_many_tensors(monkeypatch):
     """A search reads whole files."""
     searches = []
 
@@ -243,7 +257,8 @@ def test_the_source_is_searched_once_for_many_tensors(make, monkeypatch):
     assert len(searches) < 200
 
 
-def test_a_holder_that_python_cannot_name(make):
+@in_process
+def test_a_holder_that_python_cannot_name():
     class Node:
         pass
 
@@ -263,7 +278,8 @@ def test_a_holder_that_python_cannot_name(make):
     assert (hint.kind, hint.holder, hint.edit, hint.changes) == ("held_input", "unknown holder", "", ())
 
 
-def test_names_are_found_without_running_code_of_the_program(make):
+@in_process
+def test_names_are_found_without_running_code_of_the_program():
     class Odd(dict):
         def items(self):
             raise AssertionError
@@ -284,7 +300,8 @@ def test_names_are_found_without_running_code_of_the_program(make):
     assert hint.where == f"{__file__}:{step.__code__.co_firstlineno + 1}"
 
 
-def test_an_attribute_of_an_object_that_is_held(make):
+@in_process
+def test_an_attribute_of_an_object_that_is_held():
     state = types.SimpleNamespace(new=make(32, 32), old=None)
 
     def step():
@@ -300,7 +317,8 @@ def named(variable):
     return {str(n) for found in name_tensors().values() for n in found.names if n.variable == variable}
 
 
-def test_large_containers_leave_the_others_their_names(make):
+@in_process
+def test_large_containers_leave_the_others_their_names():
     """The walk visits no more objects than its budget has."""
     x = make(4)
     numbers, texts = [0] * 10_000_000, dict.fromkeys(range(1_000_000), "text")
@@ -314,7 +332,8 @@ def test_large_containers_leave_the_others_their_names(make):
     assert OBJECTS // 2 < walk.visited <= OBJECTS
 
 
-def test_objects_that_break_rules_cost_only_their_own_names(make):
+@in_process
+def test_objects_that_break_rules_cost_only_their_own_names():
     """And none of their code runs."""
     calls = []
 
@@ -393,7 +412,8 @@ def test_objects_that_break_rules_cost_only_their_own_names(make):
     assert donation_report().errors == before
 
 
-def test_a_trace_function_keeps_the_variables_of_its_frame(make):
+@in_process
+def test_a_trace_function_keeps_the_variables_of_its_frame():
     """Before Python 3.13 the search may neither clear nor keep the dictionary of the frame."""
     x = make(32, 32)
     with Recorder() as recorder:
@@ -425,7 +445,8 @@ def test_a_trace_function_keeps_the_variables_of_its_frame(make):
     assert [hint.kind for hint in recorder.advice()] == ["free_input"]
 
 
-def test_small_arrays_are_left_out(make):
+@in_process
+def test_small_arrays_are_left_out():
     x = make(16)
 
     def step():
