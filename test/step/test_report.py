@@ -32,7 +32,7 @@ from torch_xla_donate import (
 )
 from torch_xla_donate._report import donors
 from torch_xla_donate._report.donors import facts_of
-from torch_xla_donate._report.explain import explain
+from torch_xla_donate._report.explain import StepSizes
 
 
 def test_a_report_of_a_step_in_which_all_was_used(make):
@@ -189,7 +189,7 @@ def donor(size, array=""):
     ],
 )
 def test_the_reason_follows_from_the_sizes(donors, outputs, expected, reason):
-    code, text = explain(donor(donors[0]), outputs, donors)
+    code, text = StepSizes(outputs, donors).explain(donor(donors[0]))
     assert code is expected
     assert text.startswith(reason or "every 8-byte output already reuses another input")
 
@@ -209,6 +209,20 @@ def test_refused_donors_do_not_compete(make):
     assert total.shape == ()
 
 
+def test_the_sizes_of_a_step_are_read_once(make, monkeypatch):
+    """Its reasons take time in proportion to its donors."""
+    measured = []
+    size_on_device = _C.size_on_device
+    monkeypatch.setattr(_C, "size_on_device", lambda text: measured.append(text) or size_on_device(text))
+    lost = [make(5 + i) for i in range(30)]
+    donate_buffer(lost, strict="off")
+    total = [t.sum() for t in lost]
+    torch_xla.sync(wait=True)
+    donors = donation_report(steps=1).donors
+    assert {donor.reason_code for donor in donors} == {Reason.NO_OUTPUT_OF_ITS_SIZE}
+    assert len(donors) == len(total) == len(measured)
+
+
 def test_names_in_the_table_are_not_markup(make):
     tree = {"[red]": make(5), "[/]": make(6)}
     donate_buffer(tree)
@@ -221,7 +235,7 @@ def test_names_in_the_table_are_not_markup(make):
 def test_the_reason_names_shardings_that_keep_the_sizes_apart():
     sharded = donor(32, "f32[8]{0} sharding={devices=[4]0,1,2,3}")
     outputs = ["f32[8]{0} sharding={replicated}", "f32[] sharding={replicated}"]
-    assert explain(sharded, outputs, [32]) == (
+    assert StepSizes(outputs, [32]).explain(sharded) == (
         Reason.SHARDED_DIFFERENTLY,
         "an output has its size of 32 bytes, but not per device: the donor, sharded {devices=[4]0,1,2,3}, takes "
         "8 bytes on each device, and the output f32[8], sharded {replicated}, takes 32; shard donor and output alike",

@@ -69,12 +69,12 @@ def test_the_layout_of_a_compiled_module_gives_the_padded_bytes(text, size):
 def test_a_reason_gives_the_padded_size():
     with _host.size_rule("tpu"):
         raw = {"array": "f32[100]", "bytes": 400, "bytes_per_device": 400, "size": _C.size_on_device("f32[100]")}
-        _, reason = explain.explain(raw, ["f32[3,5]"], [raw["size"]])
+        _, reason = explain.StepSizes(["f32[3,5]"], [raw["size"]]).explain(raw)
         assert "no output of the step has its size of 512 bytes, padded from 400 to TPU tiles" in reason
         reshaped = {"array": "f32[15]", "bytes": 60, "bytes_per_device": 60, "size": _C.size_on_device("f32[15]")}
-        _, reason = explain.explain(reshaped, ["f32[3,5]"], [reshaped["size"]])
+        _, reason = explain.StepSizes(["f32[3,5]"], [reshaped["size"]]).explain(reshaped)
         assert "no output of the step has its size of 512 bytes, padded from 60 to TPU tiles" in reason
-        _, crowded = explain.explain(raw, ["f32[128]"], [raw["size"]] * 2)
+        _, crowded = explain.StepSizes(["f32[128]"], [raw["size"]] * 2).explain(raw)
         assert "2 donors and 1 output of 512 bytes, padded from 400 to TPU tiles" in crowded
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationWarning, see, warn
-from torch_xla_donate._report.donors import describe_donor, facts_of
+from torch_xla_donate._report.donors import describe_donors, facts_of
 from torch_xla_donate._report.table import size
 
 _SHOWN = 5
@@ -43,7 +43,7 @@ def warn_of_copies() -> None:
 
 
 def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
-    donors = [describe_donor(raw, step) for raw in copied]
+    donors = describe_donors(copied, step)
     lines = [
         f"XLA reuses the memory of these donated buffers but copies them first, at each run of step {step['number']}:"
     ]

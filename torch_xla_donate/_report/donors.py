@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_xla_donate import _C, hlo
-from torch_xla_donate._report.explain import Explanation, explain, split_sharding
+from torch_xla_donate._report.explain import Explanation, StepSizes, split_sharding
 from torch_xla_donate._report.pairs import pair_kept
 from torch_xla_donate._report.predict import Prediction, StepPrediction
 from torch_xla_donate._report.reasons import Reason, sentence
@@ -127,29 +127,47 @@ def _facts_in(text: str) -> _Facts:
     return _Facts(output_of, copied)
 
 
-def describe_donor(
-    raw: Mapping[str, Any],
-    step: Mapping[str, Any] | None,
-    next_step: StepPrediction | None = None,
-    facts: _Facts | None = None,
-) -> Donor:
-    # A later mark of the same tensor may have named another target.
-    kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"][::-1]] if step is not None else []
-    dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
-    prediction: Prediction | None = None
-    code: Reason | None = None
-    if step is None:
-        outcome, (prediction, (code, reason)) = "pending", _expect(raw, next_step)
-    elif raw["outcome"] == "donated":
-        outcome, reason = "donated", ""
-    elif raw["reason"]:
-        outcome, code, reason = "unusable", Reason(raw["reason"].code), sentence(raw["reason"])
-    else:
-        outcome, (code, reason) = (
-            "unusable",
-            explain(raw, step["outputs"], [other["size"] for other in step["donors"] if not other["reason"]]),
+def describe_donors(
+    raws: Iterable[Mapping[str, Any]], step: Mapping[str, Any], facts: _Facts | None = None
+) -> list[Donor]:
+    """Donors of a step that has read them."""
+    sizes: StepSizes | None = None
+    found = []
+    for raw in raws:
+        outcome: Outcome = "unusable"
+        code: Reason | None = None
+        output = None
+        if raw["outcome"] == "donated":
+            outcome, reason = "donated", ""
+            output = facts.output_of.get(raw["parameter"]) if facts is not None else None
+        elif raw["reason"]:
+            code, reason = Reason(raw["reason"].code), sentence(raw["reason"])
+        else:
+            sizes = sizes or StepSizes.of(step)
+            code, reason = sizes.explain(raw)
+        # A later mark of the same tensor may have named another target.
+        kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"][::-1]]
+        found.append(
+            dataclasses.replace(
+                _donor(raw, outcome, code, reason),
+                step=step["number"],
+                into_kept=next((value for value in kept if value is not None), None),
+                output=output,
+                crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
+                parameter=raw["parameter"],
+            )
         )
-    output = facts.output_of.get(raw["parameter"]) if facts is not None and outcome == "donated" else None
+    return found
+
+
+def describe_pending(raw: Mapping[str, Any], next_step: StepPrediction | None) -> Donor:
+    """A mark that no step has read yet."""
+    prediction, (code, reason) = _expect(raw, next_step)
+    return dataclasses.replace(_donor(raw, "pending", code, reason), prediction=prediction)
+
+
+def _donor(raw: Mapping[str, Any], outcome: Outcome, code: Reason | None, reason: str) -> Donor:
+    dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     return Donor(
         name=raw["name"],
         where=raw["where"],
@@ -159,15 +177,11 @@ def describe_donor(
         bytes_per_device=raw["bytes_per_device"],
         sharding=split_sharding(raw["array"])[1],
         device=raw["device"],
-        outcome=outcome,  # type: ignore[arg-type]
+        outcome=outcome,
         reason=reason,
-        step=None if step is None else step["number"],
-        into_kept=next((value for value in kept if value is not None), None),
+        step=None,
+        into_kept=None,
         automatic=raw["automatic"],
-        prediction=prediction,
-        output=output,
-        crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
-        parameter=None if step is None else raw["parameter"],
         reason_code=code,
     )
 

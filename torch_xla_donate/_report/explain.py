@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch_xla_donate import _C
@@ -16,58 +18,76 @@ class Explanation(NamedTuple):
     sentence: str
 
 
-def explain(raw: Mapping[str, Any], outputs: Sequence[str], offered: Sequence[int | None]) -> Explanation:
-    """The reason why XLA did not use a donor of its donor set.
+class StepSizes:
+    """The sizes by which XLA paired the donors of a step with its outputs.
 
     XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
     sizes of the outputs give most reasons.
 
     Args:
-        raw: the donor.
         outputs: the outputs of the step; empty texts for those that are gone.
-        offered: bytes on a device of all donors in the set.
+        offered: bytes on a device of all donors in the donor set.
     """
-    dynamic = next((text.partition("{")[0] for text in outputs if "<=" in text), "")
-    if dynamic:
-        return Explanation(
-            Reason.DYNAMIC_SIZE,
-            f"an output has a size that only the device knows, {dynamic}, and XLA aliases nothing in such a graph",
-        )
-    known = [text for text in outputs if text]
-    size = raw["size"]
-    is_sharded = bool(split_sharding(raw["array"])[1])
-    each = " on each device" if is_sharded else ""
-    if size != raw["bytes_per_device"]:
-        each = f", padded from {raw['bytes_per_device']} to TPU tiles{each},"
-    free = _C.FreeOutputs([_C.size_on_device(text) for text in known])
-    fitting = free.count(size)
-    if not fitting:
-        if not known or len(known) < len(outputs):
+
+    def __init__(self, outputs: Sequence[str], offered: Iterable[int | None]) -> None:
+        self._dynamic = next((text.partition("{")[0] for text in outputs if "<=" in text), "")
+        self._known = [text for text in outputs if text]
+        self._is_complete = 0 < len(self._known) == len(outputs)
+        self._free = _C.FreeOutputs([_C.size_on_device(text) for text in self._known])
+        self._offered = Counter(offered)
+
+    @classmethod
+    def of(cls, step: Mapping[str, Any]) -> StepSizes:
+        return cls(step["outputs"], (raw["size"] for raw in step["donors"] if not raw["reason"]))
+
+    @functools.cached_property
+    def _by_whole_size(self) -> dict[int | None, str]:
+        """An output for each size of whole arrays."""
+        return {_C.bytes_per_device(split_sharding(text)[0]): text for text in reversed(self._known)}
+
+    @functools.cached_property
+    def _shown(self) -> str:
+        sizes = self._free.sizes()
+        shown = ", ".join(f"{self._free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
+        return f"outputs: {shown}{', ...' if len(sizes) > 4 else ''}"
+
+    def explain(self, raw: Mapping[str, Any]) -> Explanation:
+        """The reason why XLA did not use a donor of its donor set."""
+        if self._dynamic:
+            return Explanation(
+                Reason.DYNAMIC_SIZE,
+                f"an output has a size that only the device knows, {self._dynamic}, and XLA aliases nothing in such a "
+                "graph",
+            )
+        size = raw["size"]
+        is_sharded = bool(split_sharding(raw["array"])[1])
+        each = " on each device" if is_sharded else ""
+        if size != raw["bytes_per_device"]:
+            each = f", padded from {raw['bytes_per_device']} to TPU tiles{each},"
+        fitting, rivals = self._free.count(size), self._offered[size]
+        if not fitting and not self._is_complete:
             return Explanation(
                 Reason.OUTPUTS_GONE, "XLA did not use it; outputs of the step are gone, so their sizes are not known"
             )
-        alike = [text for text in known if _C.bytes_per_device(split_sharding(text)[0]) == raw["bytes"]]
-        if alike and is_sharded:
-            return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike[0], len(known) == 1))
-        sizes = free.sizes()
-        shown = ", ".join(f"{free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
+        if not fitting and is_sharded and raw["bytes"] in self._by_whole_size:
+            alike, is_alone = self._by_whole_size[raw["bytes"]], len(self._known) == 1
+            return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike, is_alone))
+        if not fitting:
+            return Explanation(
+                Reason.NO_OUTPUT_OF_ITS_SIZE,
+                f"no output of the step has its size of {size} bytes{each} ({self._shown})",
+            )
+        if rivals > fitting:
+            outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
+            return Explanation(
+                Reason.MORE_DONORS_THAN_OUTPUTS,
+                f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}",
+            )
         return Explanation(
-            Reason.NO_OUTPUT_OF_ITS_SIZE,
-            f"no output of the step has its size of {size} bytes{each} "
-            f"(outputs: {shown}{', ...' if len(sizes) > 4 else ''})",
+            Reason.OUTPUTS_TAKEN,
+            f"every {size}-byte output{each} already reuses another input (torch_xla donates in-place updates), or the "
+            "buffer is exported (dlpack, numpy)",
         )
-    rivals = offered.count(size)
-    if rivals > fitting:
-        outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
-        return Explanation(
-            Reason.MORE_DONORS_THAN_OUTPUTS,
-            f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}",
-        )
-    return Explanation(
-        Reason.OUTPUTS_TAKEN,
-        f"every {size}-byte output{each} already reuses another input (torch_xla donates in-place updates), or the "
-        "buffer is exported (dlpack, numpy)",
-    )
 
 
 def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str:

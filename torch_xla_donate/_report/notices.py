@@ -11,7 +11,7 @@ from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._report.copies import warn_of_copies
-from torch_xla_donate._report.donors import describe_donor
+from torch_xla_donate._report.donors import describe_donors
 
 _postponed = interrupts.per_thread(False)
 
@@ -124,7 +124,7 @@ _SHOWN = 5
 
 
 def _unusable_text(where: str, unusable: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
-    donors = [describe_donor(raw, step) for raw in unusable]
+    donors = describe_donors(unusable, step)
     arrays = ", ".join(donor.array for donor in donors[:_SHOWN])
     more = f", and {len(donors) - _SHOWN} more" if len(donors) > _SHOWN else ""
     lines = [f"Some donated buffers were not usable: {arrays}{more} (donated at {where}, step {step['number']})."]

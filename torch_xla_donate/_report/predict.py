@@ -9,7 +9,7 @@ import torch
 import torch_xla
 
 from torch_xla_donate import _C, _host
-from torch_xla_donate._report.explain import Explanation, explain
+from torch_xla_donate._report.explain import Explanation, StepSizes
 from torch_xla_donate._report.reasons import SENTENCES, Reason, no_donation, sentence
 
 Prediction = Literal["donated", "unusable", "unknown"]
@@ -37,6 +37,7 @@ class StepPrediction:
         self._sizes = dict(inputs)
         self._read = {buffer for buffer, _ in look["inputs"]}
         free = _C.FreeOutputs([_C.size_on_device(text) for text in self._known])
+        self._paired = StepSizes(self._known, self._sizes.values())
         self._used = {buffer for buffer, size in inputs if free.take(size)}
 
     def predict(self, raw: Mapping[str, Any]) -> tuple[Prediction | None, Explanation]:
@@ -57,7 +58,7 @@ class StepPrediction:
         if open_outputs:
             shown = ", ".join(open_outputs[:3]) + (", ..." if len(open_outputs) > 3 else "")
             return "unknown", Explanation(Reason.UNREAD, f"the compiler will choose the sharding of {shown}")
-        return "unusable", explain(raw, self._known, list(self._sizes.values()))
+        return "unusable", self._paired.explain(raw)
 
     def _may_fit(self, output: str, size: int | None) -> bool:
         least, most = _C.bytes_per_device(output), _C.size_on_device(output)

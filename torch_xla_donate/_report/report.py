@@ -9,7 +9,7 @@ from typing import Any
 from torch_xla_donate import _C
 from torch_xla_donate._errors import check_count, see
 from torch_xla_donate._report import html, settings, table
-from torch_xla_donate._report.donors import Donor, describe_donor, facts_of
+from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.pairs import resolve_pairs
@@ -190,14 +190,14 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
             summary.append(Step(None, compilations=compilations))
             continue
         facts = facts_of(step)
-        own = [describe_donor(raw, step, facts=facts) for raw in step["donors"]]
+        own = describe_donors(step["donors"], step, facts)
         crossed = sum(bool(donor.crossed) for donor in own)
         copied = None if facts is None else sum(facts.copied.values())
         summary.append(Step(step["number"], len(own), crossed, copied, compilations))
         donors += own
     marks = _C.pending()
     next_step = StepPrediction() if predict and marks else None
-    pending = [describe_donor(raw, None, next_step) for raw in marks]
+    pending = [describe_pending(raw, next_step) for raw in marks]
     warn_or_raise(everywhere=True)
     left_alone = _C.auto_held()
     holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
@@ -220,10 +220,10 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
 
 def reasons_by_buffer() -> list[tuple[int, str]]:
     """The buffer (as in `_C.identity`) and the reason of each unusable donor of the kept steps, the last ones first."""
-    found = []
+    found: list[tuple[int, str]] = []
     for step in reversed(_C.steps()):
         unusable = [raw for raw in step["donors"] if raw["outcome"] == "unusable" and raw["buffer"]]
-        found += [(raw["buffer"], describe_donor(raw, step).reason) for raw in unusable]
+        found += zip((raw["buffer"] for raw in unusable), (one.reason for one in describe_donors(unusable, step)))
     return found
 
 
