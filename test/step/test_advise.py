@@ -217,7 +217,9 @@ def test_a_listener_that_raises_stops_neither_program_nor_others():
     assert donation_report().errors["advise: ValueError: no listener"] == 3
 
 
-def test_the_number_of_named_steps_is_bounded(monkeypatch):
+@in_process
+def test_the_number_of_named_steps_is_bounded():
+    monkeypatch = pytest.MonkeyPatch()  # of this child
     monkeypatch.setattr("torch_xla_donate._tools.recorder._KINDS", 3)
     x = make(32, 32)
     ends = [compile_source("torch_xla.sync()", f"end_{i}.py", "exec") for i in range(12)]
@@ -229,8 +231,10 @@ def test_the_number_of_named_steps_is_bounded(monkeypatch):
     assert 0 < len(recorder._findings) <= 3 + _NAMED_RUNS
 
 
-def test_the_source_is_searched_once_for_many_tensors(monkeypatch):
+@in_process
+def test_the_source_is_searched_once_for_many_tensors():
     """A search reads whole files."""
+    monkeypatch = pytest.MonkeyPatch()  # of this child
     searches = []
 
     def count(find):
