@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import reprlib
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,6 +197,7 @@ class HloDump:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
         self._record = _C.GraphRecord()
+        self._texts: deque[str] = deque()  # not written yet
         self._count = 0
 
     def __enter__(self) -> HloDump:
@@ -221,10 +223,12 @@ class HloDump:
 
     def _write(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for graph in self._record.take():
-            name = re.sub(r"[^\w.-]", "_", hlo.parse(graph.text).name)[:200]
+        self._texts += (graph.text for graph in self._record.take())
+        while self._texts:
+            name = re.sub(r"[^\w.-]", "_", hlo.parse(self._texts[0]).name)[:200]
             path = self._folder / f"module_{self._count:04}.{name}.after_optimizations.txt"
-            path.write_text(graph.text, encoding="utf-8")
+            path.write_text(self._texts[0], encoding="utf-8")
+            self._texts.popleft()
             self._count += 1
 
 
@@ -256,8 +260,7 @@ class no_unusable_donation(ThreadMode[_C.StepTally]):
     def leave(self, raised: bool) -> None:
         super().leave(raised)
         # After an exception of the block there was no `finish`. Later steps would raise what it left.
-        _C.wait_for_steps()
-        _C.take_notices()
+        _report.print_notices()
 
 
 def _leaves(tensors: Any) -> list[tuple[str, torch.Tensor]]:

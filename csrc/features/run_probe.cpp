@@ -2,6 +2,7 @@
 #include "features/run_probe.h"
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 #include <utility>
 
@@ -61,16 +62,21 @@ void GraphRecord::Open() { State().records.push_back(shared_from_this()); }
 
 void GraphRecord::Close() {
   auto& records = State().records;
-  records.erase(std::remove(records.begin(), records.end(), shared_from_this()), records.end());
+  const auto last = std::find(records.rbegin(), records.rend(), shared_from_this());
+  if (last != records.rend()) {
+    records.erase(std::prev(last.base()));
+  }
 }
 
 void GraphRecord::Add(std::shared_ptr<const abi::HostCachedComputation> graph) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   if (std::find(graphs_.begin(), graphs_.end(), graph) == graphs_.end()) {
     graphs_.push_back(std::move(graph));
   }
 }
 
 std::vector<abi::CompiledGraph> GraphRecord::Take() {
+  const std::lock_guard<std::mutex> lock(mutex_);
   std::vector<abi::CompiledGraph> result;
   for (; taken_ < graphs_.size(); ++taken_) {
     result.push_back(abi::DescribeGraph(*graphs_[taken_]));

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -25,13 +26,14 @@ std::optional<abi::CompiledGraph> TakeInspected();
 class GraphRecord : public std::enable_shared_from_this<GraphRecord> {
  public:
   void Open();
-  // Keeps the graphs. Called on the thread that opened it.
+  // Ends the last Open() of this thread, and keeps the graphs.
   void Close();
   void Add(std::shared_ptr<const abi::HostCachedComputation> graph);
   // The graphs that were not returned before.
   std::vector<abi::CompiledGraph> Take();
 
  private:
+  std::mutex mutex_;  // a thread may take what another one adds
   // Held, so that another graph cannot get an address seen before.
   std::vector<std::shared_ptr<const abi::HostCachedComputation>> graphs_;
   std::size_t taken_ = 0;

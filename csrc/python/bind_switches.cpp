@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstdlib>
 #include <map>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "features/auto_donors.h"
@@ -94,9 +94,12 @@ class DisablingScope {
 // been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If an interrupt stops
 // `leave`, they call it again, so `leave` must allow that. `depth` shows it what is left to undo.
 struct Scope {
+  // Unlike std::thread::id, no later thread gets it again.
+  static std::uint64_t ThisThread() { return PyThreadState_GetID(PyThreadState_Get()); }
+
   py::object lock;  // held inside the context; None if not needed
   int held = 0;
-  std::map<std::thread::id, std::size_t> depths;  // how often each thread is inside
+  std::map<std::uint64_t, std::size_t> depths = {};  // how often each thread is inside, by ThisThread()
 
   void Acquire() {
     if (!lock.is_none()) {
@@ -116,7 +119,7 @@ void Leave(const py::object& self, bool raised) {
   constexpr int kAttempts = 10;
   const auto release = c10::make_scope_exit([&self] {
     Scope& scope = self.cast<Scope&>();
-    const auto depth = scope.depths.find(std::this_thread::get_id());
+    const auto depth = scope.depths.find(Scope::ThisThread());
     if (depth != scope.depths.end() && --depth->second == 0) {
       scope.depths.erase(depth);
     }
@@ -142,7 +145,7 @@ void Leave(const py::object& self, bool raised) {
 py::object Enter(const py::object& self) {
   Scope& scope = self.cast<Scope&>();
   scope.Acquire();
-  ++scope.depths[std::this_thread::get_id()];
+  ++scope.depths[Scope::ThisThread()];
   try {
     self.attr("enter")();
   } catch (const py::error_already_set&) {
@@ -153,6 +156,9 @@ py::object Enter(const py::object& self) {
 }
 
 void Exit(const py::object& self, const py::object& kind, const py::object&, const py::object&) {
+  if (self.cast<Scope&>().depths.count(Scope::ThisThread()) == 0) {
+    return;  // another thread has entered it, such as one that began the generator around it
+  }
   const bool raised = !kind.is_none();
   try {
     if (!raised) {
@@ -188,7 +194,7 @@ void BindSwitches(py::module_& m) {
       .def_property_readonly(
           "depth",
           [](const Scope& scope) {
-            const auto found = scope.depths.find(std::this_thread::get_id());
+            const auto found = scope.depths.find(Scope::ThisThread());
             return found == scope.depths.end() ? 0 : found->second;
           },
           "How often this thread is inside the context, also while it is being entered or left.")

@@ -76,7 +76,7 @@ struct Donor {
   // The first of the strictest calls that marked it; null for an automatic donor.
   const CallSite* StrictestSite() const;
   Strictness Strict() const;
-  // Whether it is too small for all its calls to matter if it is unusable.
+  // Whether it is too small for each call that marked it to matter if it is unusable.
   bool IsSmall() const;
   // Whether all its marks are for a run of a compiled graph.
   bool IsForCompiledRun() const;

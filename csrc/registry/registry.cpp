@@ -55,7 +55,8 @@ void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_p
     if (donor != nullptr && !donor->buffer.expired()) {
       // A compiled run finds its mark by the call.
       const auto suffices = [&](const Holder& holder) {
-        return holder.tensor.lock() == leaf.tensor && holder.site != site && holder.site->strict >= site->strict;
+        return holder.tensor.lock() == leaf.tensor && holder.site != site && holder.site->strict >= site->strict &&
+               holder.site->min_bytes <= site->min_bytes;
       };
       if (leaf.target != nullptr || site->for_compiled_run ||
           std::none_of(donor->holders.begin(), donor->holders.end(), suffices)) {

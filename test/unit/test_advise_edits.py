@@ -173,85 +173,11 @@ def test_no_detach_where_the_graph_may_be_used(tmp_path: Path, source: str) -> N
     assert edits.detach_before("loss", place(file, "sync")) == []
 
 
-def cleared(file: str, code: types.CodeType | None = None, root: str = "model") -> tuple[str, list[Change]]:
-    name = Name(root, ".weight.grad", code, file, 0)
-    return edits.clear_gradients([name], place(file, "sync"))
-
-
-def test_gradients_are_cleared_after_the_optimizers_step(tmp_path: Path) -> None:
+def test_the_optimizer_that_a_loop_clears_is_named(tmp_path: Path) -> None:
     file = written(tmp_path, GRADIENTS)
-    optimizer, changes = cleared(file)
-    assert optimizer == "optimizer"
-    assert "    optimizer.step()\n    optimizer.zero_grad(set_to_none=True)\n" in applied(file, changes)
-
-
-def between(statement: str) -> str:
-    return GRADIENTS.replace("    torch_xla", f"    {statement}\n    torch_xla")
-
-
-READERS = {
-    "model": GRADIENTS.replace("# sync", "# sync\n    log(model)"),
-    "optimizer": GRADIENTS.replace("    optimizer.zero", "    clip(optimizer)\n    optimizer.zero"),
-    "grad": GRADIENTS + "print(p.grad)\n",
-    "zeros": GRADIENTS.replace("zero_grad()", "zero_grad(set_to_none=False)"),
-    "not each round": GRADIENTS.replace("    optimizer.zero_grad()", "    if i:\n        optimizer.zero_grad()"),
-    "never": GRADIENTS.replace("    optimizer.zero_grad()\n", ""),
-    "a function": between("callback()"),
-    "a function with a value": between("callback(i)"),
-    "a function inside print": between("print(callback())"),
-    "a function in a condition": between("if callback():\n        pass"),
-    "an attribute": between("callback.round = i"),
-    "an item": between("rows[i] = 1"),
-    "a text of another object": between("print(callback)"),
-    "another log": between("log.info(i)"),
-    "another sync": f"import callback\n{between('callback.sync()')}",
-    "another print": f"def print(text):\n    callback()\n{between('print(i)')}",
-    "a decorator": between("@no_grad\n    def f(): pass"),
-    "a block": between("with callback:\n        pass"),
-    "before the next round": GRADIENTS.replace("    optimizer.zero", "    callback()\n    optimizer.zero"),
-    "a generator": GRADIENTS.replace("range(3)", "batches"),
-    "a condition": GRADIENTS.replace("for i in range(3)", "while callback()"),
-    "an outer loop": GRADIENTS.replace("for i", "for _ in range(2):\n  callback()\n  for i").replace("    ", "      "),
-    "a block around the loop": GRADIENTS.replace("for i", "with callback:\n  for i").replace("    ", "      "),
-    "after the loop": f"{GRADIENTS}print(model)\n",
-    "the optimizer after the loop": f"{GRADIENTS}save(optimizer)\n",
-    "a function of the file": f"def report():\n    print(model)\n{GRADIENTS}",
-    "another optimizer": GRADIENTS.replace("torch.optim.AdamW", "optimizers.AdamW"),
-    "another zero_grad": GRADIENTS.replace("for i", "optimizer.zero_grad = callback\nfor i"),
-}
-
-
-@pytest.mark.parametrize("case", READERS)
-def test_gradients_stay_where_code_may_read_them(tmp_path: Path, case: str) -> None:
-    assert READERS[case] != GRADIENTS
-    assert cleared(written(tmp_path, READERS[case]))[1] == []
-
-
-QUIET = {
-    "numbers": between("n = 0.0; n += loss.item(); print(f'{i} {n:.3f}', round(n, 2))").replace("; ", "\n    "),
-    "a condition": between("if i % 2 == 0:\n        print(loss.detach().mean().item())"),
-    "a log": f"import logging\nlog = logging.getLogger('a')\n{between('log.info(loss.item())')}",
-    "mark_step": f"import torch_xla.core.xla_model as xm\n{between('xm.mark_step()')}",
-    "a list": GRADIENTS.replace("range(3)", "[1, 2]"),
-    "while": GRADIENTS.replace("for i in range(3)", "while True"),
-    "epochs": GRADIENTS.replace("for i", "for _ in range(2):\n  print(1)\n  for i").replace("    ", "      "),
-    "short": "from torch import optim\n" + GRADIENTS.replace("torch.optim", "optim"),
-}
-
-
-@pytest.mark.parametrize("case", QUIET)
-def test_gradients_are_cleared_where_no_code_reads_them(tmp_path: Path, case: str) -> None:
-    assert QUIET[case] != GRADIENTS
-    file = written(tmp_path, QUIET[case])
-    assert "optimizer.zero_grad(set_to_none=True)" in applied(file, cleared(file)[1])
-
-
-def test_gradients_of_a_caller_or_another_file_stay(tmp_path: Path) -> None:
-    file = written(tmp_path, GRADIENTS)
-    caller = test_gradients_are_cleared_after_the_optimizers_step.__code__
-    assert cleared(file, caller)[1] == []
-    elsewhere = Name("model", ".weight.grad", None, __file__, 0)
-    assert edits.clear_gradients([elsewhere], place(file, "sync"))[1] == []
+    assert edits.optimizer_of(place(file, "sync")) == "optimizer"
+    file = written(tmp_path, GRADIENTS.replace("    optimizer.zero_grad()\n", ""))
+    assert edits.optimizer_of(place(file, "sync")) == ""
 
 
 def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
@@ -370,7 +296,7 @@ def test_a_file_that_is_gone_or_not_python_gets_no_edit(tmp_path: Path) -> None:
     for path in (str(file), str(tmp_path / "gone.py"), "<stdin>"):
         assert edits.call_auto_donate(path, f"{path}:1") == []
         assert edits.detach_before("loss", f"{path}:1") == []
-        assert edits.clear_gradients([], f"{path}:1") == ("", [])
+        assert edits.optimizer_of(f"{path}:1") == ""
         name = Name("x", "", test_a_mark_goes_before_the_update.__code__, path, 1)
         assert edits.donate_before(name, "", f"{path}:1") == []
 

@@ -4,6 +4,7 @@ from torch_xla_donate._report.donors import Donor
 from torch_xla_donate._report.notices import (
     is_postponed,
     later,
+    print_notices,
     raise_with_notices,
     unusable_texts,
     warn_once,

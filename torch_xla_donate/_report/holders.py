@@ -111,8 +111,12 @@ class _Search:
 
 
 def user_frames() -> Iterator[types.FrameType]:
-    """The user's frames of all threads, the innermost first."""
-    for top in sys._current_frames().values():
+    """The user's frames of this thread, the innermost first, and from Python 3.13 on those of all threads.
+
+    Before 3.13 reading the variables of a frame may change them while a trace function of its thread runs.
+    """
+    tops = sys._current_frames().values() if sys.version_info >= (3, 13) else [sys._getframe()]
+    for top in tops:
         frame: types.FrameType | None = top
         while frame is not None:
             if not is_internal(frame):
@@ -154,7 +158,10 @@ def _is_traced(frame: types.FrameType) -> bool:
     code, last = frame.f_code.co_code, frame.f_lasti
     begins = last < 0 or dis.opname[code[last]] == "RESUME"  # its trace function is not set yet
     hooks = frame.f_trace, sys.getprofile(), threading.getprofile()
-    return begins or any(type(hook) in (types.FunctionType, types.MethodType) for hook in hooks)
+    return begins or any(hook is not None and type(hook).__module__ not in _IN_C for hook in hooks)
+
+
+_IN_C = ("_lsprof", "cProfile", "coverage.tracer")  # their functions never run while the variables are read
 
 
 _MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))

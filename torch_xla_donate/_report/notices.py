@@ -110,9 +110,9 @@ def unusable_texts(step: Mapping[str, Any]) -> list[str]:
     return [_unusable_text(where, unusable, step) for where, unusable in lines]
 
 
-@atexit.register
-def _warn_at_exit() -> None:
-    # After the last step of a program no later step reports its donations.
+@atexit.register  # after the last step of a program no later step reports its donations
+def print_notices() -> None:
+    """Warns of the unusable donations of all threads, and prints the errors to standard error."""
     _C.wait_for_steps()
     try:
         warn_or_raise(everywhere=True)
@@ -124,11 +124,11 @@ _SHOWN = 5
 
 
 def _unusable_text(where: str, unusable: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
-    donors = describe_donors(unusable, step)
-    arrays = ", ".join(donor.array for donor in donors[:_SHOWN])
-    more = f", and {len(donors) - _SHOWN} more" if len(donors) > _SHOWN else ""
+    donors = describe_donors(unusable[:_SHOWN], step)
+    arrays = ", ".join(donor.array for donor in donors)
+    more = f", and {len(unusable) - _SHOWN} more" if len(unusable) > _SHOWN else ""
     lines = [f"Some donated buffers were not usable: {arrays}{more} (donated at {where}, step {step['number']})."]
-    for donor in donors[:_SHOWN]:
+    for donor in donors:
         lines.append(f"  {donor.array}{f' {donor.name}' if donor.name else ''}: {donor.reason}.")
     lines.append(f"  They stay readable. {see('unusable')}")
     return "\n".join(lines)

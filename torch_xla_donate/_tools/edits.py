@@ -171,34 +171,14 @@ def detach_before(name: str, site: str) -> list[Change]:
     return [_insert_before(source, sync, f"{variable} = {variable}.detach()")]
 
 
-def clear_gradients(names: Iterable[Name], site: str) -> tuple[str, list[Change]]:
-    """The optimizer's name, and ``zero_grad`` after its step; no change if code could read the gradients later.
-
-    Args:
-        names: of the gradients.
-    """
+def optimizer_of(site: str) -> str:
+    """The variable of the optimizer that a loop updates and clears, by the line of its sync; empty if not found."""
     file, _, line = site.rpartition(":")
     source = read(file)
     sync = source.statement_at(int(line)) if source is not None else None
-    if source is None or sync is None:
-        return "", []
-    body = next((b for _, b in ast.iter_fields(source.parents[sync]) if isinstance(b, list) and sync in b), [])
-    clears = {caller: statement for statement in body if (caller := caller_of(statement, "zero_grad"))}
-    update = next((s for s in body[: body.index(sync)] if caller_of(s, "step") in clears), None)
-    if update is None:
-        return "", []
-    optimizer = caller_of(update, "step")
-    first, last = body.index(clears[optimizer]), body.index(update)
-    if (
-        source.suite_of(sync) is not body
-        or first > last
-        or not safety.is_default_clear(source, clears[optimizer], optimizer)
-        or not safety.are_unread(source, names, optimizer, body, first, last)
-        or not source.is_separate(body[last + 1])
-    ):
-        return optimizer, []
-    call = source.text_of(update).partition(".")[0]
-    return optimizer, [_insert_before(source, body[last + 1], f"{call}.zero_grad(set_to_none=True)")]
+    body = (source.suite_of(sync) if source is not None and sync is not None else None) or []
+    cleared = {caller for statement in body if (caller := caller_of(statement, "zero_grad"))}
+    return next((caller for statement in body if (caller := caller_of(statement, "step")) in cleared), "")
 
 
 def _last_import(source: Source, line: int) -> ast.stmt | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from torch_xla_donate._tools.names import Name
-from torch_xla_donate._tools.source import Scope, Source, Suite, bound_by
+from torch_xla_donate._tools.source import Scope, Source
 
 # ---- Expressions ----
 
@@ -52,8 +50,13 @@ def is_known(source: Source, scope: Scope, node: ast.expr, seen: frozenset[str] 
             if name in ("item", "tolist"):
                 return _is_value_of_variable(owner)
             if name == "to":
-                return known(owner)
-            given = [keyword.value for keyword in node.keywords if keyword.arg not in ("device", "dtype")]
+                parts = [*node.args, *(keyword.value for keyword in node.keywords)]
+                return known(owner) and all(isinstance(one, ast.Constant | ast.Name | ast.Attribute) for one in parts)
+            given = [
+                keyword.value
+                for keyword in node.keywords
+                if keyword.arg not in ("device", "dtype") or isinstance(keyword.value, ast.Call)
+            ]
             is_safe = all(keyword.arg not in ("out", "inplace", None) for keyword in node.keywords)
             if isinstance(owner, ast.Name) and owner.id in ("torch", "math"):
                 is_safe &= source.is_imported(owner.id) and (owner.id == "math" or name in _NEW | _FACTORIES)
@@ -104,7 +107,12 @@ def is_plain_target(source: Source, store: ast.Name) -> bool:
 def makes_array(value: ast.expr) -> bool:
     """Whether an expression computes a new array, so that no other name holds it."""
     is_call = isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)
-    return isinstance(value, ast.BinOp | ast.UnaryOp) or (is_call and value.func.attr in _NEW)  # type: ignore[attr-defined]
+    return _is_operator(value, ast.BinOp | ast.UnaryOp) or (is_call and value.func.attr in _NEW)  # type: ignore[attr-defined]
+
+
+def _is_operator(node: ast.AST, kinds: Any) -> bool:
+    """Whether a node computes a new value. ``+x`` is `x`."""
+    return isinstance(node, kinds) and not isinstance(getattr(node, "op", None), ast.UAdd)
 
 
 def only_computes(source: Source, scope: Scope, load: ast.Name) -> bool:
@@ -113,7 +121,7 @@ def only_computes(source: Source, scope: Scope, load: ast.Name) -> bool:
     while True:
         parent = source.parents[node]
         call = source.parents[parent]
-        if isinstance(parent, _OPERATORS) or (isinstance(parent, ast.Call) and makes_array(parent)):
+        if _is_operator(parent, _OPERATORS) or (isinstance(parent, ast.Call) and makes_array(parent)):
             node = parent
         elif isinstance(parent, ast.Attribute) and isinstance(call, ast.Call) and call.func is parent:
             if parent.attr not in _NEW | _READS:
@@ -212,121 +220,3 @@ def is_shown(source: Source, load: ast.Name) -> bool:
     """Whether a read shows the tensor, and keeps nothing."""
     parent = source.parents[load]
     return isinstance(parent, ast.FormattedValue) or _calls(parent) in ("print", "str")
-
-
-# ---- Gradients ----
-
-
-def is_default_clear(source: Source, statement: ast.stmt, optimizer: str) -> bool:
-    """Whether a statement sets the gradients to None, as ``zero_grad()`` of an optimizer of torch does."""
-    scope = source.scope_of(statement)
-    stores = source.stores(scope, optimizer)
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    # With set_to_none=False the optimizer also updates parameters whose gradient is zero.
-    if not isinstance(call, ast.Call) or call.args or call.keywords or len(stores) != 1:
-        return False
-    made = _calls(getattr(source.parents[stores[0]], "value", None))
-    is_short = any(isinstance(node, ast.alias) and _is_optim(source, node) for node in ast.walk(source.tree))
-    is_torch = source.is_imported("torch") if made.startswith("torch.") else is_short
-    replaced = [n for n in ast.walk(source.tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)]
-    return (
-        is_plain_target(source, stores[0])
-        and is_torch
-        and re.fullmatch(r"(torch\.)?optim\.[A-Z]\w*", made) is not None
-        and not any(node.attr in ("zero_grad", "step") for node in replaced)
-    )
-
-
-def _is_optim(source: Source, node: ast.alias) -> bool:
-    parent = source.parents[node]
-    folder = f"{parent.module}." if isinstance(parent, ast.ImportFrom) else ""
-    return f"{folder}{node.name}" == "torch.optim" and bound_by(node) == "optim"
-
-
-def are_unread(source: Source, names: Iterable[Name], optimizer: str, body: Suite, first: int, last: int) -> bool:
-    """Whether nothing can read gradients after the optimizer's step.
-
-    Args:
-        names: of the gradients.
-        body: of the loop.
-        first, last: numbers of the statements that clear the gradients and that use them.
-    """
-    scope = source.scope_of(body[0])
-    function = getattr(scope, "name", "<module>")
-    # A variable of a caller, or of another file, may be read there.
-    if any((name.file, name.code.co_name if name.code else "<module>") != (source.file, function) for name in names):
-        return False
-    if any(isinstance(node, ast.Attribute) and node.attr in ("grad", "_grad") for node in ast.walk(source.tree)):
-        return False
-    between = [*body[last + 1 :], *body[:first]]
-    node: ast.AST = source.parents[body[0]]
-    while True:
-        if not isinstance(node, ast.For | ast.While) or not _repeats_quietly(source, scope, node):
-            return False
-        outer = source.parents[node]
-        if outer is scope:
-            break
-        between += [statement for statement in getattr(outer, "body", []) if statement is not node]
-        node = outer
-    if not all(_is_quiet(source, scope, statement) for statement in between):
-        return False
-    for root in {optimizer, *(name.variable for name in names)}:
-        loads = source.loads(scope, root)
-        if loads is None:
-            return False
-        for load in loads:
-            in_round = any(source.inside(load, statement) for statement in body[first : last + 1])
-            if not in_round and load.lineno >= node.lineno:
-                return False
-    return True
-
-
-def _repeats_quietly(source: Source, scope: Scope, loop: ast.For | ast.While) -> bool:
-    """Whether no other code of the program runs before each round. A generator is such code."""
-    if isinstance(loop, ast.While):
-        return is_known(source, scope, loop.test)
-    made: list[ast.AST] = [loop.iter]
-    if isinstance(loop.iter, ast.Name) and source.loads(scope, loop.iter.id) is not None:
-        made = [getattr(source.parents[store], "value", store) for store in source.stores(scope, loop.iter.id)]
-    is_range = all(_calls(one) == "range" for one in made) and not source.binds("range")
-    return bool(made) and (is_range or all(isinstance(one, ast.List | ast.Tuple) for one in made))
-
-
-def _is_quiet(source: Source, scope: Scope, statement: ast.stmt) -> bool:
-    """Whether a statement only ends the step, computes with numbers, or shows them."""
-
-    def known(*nodes: ast.expr) -> bool:
-        return all(is_known(source, scope, node) for node in nodes)
-
-    match statement:
-        case ast.Pass():
-            return True
-        case ast.Assign(targets=targets, value=value):
-            return all(isinstance(target, ast.Name) for target in targets) and known(value)
-        case ast.AugAssign(target=ast.Name(), value=value):
-            return known(value)
-        case ast.If(test=test, body=body, orelse=orelse):
-            return known(test) and all(_is_quiet(source, scope, one) for one in [*body, *orelse])
-        case ast.Expr(value=ast.Call(func=function, args=args, keywords=keywords)):
-            return _is_output(source, function) and known(*args, *(keyword.value for keyword in keywords))
-    return False
-
-
-def _is_output(source: Source, function: ast.expr) -> bool:
-    """Whether a function is ``print``, writes a log, or ends the step."""
-    if isinstance(function, ast.Name):
-        return function.id == "print" and not source.binds("print")
-    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
-        return False
-    owner = function.value.id
-    if function.attr in ("sync", "mark_step"):
-        module = {"torch_xla": "torch_xla", "xm": "torch_xla.core.xla_model"}.get(owner)
-        bound = [node for node in ast.walk(source.tree) if bound_by(node) in (owner, "*")]
-        # `import torch_xla.runtime` binds torch_xla, too.
-        return bool(bound) and all(
-            isinstance(node, ast.alias) and (node.name if node.asname else node.name.partition(".")[0]) == module
-            for node in bound
-        )
-    made = [getattr(source.parents[store], "value", None) for store in source.stores(source.tree, owner)]
-    is_log = all(_calls(value) == "logging.getLogger" for value in made) if made else owner == "logging"
-    return is_log and source.is_imported("logging") and function.attr in ("debug", "info", "warning")

@@ -115,8 +115,9 @@ class _SignalsToChild:
 
     def send_to(self, child: subprocess.Popen[bytes]) -> None:
         self._child = child
-        while self._early:
-            child.send_signal(self._early.pop(0))
+        early, self._early = self._early, []
+        for number in early:
+            child.send_signal(number)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGINT:  # the process group gets it
