@@ -49,6 +49,15 @@ def _program(command: _F) -> _F:
     return command
 
 
+def _in_a_folder(context: click.Context, option: click.Parameter, file: str | None) -> str | None:
+    """Refuses a file that cannot be written, before a long program runs for nothing."""
+    if file is not None and file != "-" and not os.access(Path(file).parent, os.W_OK):
+        raise click.BadParameter(
+            f"folder {str(Path(file).parent)!r} cannot be written to. Make it, or name another one. {see('verify')}"
+        )
+    return file
+
+
 def _output(command: _F) -> _F:
     """Adds the options of the commands that show steps."""
     for add in (
@@ -62,9 +71,19 @@ def _output(command: _F) -> _F:
             help=f"Exit with {BELOW} if outputs reuse less of the bytes offered.",
         ),
         click.option(
-            "--json", "json_file", type=click.Path(dir_okay=False, allow_dash=True), help="Write JSON; - for stdout."
+            "--json",
+            "json_file",
+            type=click.Path(dir_okay=False, allow_dash=True),
+            callback=_in_a_folder,
+            help="Write JSON; - for stdout.",
         ),
-        click.option("--html", "html_file", type=click.Path(dir_okay=False), help="Write a page with pictures."),
+        click.option(
+            "--html",
+            "html_file",
+            type=click.Path(dir_okay=False),
+            callback=_in_a_folder,
+            help="Write a page with pictures.",
+        ),
         click.option("--undonated", is_flag=True, help="Also compile each step without donation, for its memory."),
     ):
         command = add(command)
@@ -196,24 +215,26 @@ def _show(
             found = summarize(progress)
     except (ImportError, ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
-    if json_file is not None:
-        try:
-            with click.open_file(json_file, "w", encoding="utf-8") as file:
-                json.dump(found.to_dict(), file, indent=2)
-                file.write("\n")
-        except OSError as error:
-            raise click.UsageError(str(error)) from error
     if applies:
         text, left_out = edits.diff(found.advice or (), os.getcwd())
         click.echo(text, nl=False)
         for message in left_out:
             click.echo(message, err=True)
-    if json_file == "-" or applies:
+    if json_file == "-":
         click.echo(table.summary_line(found), err=True)
     else:
-        console = Console(highlight=False)
+        console = Console(highlight=False, stderr=applies)
         for part in table.tables(found):
             console.print(part)
+    if json_file is not None:
+        try:
+            with click.open_file(json_file, "w", encoding="utf-8") as file:
+                json.dump(found.to_dict(), file, indent=2)
+                file.write("\n")
+        except BrokenPipeError:  # `| head`, which click ends quietly
+            raise
+        except OSError as error:
+            raise click.UsageError(str(error)) from error
     if html_file is not None:
         _write_page(html_file, found)
     if found.exit_code:

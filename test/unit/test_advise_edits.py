@@ -173,11 +173,17 @@ def test_no_detach_where_the_graph_may_be_used(tmp_path: Path, source: str) -> N
     assert edits.detach_before("loss", place(file, "sync")) == []
 
 
-def test_the_optimizer_that_a_loop_clears_is_named(tmp_path: Path) -> None:
+def test_the_optimizer_of_the_parameters_is_named(tmp_path: Path) -> None:
     file = written(tmp_path, GRADIENTS)
-    assert edits.optimizer_of(place(file, "sync")) == "optimizer"
-    file = written(tmp_path, GRADIENTS.replace("    optimizer.zero_grad()\n", ""))
-    assert edits.optimizer_of(place(file, "sync")) == ""
+    assert edits.optimizer_of(["model"], place(file, "sync")) == "optimizer"
+    both = GRADIENTS.replace("for i", "other = torch.optim.SGD(critic.parameters())\nfor i").replace(
+        "    optimizer.step()\n", "    other.step()\n    optimizer.step()\n"
+    )
+    file = written(tmp_path, both)
+    found = [edits.optimizer_of([root], place(file, "sync")) for root in ("model", "critic", "unknown")]
+    assert found == ["optimizer", "other", ""]
+    file = written(tmp_path, GRADIENTS.replace("    optimizer.step()\n", ""))
+    assert edits.optimizer_of(["model"], place(file, "sync")) == ""
 
 
 def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
@@ -296,7 +302,7 @@ def test_a_file_that_is_gone_or_not_python_gets_no_edit(tmp_path: Path) -> None:
     for path in (str(file), str(tmp_path / "gone.py"), "<stdin>"):
         assert edits.call_auto_donate(path, f"{path}:1") == []
         assert edits.detach_before("loss", f"{path}:1") == []
-        assert edits.optimizer_of(f"{path}:1") == ""
+        assert edits.optimizer_of(["x"], f"{path}:1") == ""
         name = Name("x", "", test_a_mark_goes_before_the_update.__code__, path, 1)
         assert edits.donate_before(name, "", f"{path}:1") == []
 
@@ -312,4 +318,4 @@ def test_advice_is_ranked_and_plain_data() -> None:
     assert Advice.from_dict(advice.to_dict()) == advice
     assert "4.0 KiB" in str(advice)
     assert "held by variable 'old'" in " ".join(str(advice).replace("│", " ").split())
-    assert str(Advice()) == "Nothing to gain: every input that a step could reuse is reused."
+    assert str(Advice()).startswith("Nothing to gain: every input that a step could reuse is reused. Graphs of")

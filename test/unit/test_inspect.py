@@ -257,6 +257,14 @@ def test_json_has_everything_and_nothing_else(tmp_path):
     assert json.loads((tmp_path / "steps.json").read_text()) == json.loads(done.stdout)
 
 
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, option):
+    write(tmp_path, 0, "step")
+    shown = inspected(option, str(tmp_path / "missing" / "x"), str(tmp_path), exit_code=2)
+    assert "missing' cannot be written to. Make it, or name another one." in " ".join(shown.split())
+    assert "Step 1" not in shown
+
+
 @pytest.mark.parametrize("folder", ["missing", "."])
 def test_a_folder_without_a_dump_is_one_line(tmp_path, folder):
     shown = inspected(str(tmp_path / folder), exit_code=2)

@@ -171,14 +171,29 @@ def detach_before(name: str, site: str) -> list[Change]:
     return [_insert_before(source, sync, f"{variable} = {variable}.detach()")]
 
 
-def optimizer_of(site: str) -> str:
-    """The variable of the optimizer that a loop updates and clears, by the line of its sync; empty if not found."""
+def optimizer_of(roots: Iterable[str], site: str) -> str:
+    """The variable of the optimizer of some parameters; empty if the source does not show it.
+
+    Args:
+        roots: the variables that lead to the parameters.
+        site: ``file:line`` of the sync, in whose loop the optimizer makes its step.
+    """
     file, _, line = site.rpartition(":")
     source = read(file)
     sync = source.statement_at(int(line)) if source is not None else None
-    body = (source.suite_of(sync) if source is not None and sync is not None else None) or []
-    cleared = {caller for statement in body if (caller := caller_of(statement, "zero_grad"))}
-    return next((caller for statement in body if (caller := caller_of(statement, "step")) in cleared), "")
+    suite = source.suite_of(sync) if source is not None and sync is not None else None
+    if source is None or sync is None or suite is None:
+        return ""
+    found = [caller for statement in suite if (caller := caller_of(statement, "step"))]
+    if len(found) > 1:
+        found = [caller for caller in found if _names_in_stores(source, sync, caller) & set(roots)]
+    return found[0] if len(found) == 1 else ""
+
+
+def _names_in_stores(source: Source, statement: ast.stmt, variable: str) -> set[str]:
+    """The names in the assignments of a variable."""
+    assigned = [source.parents[store] for store in source.stores(source.scope_of(statement), variable)]
+    return {node.id for one in assigned for node in ast.walk(one) if isinstance(node, ast.Name)}
 
 
 def _last_import(source: Source, line: int) -> ast.stmt | None:

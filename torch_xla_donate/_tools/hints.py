@@ -118,7 +118,8 @@ class Advice(Sequence[Hint]):
 
     def __str__(self) -> str:
         if not self:
-            return "Nothing to gain: every input that a step could reuse is reused."
+            nothing = "Nothing to gain: every input that a step could reuse is reused."
+            return f"{nothing} Graphs of torch.compile are not examined."
         count = f"{len(self)} hint{'s' if len(self) > 1 else ''}"
         table = Table(title=f"{count}. Bytes that a step saves on one device with the edit", title_justify="left")
         table.add_column("bytes", justify="right")

@@ -146,7 +146,7 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
         edit, changes = _detach(key, finding, automatic, site)
         where = _where(key.holder, key.site) or where
     elif key.kind == "kept_gradient":
-        optimizer = edits.optimizer_of(site) or "optimizer"
+        optimizer = edits.optimizer_of([each.variable for each in finding.names], site) or "optimizer"
         # Other code may read the gradients in ways that no source shows, so there is no diff.
         edit, changes = f"{optimizer}.zero_grad(set_to_none=True) after the last use of the gradients", []
     elif key.kind == "held_input":
