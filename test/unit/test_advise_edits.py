@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -318,4 +319,6 @@ def test_advice_is_ranked_and_plain_data() -> None:
     assert Advice.from_dict(advice.to_dict()) == advice
     assert "4.0 KiB" in str(advice)
     assert "held by variable 'old'" in " ".join(str(advice).replace("│", " ").split())
+    odd = dataclasses.replace(small, name="params[key 3][/]")
+    assert "params[key 3][/]: " in str(Advice([odd]))  # not rich's markup
     assert str(Advice()).startswith("Nothing to gain: every input that a step could reuse is reused. Graphs of")

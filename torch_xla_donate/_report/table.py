@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 if TYPE_CHECKING:
     from torch_xla_donate._report.donors import Donor
@@ -19,9 +18,9 @@ NO_DONORS = "No step has had a donor yet."
 
 
 def render(table: Table, width: int = 120) -> str:
-    """The table as text, without colours and trailing blanks."""
+    """The table as text, without colours and trailing blanks. Names and paths may look like rich's markup."""
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
+    Console(file=out, width=width, no_color=True, legacy_windows=False, markup=False, emoji=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -127,6 +126,6 @@ def report(found: DonationReport) -> str:
         table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
     cells = rows(found)
     for row in cells[:_ROWS]:
-        table.add_row(*map(Text, row))  # names and paths may look like rich's markup
+        table.add_row(*row)
     more = [f"... and {len(cells) - _ROWS} more; see .to_dict()"] if len(cells) > _ROWS else []
     return "\n".join([render(table), *more, *notes(found)])
