@@ -42,21 +42,6 @@ for i in range(6):
     torch_xla.sync()
 print(p.sum().item(), loss.item())
 """
-GRADIENTS = """
-def count(m):
-    return len([q for q in m.parameters() if getattr(q, "gr" "ad") is not None])
-
-model = torch.nn.Linear(64, 64, bias=False).to("xla")
-optimizer = torch.optim.AdamW(model.parameters())
-x = torch.ones(8, 64).to("xla")
-for i in range(6):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    torch_xla.sync()
-print(loss.item())
-"""
 
 
 def function(head: str = "def train():", source: str = LOOP) -> str:
@@ -71,21 +56,6 @@ sys.modules["other_state"] = types.ModuleType("other_state")
 sys.modules["other_state"].x = other
 """
 KEPT = "print([k.sum().item() for k in kept])\n"
-BATCHES = """def batches(m):
-    for i in range(6):
-        print(count(m))
-        yield i
-"""
-LOG = """import weakref
-class Log:
-    def info(self, v): print(count(found[0]()))
-found, log = [weakref.ref(model)], Log()
-"""
-LOUD = """class Loud(torch.optim.AdamW):
-    def zero_grad(self):
-        print("clear")
-        super().zero_grad()
-"""
 # Each with the edit that its patch has; empty for none of this kind.
 MARKS = {
     "plain": (LOOP, "donate_buffer(x)"),

@@ -17,7 +17,7 @@ from torch_xla_donate._errors import see
 from torch_xla_donate._tools import safety
 from torch_xla_donate._tools.hints import Change, Hint
 from torch_xla_donate._tools.names import Name
-from torch_xla_donate._tools.source import Source, caller_of, digest_of, encoding_of, is_step_end, read
+from torch_xla_donate._tools.source import Source, Suite, caller_of, digest_of, encoding_of, is_step_end, read
 
 # ---- Lines ----
 
@@ -135,12 +135,10 @@ def donate_before(name: Name, where: str, site: str) -> list[Change]:
 
 def detach_before(name: str, site: str) -> list[Change]:
     """``loss = loss.detach()`` before the end of the step; none if later code may need the graph."""
-    file, _, line = site.rpartition(":")
-    source = read(file)
-    sync = source.statement_at(int(line)) if source is not None else None
-    suite = source.suite_of(sync) if source is not None and sync is not None and is_step_end(sync) else None
-    if source is None or sync is None or suite is None:
+    step = _step_of(site)
+    if step is None or not is_step_end(step[1]):
         return []
+    source, sync, suite = step
     before = suite[: suite.index(sync)]
     scope = source.scope_of(sync)
     loads, stores = source.loads(scope, name), source.stores(scope, name)
@@ -178,16 +176,23 @@ def optimizer_of(roots: Iterable[str], site: str) -> str:
         roots: the variables that lead to the parameters.
         site: ``file:line`` of the sync, in whose loop the optimizer makes its step.
     """
-    file, _, line = site.rpartition(":")
-    source = read(file)
-    sync = source.statement_at(int(line)) if source is not None else None
-    suite = source.suite_of(sync) if source is not None and sync is not None else None
-    if source is None or sync is None or suite is None:
+    step = _step_of(site)
+    if step is None:
         return ""
+    source, sync, suite = step
     found = [caller for statement in suite if (caller := caller_of(statement, "step"))]
     if len(found) > 1:
         found = [caller for caller in found if _names_in_stores(source, sync, caller) & set(roots)]
     return found[0] if len(found) == 1 else ""
+
+
+def _step_of(site: str) -> tuple[Source, ast.stmt, Suite] | None:
+    """The source of a step, the statement that ends it, and the body of the loop around it; None without a loop."""
+    file, _, line = site.rpartition(":")
+    source = read(file)
+    sync = source.statement_at(int(line)) if source is not None else None
+    suite = source.suite_of(sync) if source is not None and sync is not None else None
+    return None if source is None or sync is None or suite is None else (source, sync, suite)
 
 
 def _names_in_stores(source: Source, statement: ast.stmt, variable: str) -> set[str]:

@@ -34,6 +34,7 @@ SENTENCES: dict[HintKind, str] = {
     "output_sharding": "the next value takes other bytes on each device",
 }
 assert set(SENTENCES) == set(get_args(HintKind))
+NOTHING = "Nothing to gain: every input that a step could reuse is reused. Graphs of torch.compile are not examined."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,7 @@ class Advice(Sequence[Hint]):
 
     def __str__(self) -> str:
         if not self:
-            nothing = "Nothing to gain: every input that a step could reuse is reused."
-            return f"{nothing} Graphs of torch.compile are not examined."
+            return NOTHING
         count = f"{len(self)} hint{'s' if len(self) > 1 else ''}"
         table = Table(title=f"{count}. Bytes that a step saves on one device with the edit", title_justify="left")
         table.add_column("bytes", justify="right")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch_xla_donate._errors import see
 from torch_xla_donate._report.table import percent, size
 from torch_xla_donate._tools import pictures
+from torch_xla_donate._tools.hints import NOTHING
 from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import RunSummary, StepDonor, StepSummary
 from torch_xla_donate.hlo import MemoryAnalysis
@@ -104,6 +105,7 @@ def render(run: RunSummary) -> str:
         more_skipped=len(run.skipped[_SKIPPED:]),
         peaks=peaks,
         unfolded=_OPEN,
+        nothing=NOTHING,
         **counted,
     )
 
