@@ -2,6 +2,7 @@
 #include "features/auto_donors.h"
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -43,30 +44,20 @@ ThreadWishes& Wishes() {
   return wishes;
 }
 
-// Why this process cannot donate automatically. The first thread that needs the answer computes it. The others do not
-// wait, because the first takes the GIL, which they may hold.
-struct ProcessObstacle {
-  std::atomic<bool> asked{false};
-  std::atomic<bool> known{false};
-  Reason reason;  // written once, before `known`
-};
-ProcessObstacle& TheObstacle() {
-  static ProcessObstacle* value = new ProcessObstacle();
-  return *value;
-}
+// Why this process cannot donate automatically; null until a thread has computed it. A thread that needs the answer
+// meanwhile computes it, too. If it went on without, the donors of its first steps would depend on the other's speed.
+// If it waited, it might hold the GIL that the other needs.
+std::atomic<const Reason*> process_obstacle{nullptr};
 
-bool IsObstacleKnown() {
-  ProcessObstacle& obstacle = TheObstacle();
-  if (!obstacle.asked.exchange(true)) {
-    try {
-      obstacle.reason = Callbacks().prepare_auto();
-    } catch (...) {
-      obstacle.asked.store(false);
-      throw;
+const Reason& ProcessObstacle() {
+  const Reason* known = process_obstacle.load(std::memory_order_acquire);
+  if (known == nullptr) {
+    auto found = std::make_unique<const Reason>(Callbacks().prepare_auto());
+    if (process_obstacle.compare_exchange_strong(known, found.get(), std::memory_order_acq_rel)) {
+      known = found.release();
     }
-    obstacle.known.store(true, std::memory_order_release);
   }
-  return obstacle.known.load(std::memory_order_acquire);
+  return *known;
 }
 
 using OldValues = std::unordered_set<const abi::TensorData*>;
@@ -107,12 +98,12 @@ std::optional<Liveness> FindReach(const DonorSet& step, const OldValues& old_val
 // The same for a step that donates nothing automatically. Its outdated tensors still have old values, which a step that
 // donates would have replaced.
 std::optional<Liveness> FindReachWithoutOldValues(const DonorSet& step) {
-  const bool is_known = TheObstacle().reason.empty() && !abi::KeepsNodes();
-  return is_known ? FindReach(step, OutdatedTensors::Get().OldValues()) : std::nullopt;
+  const bool can_find = ProcessObstacle().empty() && !abi::KeepsNodes();
+  return can_find ? FindReach(step, OutdatedTensors::Get().OldValues()) : std::nullopt;
 }
 
 std::optional<Liveness> FindReachOrSayWhy(const DonorSet& step) {
-  Reason why = TheObstacle().reason;
+  Reason why = ProcessObstacle();
   if (why.empty() && abi::KeepsNodes()) {
     why = ReasonCode::kKeptNodes;
   }
@@ -144,11 +135,12 @@ class AutoDonors : public StepObserver {
   // This check makes a tensor, so it comes before the list.
   bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
     Wishes().arena = nullptr;
-    const bool needs = (AutoDonates() || WatchesInputs()) && IsObstacleKnown();
-    if (needs) {
-      Wishes().arena = arena;
+    if (!AutoDonates() && !WatchesInputs()) {
+      return false;
     }
-    return needs;
+    ProcessObstacle();
+    Wishes().arena = arena;
+    return true;
   }
   void BeforeGraph(GraphContext& graph) override {
     if (graph.follows_list && graph.runs_all) {

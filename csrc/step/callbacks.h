@@ -28,8 +28,8 @@ struct HookCallbacks {
   // locks; may take the GIL and throw.
   std::function<void(const Donor&, std::uint64_t step)> report_reuse;
   // Called before the first list of live tensors for automatic donation, to verify its assumptions. Returns why this
-  // process cannot donate automatically; empty if it can. May take the GIL and throw. Then the step does not begin. The
-  // next step retries.
+  // process cannot donate automatically; empty if it can. Several threads may call it at a time. May take the GIL and
+  // throw. Then the step does not begin. The next step retries.
   std::function<Reason()> prepare_auto;
   // Called before a step chooses its donors. Drops the token that orders the collectives of the device (given by name),
   // and checks whether auto-sharding is on by now. Called without locks. May take the GIL, but runs no bytecode. If it

@@ -13,6 +13,7 @@ from signal import signal as handle_signal
 import bare
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
@@ -700,6 +701,35 @@ def test_each_device_of_a_process_has_donors_of_its_own(devices):
     """Threads that step at the same time, each with its loop, its kept tensors, and a cache that stays in place."""
     done = run_in_child(launch_loops, env={"CPU_NUM_DEVICES": devices})
     assert sorted(done.stdout.splitlines()) == [f"{rank} 1" for rank in range(int(devices))]
+
+
+@in_process(env={"CPU_NUM_DEVICES": "2"})
+def test_a_thread_donates_while_another_still_checks_the_host():
+    verify, checking, stepped = _host.verify_layouts, threading.Event(), threading.Event()
+
+    def slow_verify():
+        _host.verify_layouts = verify
+        verify()
+        checking.set()
+        stepped.wait()
+
+    def rank_main(rank):
+        if rank == 0:
+            _host.verify_layouts = slow_verify
+        else:
+            checking.wait()
+        p = torch.arange(4.0).to("xla")
+        torch_xla.sync(wait=True)
+        place = pointer(p)
+        with auto_donate():
+            for _ in range(3):
+                p = p + 1
+                torch_xla.sync(wait=True)
+        assert [donor.device for donor in donation_report().donors] == ["CPU:1"] * 3 + ["CPU:0"] * 3 * (rank == 0)
+        assert pointer(p) == place
+        stepped.set()
+
+    ranks.launch(rank_main)
 
 
 def made():

@@ -227,7 +227,6 @@ def test_a_cache_is_written_in_place_whichever_thread_writes(make):
 
 @in_process(env={"CPU_NUM_DEVICES": "2"})
 def test_each_device_of_a_process_writes_its_own_cache_in_place():
-    """The first step with auto_donate checks the host; a step that another thread begins meanwhile donates nothing."""
     torch_xla.launch(ranks.write_rows_in_place, start_method="fork")
 
 

@@ -91,8 +91,9 @@ _open: list[weakref.ref[auto_donate]] = []  # calls that were not entered as con
 def prepare() -> _C.Reason:
     """The reason why this process cannot donate automatically; no reason if it can.
 
-    The hooks call it once, before the first step, when the runtime is set up. An exception here, such as one of a
-    signal's handler, reaches the program at that step. The next step then calls it again.
+    The hooks call it before the first step, when the runtime is set up; each thread that steps meanwhile calls it, too.
+    An exception here, such as one of a signal's handler, reaches the program at that step. The next step then calls it
+    again.
     """
     try:
         _host.verify_layouts()
