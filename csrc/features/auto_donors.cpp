@@ -135,6 +135,9 @@ class AutoDonors : public StepObserver {
   // This check makes a tensor, so it comes before the list.
   bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
     Wishes().arena = nullptr;
+    if (WatchesInputs()) {
+      TakeWatchedStep();  // of a step that has failed
+    }
     if (!AutoDonates() && !WatchesInputs()) {
       return false;
     }

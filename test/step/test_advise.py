@@ -14,6 +14,7 @@ import torch
 import torch_xla
 from children import in_process
 from helpers import make
+from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
@@ -155,6 +156,22 @@ def test_an_interrupt_at_the_beginning_leaves_nothing_behind():
     finally:
         sys.setprofile(None)
     assert not is_watched(make)
+
+
+@in_process
+def test_a_step_that_fails_is_not_taken_for_a_later_one():
+    seen = []
+    broken = stablehlo_custom_call((make(8),), "no_such_target", [[8]], [torch.float32])
+    debug.listen(seen.append)
+    with pytest.raises(Exception, match="custom.call|no_such_target"):
+        torch_xla.sync()
+    del broken
+    torch_xla.sync()
+    assert not seen
+    y = make(4) + 1
+    torch_xla.sync()
+    debug.stop_listening(seen.append)
+    assert [len(step.outputs) for step in seen] == [1] and y.tolist() == [1, 2, 3, 4]
 
 
 @in_process
