@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import numbers
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 
@@ -42,28 +38,6 @@ def warn(message: str, where: str) -> None:
 def see(page: str) -> str:
     """The end of a message: the command that shows a page of docs/."""
     return f"See `python -m torch_xla_donate explain {page}`."
-
-
-def check_count(argument: str, value: Any, least: int, remedy: str) -> None:
-    """Raises TypeError or ValueError for what is not a whole number of at least `least`. NumPy's ints are."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{argument} is of type {type(value).__name__}, not an int. {remedy}")
-    if int(value) < least:
-        raise ValueError(f"{argument} is {value}. {remedy}")
-
-
-def kind_of_lazy_body(f: Callable[..., Any]) -> str:
-    """The kind of a function whose call returns before its body runs: ``a generator function``. Empty for others."""
-    while isinstance(f, functools.partial):
-        f = f.func
-    if not inspect.isroutine(f):
-        f = type(f).__call__
-    kinds = {
-        "a generator function": inspect.isgeneratorfunction,
-        "an async def function": inspect.iscoroutinefunction,
-        "an async generator function": inspect.isasyncgenfunction,
-    }
-    return next((kind for kind, is_kind in kinds.items() if is_kind(f)), "")
 
 
 def _tensor(name: str, array: str) -> str:

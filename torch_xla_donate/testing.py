@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C, _report, _trees, hlo
+from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import see
 from torch_xla_donate._modes import ThreadMode
-from torch_xla_donate._modes.expect import check_fraction
 
 __all__ = [
     "HloDump",

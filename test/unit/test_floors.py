@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
     {"_errors", "_config", "_frames", "_numbers"},
-    {"hlo"},
+    {"_checks", "hlo"},
     {"_C"},
     {"_host", "_trees"},
     {"_report"},

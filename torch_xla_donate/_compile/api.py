@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol
 import torch
 
 from torch_xla_donate import _config, _marks
+from torch_xla_donate._checks import kind_of_lazy_body
 from torch_xla_donate._compile.arguments import ArgNames, ArgNums, Arguments, function_name
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.lazy import LazyCompiled
 from torch_xla_donate._compile.module import ModuleProxy
 from torch_xla_donate._compile.pure import PureCompiled
-from torch_xla_donate._errors import kind_of_lazy_body, see
+from torch_xla_donate._errors import see
 
 if TYPE_CHECKING:
     from torch_xla_donate._compile.lower import Lowered

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch_xla_donate import _config, _frames
-from torch_xla_donate._errors import check_count, see
+from torch_xla_donate._checks import check_count
+from torch_xla_donate._errors import see
 
 
 def check_options(strict: _config.Strict, stacklevel: int) -> None:

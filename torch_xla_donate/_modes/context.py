@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch_xla_donate import _C
-from torch_xla_donate._errors import kind_of_lazy_body, see
+from torch_xla_donate._checks import kind_of_lazy_body
+from torch_xla_donate._errors import see
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -6,19 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_xla_donate import _C, _report
+from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._modes.context import DecoratorMode
-
-
-def check_fraction(argument: str, value: Any) -> None:
-    """Raises TypeError or ValueError for what is not a number above 0 and at most 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(
-            f"{argument} is of type {type(value).__name__}, not a number. Pass a fraction such as 0.95. "
-            f"{see('testing')}"
-        )
-    if not 0 < value <= 1:
-        raise ValueError(f"{argument} is {value}. Pass a number above 0 and at most 1, such as 0.95. {see('testing')}")
 
 
 class expect_donated(DecoratorMode[_C.StepTally]):

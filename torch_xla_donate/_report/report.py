@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_xla_donate import _C
-from torch_xla_donate._errors import check_count, see
+from torch_xla_donate._checks import check_count
+from torch_xla_donate._errors import see
 from torch_xla_donate._report import html, settings, table
 from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of

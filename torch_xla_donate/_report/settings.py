@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from torch_xla_donate import _C, _config
-from torch_xla_donate._errors import check_count, see
+from torch_xla_donate._checks import check_count
+from torch_xla_donate._errors import see
 
 
 class _Settings:
