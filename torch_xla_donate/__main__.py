@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from torch_xla_donate import _doctor, _pages
 from torch_xla_donate._errors import see
-from torch_xla_donate._report.table import percent
+from torch_xla_donate._report.table import console, percent
 from torch_xla_donate._tools import collect, edits, record, table
 from torch_xla_donate._tools import run as running
 from torch_xla_donate._tools import verify as verifying
@@ -223,9 +223,9 @@ def _show(
     if json_file == "-":
         click.echo(table.summary_line(found), err=True)
     else:
-        console = Console(highlight=False, stderr=applies)
+        shown = console(stderr=applies)
         for part in table.tables(found):
-            console.print(part)
+            shown.print(part)
     if json_file is not None:
         try:
             with click.open_file(json_file, "w", encoding="utf-8") as file:
@@ -242,11 +242,17 @@ def _show(
     if found.skipped:
         sys.exit(SKIPPED)
     if fail_under is not None and found.donated_fraction * 100 < fail_under:
-        click.echo(
-            f"{percent(found.donated_fraction)} of the bytes offered are reused, below {fail_under:g}%. Look for "
-            f"donors without an output in the table. {see('verify')}",
-            err=True,
-        )
+        if found.offered_bytes:
+            failure = (
+                f"{percent(found.donated_fraction)} of the bytes offered are reused, below {fail_under:g}%. Look for "
+                "donors without an output in the table."
+            )
+        else:
+            failure = (
+                f"No step has a donor, so nothing is reused, and --fail-under is {fail_under:g}%. Run verify with "
+                "--auto to donate automatically, or with --advise to see what the program could donate."
+            )
+        click.echo(f"{failure} {see('verify')}", err=True)
         sys.exit(BELOW)
 
 

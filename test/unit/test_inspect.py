@@ -17,6 +17,7 @@ from torch_xla_donate import __main__ as command_line
 from torch_xla_donate._report import table as tables
 from torch_xla_donate._tools import table
 from torch_xla_donate._tools.collect import collect
+from torch_xla_donate._tools.hints import Hint
 from torch_xla_donate._tools.summary import RunSummary, StepDonor, StepSummary
 
 DONORS = "buffer_donor={ (0, {}), (1, {}) }, "
@@ -56,8 +57,8 @@ allocation 2: size 12B, maybe-live-out:
 """
 
 
-def rendered(run: RunSummary) -> str:
-    return tables.render(Group(*table.tables(run)), width=100)
+def rendered(run: RunSummary, width: int = 100) -> str:
+    return tables.render(Group(*table.tables(run)), width)
 
 
 def text(name: str, attributes: str = "", body: str = BODY) -> str:
@@ -212,6 +213,43 @@ def test_the_table_fits_eighty_columns(tmp_path):
     assert "2 distinct steps: 128 B donated, 91.4% of the bytes offered" in shown
 
 
+NAME, FILE = "state['encoder.layers'][key 3].weight", "a_program_with_a_long_name.py"
+DONOR = StepDonor(10, "bf16[1024,1024,512]", 1 << 30, "marked", NAME, f"/user/{FILE}:12", reason="no output is free")
+HINT = Hint(
+    kind="kept_graph",
+    bytes=1 << 30,
+    array="bf16[1024,1024,512]",
+    count=3,
+    name=NAME,
+    where=f"/user/{FILE}:12",
+    holder=f"variable 'kept' at {FILE}:77",
+    edit="call torch_xla_donate.auto_donate() before the loop",
+    site=f"/user/{FILE}:14",
+    runs=3,
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+@pytest.mark.parametrize("kind", ["donors", "hints"])
+def test_a_table_fits_the_width_and_keeps_every_letter(width, kind):
+    """Names may look like markup."""
+    if kind == "donors":
+        there = StepSummary("step", "", 2, 1, (DONOR,), 1, topology="v6e:16x16")
+        run = RunSummary("program", (replace(there, topology="", on_topology=there),))
+        first = ["10", "bf16[1024,1024,512]", "1.0GiB", f"marked{NAME}({FILE}:12)", *["none:nooutputisfree"] * 2]
+    else:
+        run = RunSummary("program", (), advice=(HINT,))
+        finding = f"{NAME}: {HINT.sentence}; held by variable 'kept' at {FILE}:77"
+        first = ["1.0GiB", "bf16[1024,1024,512]and2more", f"{FILE}:12", finding, HINT.edit]
+    shown = rendered(run, width).splitlines()
+    assert max(map(len, shown)) <= width
+    edges = dict(["┏┓", "┃┃", "┡┩", "││", "└┘"])
+    rows = [line for line in shown if line[0:1] in edges.keys() | set(edges.values())]
+    assert [line[-1] for line in rows] == [edges[line[0]] for line in rows]
+    columns = zip(*(line.split("│")[1:-1] for line in rows if line.startswith("│")))
+    assert ["".join("".join(column).split()) for column in columns] == ["".join(cell.split()) for cell in first]
+
+
 def test_steps_of_one_line_are_shown_once(tmp_path):
     """A cache that is written at a Python number has a graph for each position."""
     step = StepSummary("step", "", 2, 1, (StepDonor(0, "f32[4]", 16, "marked", output=0),), 1, executed=2)
@@ -245,7 +283,14 @@ def test_a_foreign_record_is_named_and_skipped(tmp_path, name, text):
 def test_a_lost_donation_fails_in_ci(tmp_path, percent, code):
     write(tmp_path, 0, "step")
     shown = inspected("--fail-under", percent, str(tmp_path), exit_code=code)
-    assert ("below 91.5%" in shown) == bool(code)
+    assert ("below 91.5%. Look for donors without an output in the table." in shown) == bool(code)
+
+
+def test_no_donor_at_all_fails_with_the_ways_to_get_some(tmp_path):
+    write(tmp_path, 0, "plain", before="", after="")
+    shown = inspected("--fail-under", "95", str(tmp_path), exit_code=command_line.BELOW)
+    assert "No step has a donor, so nothing is reused, and --fail-under is 95%. Run verify with --auto to" in shown
+    assert "in the table" not in shown
 
 
 def test_json_has_everything_and_nothing_else(tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -17,10 +17,15 @@ _ROWS = 40
 NO_DONORS = "No step has had a donor yet."
 
 
-def render(table: Table, width: int = 120) -> str:
-    """The table as text, without colours and trailing blanks. Names and paths may look like rich's markup."""
+def console(**options: Any) -> Console:
+    """A console for tables. Names and paths may look like rich's markup, and are shown as they are."""
+    return Console(highlight=False, markup=False, emoji=False, **options)
+
+
+def render(table: RenderableType, width: int = 120) -> str:
+    """The table as text, without colours and trailing blanks."""
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True, legacy_windows=False, markup=False, emoji=False).print(table)
+    console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

@@ -118,11 +118,13 @@ class Advice(Sequence[Hint]):
         return f"Advice({list(self._hints)!r})"
 
     def __str__(self) -> str:
-        if not self:
-            return NOTHING
+        return render(self.table()) if self else NOTHING
+
+    def table(self) -> Table:
+        """A row for each hint."""
         count = f"{len(self)} hint{'s' if len(self) > 1 else ''}"
         table = Table(title=f"{count}. Bytes that a step saves on one device with the edit", title_justify="left")
-        table.add_column("bytes", justify="right")
+        table.add_column("bytes", justify="right", no_wrap=True)
         for column in ("array", "where", "finding", "edit"):
             table.add_column(column, overflow="fold")
         for hint in self:
@@ -136,7 +138,7 @@ class Advice(Sequence[Hint]):
                 f"{name}{hint.sentence}{holder}",
                 hint.edit,
             )
-        return render(table)
+        return table
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""

@@ -130,9 +130,14 @@ class RunSummary:
     advice: tuple[Hint, ...] | None = None
 
     @property
+    def offered_bytes(self) -> int:
+        """Bytes on one device of all donors of the distinct steps."""
+        return sum(step.offered_bytes for step in self.steps)
+
+    @property
     def donated_fraction(self) -> float:
         """Donated bytes as a fraction of the bytes offered, over the distinct steps; 0.0 if none was offered."""
-        offered = sum(step.offered_bytes for step in self.steps)
+        offered = self.offered_bytes
         return sum(step.donated_bytes for step in self.steps) / offered if offered else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_xla_donate._report.table import percent, size
-from torch_xla_donate._tools.hints import Advice
+from torch_xla_donate._tools.hints import NOTHING, Advice
 from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import Kind, RunSummary, StepDonor, StepSummary
 
@@ -44,7 +44,8 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
         more = sum(map(len, list(groups.values())[_STEPS:]))
         yield Text(f"... and {_count(more, 'more step')}; --json has all.")
     if run.advice is not None:
-        yield Text(str(Advice(run.advice)))
+        advice = Advice(run.advice)
+        yield advice.table() if advice else Text(NOTHING)
     for file in run.skipped:
         yield Text(f"skipped {file.file}: {file.reason}")
     yield Text(summary_line(run))
@@ -52,11 +53,12 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
 
 def summary_line(run: RunSummary) -> str:
     """The result in a line."""
-    offered = sum(step.offered_bytes for step in run.steps)
     donated = sum(step.donated_bytes for step in run.steps)
     text = f"{_count(len(run.steps), 'distinct step')}"
     text += (
-        f": {size(donated)} donated, {percent(donated / offered)} of the bytes offered" if offered else ", no donors"
+        f": {size(donated)} donated, {percent(run.donated_fraction)} of the bytes offered"
+        if run.offered_bytes
+        else ", no donors"
     )
     text += f"; {_count(len(run.skipped), 'file')} skipped" if run.skipped else ""
     if run.exit_code:
@@ -115,7 +117,7 @@ def _memory(step: StepSummary) -> Iterator[str]:
 def _donors(step: StepSummary) -> Table:
     table = Table()
     other = step.on_topology
-    table.add_column("no.", justify="right")
+    table.add_column("no.", justify="right", no_wrap=True)
     table.add_column("array", overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("donor", overflow="fold")
@@ -135,7 +137,7 @@ def _donors(step: StepSummary) -> Table:
         if other is not None:
             found = there.get(donor.parameter)
             row.append("not offered" if found is None else _outcome(found) + (" (differs)" if differs(donor) else ""))
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*row)
     if len(rows) > _DONORS:
         table.caption = f"... and {len(rows) - _DONORS} more; --json has all."
     return table
