@@ -62,7 +62,7 @@ def assert_not_donated(tensors: Any) -> None:
 
 
 def assert_reused(at_least: float = 0.95, *, steps: int | None = None) -> None:
-    """Asserts that outputs reused this fraction of the bytes offered in the last steps.
+    """Asserts the `reused_fraction` of the last steps.
 
     It reads `donation_report`, which has steps that ran before the test, too. `expect_donated` counts only its own.
 
@@ -79,7 +79,7 @@ def assert_reused(at_least: float = 0.95, *, steps: int | None = None) -> None:
     report = _report.donation_report(steps=steps)
     if not report.reused_fraction >= at_least:
         raise AssertionError(
-            f"{_report.percent(report.reused_fraction)} of the bytes offered were reused, expected at least "
+            f"reused_fraction is {_report.percent(report.reused_fraction)}, expected at least "
             f"{_report.percent(at_least)}.\n{report}\n{see('testing')}"
         )
 

@@ -72,7 +72,7 @@ def test_steps_beyond_the_kept_ones_count(make):
     assert len(donation_report().steps) == 8
     assert donation_report().reused_fraction == 1.0
     text = str(raised.value)
-    assert text.startswith("expect_donated: the steps of this block reused 99.7% of the bytes offered, and min_fra")
+    assert text.startswith("expect_donated: the reused_fraction of this block is 99.7%, and min_fraction is 0.999. ")
     assert "f32[7]: no output of the step has its size of 28 bytes" in text
 
 
@@ -94,8 +94,11 @@ def test_no_donor_is_a_failure(make, steps):
 
 
 def test_a_loop_that_loses_its_donors_fails(make):
-    with pytest.raises(DonationError, match=r"reused 50.0% of the bytes offered.* 2 of 4 steps had donors"):
+    """The text has the fraction and both of its factors."""
+    with pytest.raises(DonationError) as raised:
         expect_donated()(loop)(make(10), True, True, False, False)
+    assert "the reused_fraction of this block is 50.0%, and min_fraction is 0.95" in str(raised.value)
+    assert "reused 100.0% of the bytes offered (80 of 80), and 2 of 4 steps had donors" in str(raised.value)
     expect_donated(0.5)(loop)(make(10), True, True, False, False)
     expect_donated(1.0)(loop)(make(10), False, False, True, True)  # as in the report
 
@@ -185,7 +188,7 @@ def test_a_failed_end_leaves_the_block(make):
 def test_small_donors_count_in_the_fraction(make):
     before = configure(warn_min_bytes=100)
     try:
-        with pytest.raises(DonationError, match=r"reused 0.0%(.|\n)*or lost donors smaller than warn_min_bytes of co"):
+        with pytest.raises(DonationError, match=r"block is 0.0%(.|\n)*or lost donors smaller than warn_min_bytes of c"):
             expect_donated()(lose)(make, 7)
         with testing.no_unusable_donation():
             lose(make, 7, strict="error")
@@ -210,7 +213,7 @@ def lose_two(make):
 
 
 def test_strict_donations_are_the_cause_of_the_failure(make):
-    with pytest.raises(DonationError, match="expect_donated: the steps of this block reused 0.0%") as raised:
+    with pytest.raises(DonationError, match="expect_donated: the reused_fraction of this block is 0.0%") as raised:
         expect_donated()(step_of_a_strict_donor)(make(7))
     assert isinstance(raised.value.__cause__, DonationError)
 
@@ -224,7 +227,7 @@ def step_of_a_strict_donor(lost):
 
 
 def test_disabled_donation_fails_and_says_so(make):
-    with pytest.raises(DonationError, match=r"reused 0.0%(.|\n)*ran inside donation_disabled\(\) or debug_nans\(\)"):
+    with pytest.raises(DonationError, match=r"block is 0.0%(.|\n)*ran inside donation_disabled\(\) or debug_nans\(\)"):
         expect_donated()(donation_disabled()(step))(make(10))
 
 

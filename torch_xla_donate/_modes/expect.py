@@ -12,15 +12,16 @@ from torch_xla_donate._modes.context import DecoratorMode
 
 
 class expect_donated(DecoratorMode[_C.StepTally]):
-    """The steps of this thread inside the context reuse at least this fraction of the bytes offered, or its end raises.
+    """The steps of this thread inside the context have at least this `reused_fraction`, or its end raises.
 
     It counts all steps that begin inside, beyond those that `donation_report` keeps, and no others. The end waits until
     they have started on the device, which is when XLA takes the buffers. It does not wait for their results. Steps of
     other threads do not count; each thread may have its own context. It also works as a decorator of a function.
 
     Donors are those of `donate_buffer`, of `compile`, and the automatic ones that an output reused. The fraction is
-    `DonationReport.reused_fraction` of these steps: steps without donors lower it from the first step with donors on.
-    An exception of the block is raised as it is, without this check.
+    `DonationReport.reused_fraction` of these steps: the share of the bytes offered that outputs reused, times the share
+    of steps with donors, from the first step with donors on. An exception of the block is raised as it is, without this
+    check.
 
     Args:
         min_fraction: above 0, at most 1.
@@ -59,14 +60,15 @@ class expect_donated(DecoratorMode[_C.StepTally]):
                 "expect_donated: no donor was offered in the steps of this block. Run at least one step that donates, "
                 f"on the thread that entered the block. {see('testing')}"
             )
-        fraction = found["donated_bytes"] / found["offered_bytes"] * steps / (steps + plain)
+        reused = found["donated_bytes"] / found["offered_bytes"]
+        fraction = reused * steps / (steps + plain)
         if fraction >= self._min_fraction:
             return None
         lines = [
-            f"expect_donated: the steps of this block reused {_report.percent(fraction)} of the bytes offered, and "
-            f"min_fraction is {self._min_fraction}. {found['donated_bytes']} of {found['offered_bytes']} bytes were "
-            f"reused, and {steps} of {steps + plain} steps had donors. Donate in each step what an output can reuse, "
-            f"or lower min_fraction. {see('testing')}"
+            f"expect_donated: the reused_fraction of this block is {_report.percent(fraction)}, and min_fraction is "
+            f"{self._min_fraction}. Outputs reused {_report.percent(reused)} of the bytes offered "
+            f"({found['donated_bytes']} of {found['offered_bytes']}), and {steps} of {steps + plain} steps had donors. "
+            f"Donate in each step what an output can reuse, or lower min_fraction. {see('testing')}"
         ]
         lines += [text for step in found["unusable"] for text in _report.unusable_texts(step)]
         if not found["unusable"] and found["donated_bytes"] < found["offered_bytes"]:
