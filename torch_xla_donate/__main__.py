@@ -305,9 +305,7 @@ def entry(prog_name: str | None = None) -> None:
         if folder is not None:
             record.start(folder, record.MAIN)
             if program.advise:
-                stack.enter_context(
-                    record.advice_noted(folder, "" if program.is_module else os.path.abspath(program.target))
-                )
+                stack.enter_context(record.advice_noted(folder, program.main_file()))
         running.run(program)
 
 

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ class Thing:
     pass
 
 if __name__ == "__main__":
+    os.chdir("/")
     import helper_of_the_script
     main = sys.modules["__main__"]
     print(json.dumps({
@@ -27,9 +29,11 @@ if __name__ == "__main__":
         "path": sys.path[0],
         "file": __file__,
         "globals": sorted(globals()),
-        "spec": None if __spec__ is None else __spec__.name,
+        "spec": [getattr(__spec__, name, None) for name in ("name", "origin", "parent", "cached")],
         "package": __package__,
-        "is_main": main.Thing is Thing and Thing.__module__ == "__main__",
+        "loader": type(__loader__).__name__,
+        "cached": __cached__,
+        "is_main": vars(main) is globals() and Thing.__module__ == "__main__",
         "pickled": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
         "helper": helper_of_the_script.__file__,
         "stdin": sys.stdin.read() if "--stdin" in sys.argv else "",
@@ -66,6 +70,34 @@ def test_a_script_sees_what_python_shows_it(script: Path, arguments: list[str]):
     found, expected = run(str(script), *arguments), directly(str(script), *arguments)
     assert json.loads(found.stdout) == json.loads(expected.stdout)
     assert json.loads(found.stdout)["argv"] == [str(script), *arguments]
+
+
+@pytest.mark.parametrize(
+    "target", ["./script.py", "../{0}/script.py", "link.py", "folder", "folder/", "./folder", "link", "a.pyz", "."]
+)
+def test_a_relative_program_sees_what_python_shows_it(script: Path, monkeypatch: pytest.MonkeyPatch, target: str):
+    """A script, a folder or an archive, each also by a link. It changes the folder before its first import."""
+    folder = script.parent / "folder"
+    folder.mkdir()
+    (folder / "__main__.py").write_text(SHOWS_ITSELF)
+    (folder / "helper_of_the_script.py").write_text("")
+    zipapp.create_archive(folder, script.parent / "a.pyz")
+    (folder / "script.py").write_text(SHOWS_ITSELF)
+    (script.parent / "link.py").symlink_to(folder / "script.py")
+    (script.parent / "link").symlink_to(folder)
+    monkeypatch.chdir(folder if target == "." else script.parent)
+    target = target.format(script.parent.name)
+    found, expected = run(target, "x"), directly(target, "x")
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+    assert json.loads(found.stdout)["argv"] == [target, "x"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
+def test_a_folder_is_on_a_safe_path_too(script: Path):
+    """A script's folder is not. Options of the interpreter are for the program."""
+    script.rename(script.parent / "__main__.py")
+    found = directly("-P", "-m", "torch_xla_donate", "run", str(script.parent), cwd=ROOT)
+    assert json.loads(found.stdout) == json.loads(directly("-P", str(script.parent)).stdout)
 
 
 def test_a_module_sees_what_python_shows_it(script: Path, monkeypatch: pytest.MonkeyPatch):

@@ -140,7 +140,8 @@ def record_runs() -> None:
 def _site(stack: Sequence[tuple[str, str, int]]) -> str:
     """``file:line`` of the innermost user frame; empty if there is none."""
     found = next((frame for frame in stack if not _frames.is_internal_code(frame[0], frame[1])), None)
-    return "" if found is None else f"{found[1]}:{found[2]}"
+    # Processes of multiprocessing normalise the path of the program.
+    return "" if found is None else f"{os.path.normpath(found[1])}:{found[2]}"
 
 
 def _describe(raw: Mapping[str, Any]) -> dict[str, Any]:

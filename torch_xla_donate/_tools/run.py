@@ -10,7 +10,6 @@ import runpy
 import sys
 import types
 from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 from torch_xla_donate._modes import auto_donate
 from torch_xla_donate._tools import children
@@ -40,6 +39,15 @@ class Program:
         advise = ["--advise"] if self.advise else []
         return [*auto, *advise, *(["-m"] if self.is_module else []), "--", self.target, *self.args]
 
+    def path(self) -> str:
+        """The absolute path of the script, as Python has it in ``__file__``: joined, and not normalised."""
+        return os.getcwd() if self.target == os.curdir else os.path.join(os.getcwd(), self.target)
+
+    def main_file(self) -> str:
+        """The file that runs as ``__main__``; empty for a module."""
+        path = self.path()
+        return "" if self.is_module else os.path.join(path, "__main__.py") if _is_importable(path) else path
+
     def __str__(self) -> str:
         return " ".join([*(["-m"] if self.is_module else []), self.target, *self.args])
 
@@ -68,26 +76,32 @@ def run(program: Program) -> None:
 
 
 def _execute(program: Program, main: types.ModuleType) -> None:
+    path = program.path()
     if program.is_module:
         _set_first_path(os.getcwd())
         # The function behind `python -m`.
         runpy._run_module_as_main(program.target, alter_argv=True)  # type: ignore[attr-defined]
-    elif pkgutil.get_importer(program.target) is not None:  # a folder or archive with __main__.py
-        _set_first_path(program.target)
+    elif _is_importable(path):
+        _set_first_path(path, is_safe=True)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
-        path = Path(program.target)
-        _set_first_path(str(path.resolve().parent))
-        file = os.path.abspath(path)
-        loader = SourceFileLoader("__main__", file)
-        main.__dict__.update(__file__=file, __loader__=loader, __cached__=None, __spec__=None)
-        exec(compile(loader.get_data(file), file, "exec", dont_inherit=True), main.__dict__)
+        _set_first_path(os.path.dirname(os.path.realpath(path)))
+        loader = SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __loader__=loader, __cached__=None, __spec__=None)
+        exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _set_first_path(folder: str) -> None:
-    # With -P and PYTHONSAFEPATH Python adds no folder.
+def _is_importable(path: str) -> bool:
+    """Whether it is a folder or an archive, which Python runs by its __main__.py."""
+    return pkgutil.get_importer(path) is not None
+
+
+def _set_first_path(path: str, is_safe: bool = False) -> None:
+    """Sets the path that Python adds for a program. With -P and PYTHONSAFEPATH it adds only safe ones."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = folder
+        sys.path[0] = path
+    elif is_safe:
+        sys.path.insert(0, path)
 
 
 def _hide_frames() -> None:
