@@ -24,7 +24,6 @@ from torch_xla_donate._report.holders import (
     static_member,
     user_frames,
     user_modules,
-    variables_of,
 )
 
 _DEPTH = 8  # containers between a variable and a tensor
@@ -87,7 +86,7 @@ def name_tensors() -> dict[int, Named]:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
         for frame in user_frames():
             code = frame.f_code
-            walk.add_variables(variables_of(frame), Name("", "", code, code.co_filename, frame.f_lineno))
+            walk.add_variables(_C.frame_variables(frame), Name("", "", code, code.co_filename, frame.f_lineno))
         for module in user_modules():
             file = _file_of(module)
             if file and not file.startswith(_INSTALLED):
