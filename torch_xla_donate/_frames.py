@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 import traceback
 import types
@@ -33,6 +34,14 @@ def call_site(stacklevel: int = 1) -> str:
         while frame.f_back is not None and is_internal(frame):
             frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def is_for_with(frame: types.FrameType) -> bool:
+    """Whether the call that the frame is making is the expression of a ``with`` statement."""
+    code, place = frame.f_code.co_code, frame.f_lasti + 2
+    while dis.opname[code[place]] == "CACHE":
+        place += 2
+    return dis.opname[code[place]] in ("SETUP_WITH", "BEFORE_WITH")  # of Python 3.10, and from 3.11 on
 
 
 def line_of(error: BaseException) -> str:
