@@ -217,3 +217,24 @@ def test_a_dropped_value_does_not_name_a_new_object(make):
     dropped.clear()
     box = [[make(3)] for _ in range(50)]
     assert all(search.name(tensors[0]) is None for tensors in box)
+
+
+def keep_in_a_tangle(value, count):
+    """Lists that refer to each other, to themselves and to the value. No variable leads to them."""
+    lists = [[value] for _ in range(count)]
+    for one in lists:
+        one.extend(lists)
+
+
+def test_a_search_in_a_tangle_of_objects_ends(make):
+    """It has billions of paths. The lists of a search on another thread were such a tangle."""
+    w = make(7)
+    gc.disable()
+    try:
+        keep_in_a_tangle(w, 40)
+        w = w * 2
+        torch_xla.sync()
+        assert holders() == ["unknown holder"]
+    finally:
+        gc.enable()
+        gc.collect()

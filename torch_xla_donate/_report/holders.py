@@ -20,7 +20,10 @@ UNKNOWN = "unknown holder"
 _SEARCHED = 16  # buffers; each needs several walks over all objects
 _DEPTH = 6  # containers between a variable and a tensor
 _REFERRERS = 32  # of one object
+_SCANS = 256  # for referrers in a search; objects that refer to each other have countless paths
 _NODES = 10000  # of the graphs of autograd
+# Held during a search for names or holders. A search would find the lists of another one, and take them for holders.
+searching = threading.RLock()
 
 
 def holders_of(buffers: Sequence[int]) -> dict[int, str]:
@@ -78,6 +81,7 @@ class _Search:
     """Names objects by the variables that lead to them."""
 
     def __init__(self) -> None:
+        self._scans = 0
         self._variables: dict[int, str] = {}
         self._values: list[Any] = []  # another thread could drop one, and a new object could get its number
         for frame in user_frames():
@@ -94,8 +98,9 @@ class _Search:
     def name(self, thing: Any, depth: int = _DEPTH, path: tuple[int, ...] = ()) -> str | None:
         """The path from a variable to the object; None if it has more than `depth` steps."""
         name = self._variables.get(id(thing))
-        if name is not None or depth == 0:
+        if name is not None or depth == 0 or self._scans == _SCANS:
             return name
+        self._scans += 1
         seen = (*path, id(self._values))
         referrers = [r for r in gc.get_referrers(thing) if id(r) not in seen and not _is_ours(r)]
         for referrer in referrers[:_REFERRERS]:

@@ -11,7 +11,7 @@ from torch_xla_donate._checks import check_count
 from torch_xla_donate._errors import see
 from torch_xla_donate._report import html, settings, table
 from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
-from torch_xla_donate._report.holders import UNKNOWN, holders_of
+from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.pairs import resolve_pairs
 from torch_xla_donate._report.predict import StepPrediction
@@ -201,7 +201,8 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
     pending = [describe_pending(raw, next_step) for raw in marks]
     warn_or_raise(everywhere=True)
     left_alone = _C.auto_held()
-    holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
+    with searching:
+        holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
     held = tuple(
         HeldInput(
             raw.array,

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_xla_donate import _C, _frames
 from torch_xla_donate._modes.debug import listen, note_error, stop_listening
+from torch_xla_donate._report.holders import searching
 from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
 from torch_xla_donate._tools.hints import Advice, Change, Hint
@@ -98,8 +99,9 @@ class Recorder:
             here.before, here.gradients = None, {}
             here.computed.clear()
             return
-        now = name_tensors()
-        findings = find(step, site, here.before, now, here.computed, self.call)
+        with searching:
+            now = name_tensors()
+            findings = find(step, site, here.before, now, here.computed, self.call)
         here.computed.update(step.outputs)
         read = {raw.buffer for raw in step.inputs}
         for buffer, (key, one) in here.gradients.items():
