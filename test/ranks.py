@@ -91,3 +91,12 @@ def write_rows_in_place(rank: int) -> None:
 
 if __name__ == "__main__":
     torch_xla.launch(donate_to_a_compiled_function)
+
+
+def halve(rank):
+    """Steps that donate nothing."""
+    x = torch.ones(128, 64).to("xla")
+    torch_xla.sync()
+    for _ in range(4):
+        x = x * 0.5
+        torch_xla.sync()

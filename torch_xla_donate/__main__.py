@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -301,12 +300,9 @@ def entry(prog_name: str | None = None) -> None:
         if not programs:
             raise
     ((program, folder),) = programs
-    with contextlib.ExitStack() as stack:
-        if folder is not None:
-            record.start(folder, record.MAIN)
-            if program.advise:
-                stack.enter_context(record.advice_noted(folder, program.main_file()))
-        running.run(program)
+    if folder is not None:
+        record.start(folder, record.MAIN, program.main_file() if program.advise else None)
+    running.run(program)
 
 
 if __name__ == "__main__":

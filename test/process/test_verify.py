@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
@@ -24,7 +26,7 @@ from rich.console import Group
 from torch_xla_donate import _C, auto_donate, compile, donate_buffer
 from torch_xla_donate import __main__ as command_line
 from torch_xla_donate._report import table as tables
-from torch_xla_donate._tools import record, table
+from torch_xla_donate._tools import children, record, table
 from torch_xla_donate._tools import verify as verifying
 from torch_xla_donate._tools.collect import collect
 from torch_xla_donate._tools.summary import RunSummary, StepSummary
@@ -38,10 +40,10 @@ def recorded(function, folder: Path, *args, exit_code: int | None = None, **opti
     return collect(folder, "test", exit_code=0)
 
 
-def record_and_call(function: str, folder: Path, *args) -> None:
-    record.start(folder, record.MAIN)
+def record_and_call(function: str, folder: Path, *args, advises: bool = False) -> None:
+    record.start(folder, record.MAIN, __file__ if advises else None)
     globals()[function](*args)
-    record.record_runs()  # a forked child ends without atexit
+    record.finish()  # a forked child ends without atexit
 
 
 def line_of(function, text: str) -> str:
@@ -164,7 +166,7 @@ def test_the_record_survives_a_kill(tmp_path):
 def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
     """A wait at each run would let no run begin before the one before has ended."""
     waits = []
-    runs = record._Record(tmp_path, "main")
+    runs = record._Record(tmp_path, "main", None)
     run = {"executable": 1, "header": "", "stack": [], "live_bytes": 0, "has_donors": True, "graph": "dropped"}
     sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
     for _ in range(50):
@@ -235,7 +237,18 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
     """Each process has a record. The exit code is the program's; the JSON has the steps of all processes."""
     script = tmp_path / "spawns.py"
     script.write_text(SPAWNS)
-    command = ["verify", "--auto", "--json", "-", "--keep", str(tmp_path / "kept"), str(script), "--json", "x"]
+    command = [
+        "verify",
+        "--auto",
+        "--advise",
+        "--json",
+        "-",
+        "--keep",
+        str(tmp_path / "kept"),
+        str(script),
+        "--json",
+        "x",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "torch_xla_donate", *command], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -247,9 +260,9 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
     (step,) = [step for step in found["steps"] if step["executed"] == 5]
     assert step["sites"] == [f"{script}:9"]
     assert [donor["kind"] for donor in step["donors"]] == ["automatic"]
-    folders = [path.name for path in (tmp_path / "kept").iterdir()]
-    assert len(folders) == 3
-    assert "main" in folders
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {"main", "process_1", "process_2"}
+    assert found["advice"] == []
+    assert found["advice_note"] == "The advice is that of process_1, the first of 2 processes that ran steps."
 
 
 def sharded_donors() -> None:
@@ -328,6 +341,93 @@ def keep_ignored_signals() -> None:
         signals.send_to(child)
         assert child.wait() == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def halve(size: int, ends: str = "") -> None:
+    x = torch.ones(size, 64).to("xla")
+    torch_xla.sync()
+    for _ in range(4):
+        x = x * 0.5
+        torch_xla.sync()
+    if ends == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif ends == "_exit":
+        os._exit(0)
+
+
+def halve_in_a_launch(start_method: str) -> None:
+    children.prepare()
+    torch_xla.launch(ranks.halve, start_method=start_method)
+
+
+@pytest.mark.parametrize(("start_method", "devices"), [("fork", 1), ("spawn", 2)])
+def test_the_advice_is_that_of_the_process_that_ran_steps(tmp_path, start_method, devices):
+    """The program's own process only starts it. Of its devices, the first one counts."""
+    env = {"CPU_NUM_DEVICES": str(devices)}
+    run = recorded(halve_in_a_launch, tmp_path, start_method, env=env, kwargs={"advises": True})
+    assert run.advice is not None
+    assert [(hint.kind, hint.name, hint.bytes) for hint in run.advice] == [("reassignment", "x", 1 << 15)]
+    assert run.advice[0].where == line_of(ranks.halve, "x = x * 0.5")
+    assert run.advice_note == ""
+
+
+def run_forked_halves(*children_: tuple[int, str]) -> None:
+    """A child process for each size, one after the other; 0 for one that runs nothing."""
+    children.prepare()
+    fork = multiprocessing.get_context("fork")
+    for size, ends in children_:
+        process = fork.Process(target=halve if size else print, args=(size, ends))
+        process.start()
+        process.join()
+
+
+LOST = "A signal or os._exit() ended {} processes that ran steps, so {} advice is missing."
+NO_STEP = (
+    "No advice: no process that ended normally ran a step on its first device. "
+    "Graphs of torch.compile are not examined."
+)
+
+
+@pytest.mark.parametrize(
+    ("processes", "size", "note"),
+    [
+        ([], 0, NO_STEP),
+        ([(0, "")], 0, NO_STEP),
+        ([(0, ""), (64, "")], 64, ""),
+        (
+            [(0, ""), (64, ""), *[(0, "")] * 8, (256, "")],
+            64,
+            "The advice is that of process_2, the first of 2 processes that ran steps.",
+        ),
+        ([(64, "_exit"), (128, "")], 128, LOST.format("1 of 2", "its")),
+        ([(64, "_exit"), (64, "signal")], 0, LOST.format("2 of 2", "their")),
+    ],
+    ids=["none", "no step", "one", "the first", "not the first", "lost"],
+)
+def test_a_note_says_whose_advice_it_is_or_why_there_is_none(tmp_path, processes, size, note):
+    run = recorded(run_forked_halves, tmp_path, *processes, kwargs={"advises": True})
+    assert run.skipped == ()
+    assert run.advice_note == note
+    assert (run.advice and [hint.array for hint in run.advice]) == ([f"f32[{size},64]"] if size else None)
+    shown = " ".join(tables.render(Group(*table.tables(run)), width=80).split())
+    assert note in shown
+    assert "Nothing to gain" not in shown
+
+
+def test_advice_that_fails_is_named(tmp_path):
+    """Its file has the error, and is skipped."""
+    run_in_child(record_a_failure, tmp_path)
+    run = collect(tmp_path, "test", exit_code=0)
+    (skipped,) = run.skipped
+    assert skipped.file == str(tmp_path / "main" / "advice.json")
+    assert skipped.reason.startswith("this version cannot read it: ValueError: AttributeError: ")
+    assert (run.advice, run.advice_note) == (None, "")
+
+
+def record_a_failure(folder: Path) -> None:
+    record.start(folder, record.MAIN, "")
+    record._record.recorder._findings = None  # as of a defect
+    record.finish()
 
 
 TPU = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")

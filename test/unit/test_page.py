@@ -87,6 +87,13 @@ BARE = StepSummary("SyncTensorsGraph.3", "", 1, 1, (), 0)
 RUN = RunSummary("train.py --epochs 3", (STEP, BARE), (Moment(0, MIB, 2 * MIB),), (SkippedFile("m.txt", "no HLO"),), 0)
 
 
+@pytest.mark.parametrize("advice", [None, ()])
+def test_the_page_says_whose_advice_it_is(advice) -> None:
+    shown = Page(page.render(dataclasses.replace(RUN, advice=advice, advice_note="The advice is that of main.")))
+    assert "The advice is that of main." in shown.text
+    assert ("Nothing to gain" in shown.text) == (advice == ())
+
+
 def test_the_page_has_every_part() -> None:
     shown = Page(page.render(RUN))
     for words in (

@@ -46,6 +46,7 @@ from torch_xla_donate._host.modules import has_hooks, remove_module_hook
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,
+    default_device_number,
     device_count,
     ignores_donors,
     ignoring_donors,

@@ -21,6 +21,11 @@ def device_count() -> int:
     return int(runtime().global_runtime_device_count())
 
 
+def default_device_number() -> int:
+    """The number of this thread's default device among those of the process."""
+    return int(xlac()._xla_get_default_device_ordinal())
+
+
 def process_count() -> int:
     """The number of processes that run the program, from the runtime or from torchrun, which a CPU runtime ignores."""
     return max(int(runtime().process_count()), _config.world_size())

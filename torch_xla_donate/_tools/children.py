@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import os
+import threading
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,19 @@ from torch_xla_donate._tools import record
 class _Startup:
     """Unpickled first of all in a child process, before the program's main module is imported."""
 
+    def __init__(self) -> None:
+        self._child = record.child()
+
     def __reduce__(self) -> Any:
-        return _start, (record.root(),)
+        return _start, (self._child,)
 
 
-def _start(root: Path | None) -> None:
+def _start(child: tuple[Path, str, str | None] | None) -> None:
     """Begins a child process. Its import of this package has read `TORCH_XLA_DONATE_AUTO`."""
-    if root is not None:
-        record.start(root, f"process_{os.getpid()}")
+    if child is not None:
+        root, name, main_file = child
+        # multiprocessing imports the main module from this path.
+        record.start(root, name, main_file and os.path.normpath(main_file))
     prepare()
 
 
@@ -33,9 +39,9 @@ def prepare() -> None:
         return {"torch_xla_donate": _Startup(), **prepare_data(name)}
 
     multiprocessing.spawn.get_preparation_data = with_startup  # type: ignore[assignment]
-    os.register_at_fork(after_in_child=_forked)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     # A process of multiprocessing ends without atexit, and forgets finalizers when it begins.
-    util.register_after_fork(_KEPT, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))
+    util.register_after_fork(_KEPT, lambda _: util.Finalize(None, record.finish, exitpriority=0))
 
 
 class _Kept:
@@ -45,7 +51,19 @@ class _Kept:
 _KEPT = _Kept()
 
 
-def _forked() -> None:
-    root = record.root()
-    if root is not None:
-        record.start(root, f"process_{os.getpid()}")
+class _Fork(threading.local):
+    """The fork that this thread is about to make."""
+
+    child: tuple[Path, str, str | None] | None = None
+
+
+_fork = _Fork()
+
+
+def _before_fork() -> None:
+    _fork.child = record.child()
+
+
+def _after_fork() -> None:
+    if _fork.child is not None:
+        record.start(*_fork.child)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,6 +71,24 @@ class _Process:
         return waiting.popleft() if waiting else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _ProcessAdvice:
+    """The advice of a process; `hints` is None if it saw no step. `ended` is whether it ended normally."""
+
+    process: str
+    ended: bool
+    hints: tuple[Hint, ...] | None
+
+    @classmethod
+    def read(cls, path: Path) -> _ProcessAdvice:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data is None:
+            return cls(path.parent.name, False, None)
+        if "error" in data:
+            raise ValueError(data["error"])
+        return cls(path.parent.name, True, tuple(Advice.from_dict(data)) if data["saw_steps"] else None)
+
+
 class _Steps:
     """The distinct steps of all processes."""
 
@@ -106,14 +124,14 @@ class _Steps:
 
 
 def folders_of(folder: Path) -> list[Path]:
-    """The folders of processes in a folder of `verify`, the program's own first; else the folder itself.
+    """The folders of processes in a folder of `verify`, in the order of their starts; else the folder itself.
 
     Raises FileNotFoundError if the folder does not exist.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"folder {folder} does not exist. {_DUMP}")
-    found = sorted(path.parent for path in folder.glob(f"*/{record.NAME}"))
-    return sorted(found, key=lambda path: path.name != record.MAIN) or [folder]
+    found = [path.parent for path in folder.glob(f"*/{record.NAME}")]
+    return sorted(found, key=lambda path: (record.order(path.name), path.name)) or [folder]
 
 
 def collect(
@@ -142,6 +160,8 @@ def collect(
     steps = _Steps()
     timeline: list[Moment] = []
     skipped: list[SkippedFile] = []
+    noted: list[_ProcessAdvice] = []
+    lost = 0
     dumps = [(one, Dump(one)) for one in folders_of(folder)]
     total, done = sum(len(dump) for _, dump in dumps), 0
     if not total and exit_code is None:
@@ -158,11 +178,16 @@ def collect(
             progress(done, total)
         if process is not None:
             timeline += _moments(process, steps)
+        advice = _read(_ProcessAdvice.read, one / record.ADVICE, skipped)
+        if advice is not None:
+            noted.append(advice)
+            lost += not advice.ended and process is not None and bool(process.runs)
         skipped += dump.skipped
     if topology or undonated:
         _compile(steps, topology, undonated, skipped, progress)
-    advice = _read(_advice, dumps[0][0] / record.ADVICE, skipped)
-    return RunSummary(source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, advice)
+    return RunSummary(
+        source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, *_first_advice(noted, lost)
+    )
 
 
 def _read(read: Callable[[Path], _T], path: Path, skipped: list[SkippedFile]) -> _T | None:
@@ -174,8 +199,26 @@ def _read(read: Callable[[Path], _T], path: Path, skipped: list[SkippedFile]) ->
         return None
 
 
-def _advice(path: Path) -> tuple[Hint, ...]:
-    return tuple(Advice.from_dict(json.loads(path.read_text(encoding="utf-8"))))
+def _first_advice(noted: Sequence[_ProcessAdvice], lost: int) -> tuple[tuple[Hint, ...] | None, str]:
+    """The advice of the first process that saw steps, and a note about the others.
+
+    lost: how many processes ran steps and did not end normally.
+    """
+    found = [(one.process, one.hints) for one in noted if one.hints is not None]
+    notes = []
+    if len(found) > 1:
+        notes.append(f"The advice is that of {found[0][0]}, the first of {len(found)} processes that ran steps.")
+    if lost:
+        notes.append(
+            f"A signal or os._exit() ended {lost} of {len(found) + lost} processes that ran steps, so "
+            f"{'its' if lost == 1 else 'their'} advice is missing."
+        )
+    elif noted and not found:
+        notes.append(
+            "No advice: no process that ended normally ran a step on its first device. Graphs of torch.compile are not "
+            "examined."
+        )
+    return found[0][1] if found else None, " ".join(notes)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

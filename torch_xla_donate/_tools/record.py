@@ -9,22 +9,24 @@ Each process has a folder with its dump and `record.jsonl`. A line of the record
 
 Lines are appended as the runs begin, so that the record survives the end of the process.
 
-`advice.json` is beside the record of the first process, if `verify --advise` started the program and nothing killed it.
+With `verify --advise` a process also has `advice.json`: whether it saw steps, and its hints; ``null`` until it ends.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_xla_donate import _C, _frames
+from torch_xla_donate import _C, _frames, _host
+from torch_xla_donate._modes.debug import listen
 from torch_xla_donate._report import sentence
 from torch_xla_donate._tools.recorder import Recorder
 
@@ -39,16 +41,21 @@ _DUMP_FOLDER = re.compile(r"--xla_dump_to=\S*")
 class _Record:
     """The record of this process.
 
-    root: the folder of all processes.
+    root, name, main_file: as for `start`.
+    recorder: watches the steps for their advice; None without advice.
+    children: the numbers of child processes.
     flags: XLA_FLAGS as they were; None once they are restored.
     tries: how often it has looked for the donors of each executable; `_TRIES` if they are written.
     last_step: number of the last step whose donors are written.
     """
 
-    def __init__(self, root: Path, name: str) -> None:
-        self.root = root
-        folder = root / name
+    def __init__(self, root: Path, name: str, main_file: str | None) -> None:
+        self.root, self.name, self.main_file = root, name, main_file
+        self.children = itertools.count(1)
+        self.folder = folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
+        self.recorder = None if main_file is None else Recorder()
+        self._write_advice(None)
         self.flags = os.environ.get("XLA_FLAGS", "")
         # One process may not write to the folder of another one, where modules of the same number would clash.
         others = _DUMP_FOLDER.sub("", self.flags)
@@ -61,6 +68,20 @@ class _Record:
     def write(self, line: Mapping[str, Any]) -> None:
         # One call, so that lines of several threads do not mix.
         os.write(self.file, json.dumps(line).encode() + b"\n")
+
+    def _write_advice(self, advice: Mapping[str, Any] | None) -> None:
+        if self.recorder is not None:
+            part = self.folder / "advice.part"
+            part.write_text(json.dumps(advice), encoding="utf-8")
+            os.replace(part, self.folder / ADVICE)
+
+    def finish(self) -> None:
+        if self.recorder is not None:
+            try:
+                advice = self.recorder.advice(self.main_file or "").to_dict()
+                self._write_advice({"saw_steps": self.recorder.saw_steps(), **advice})
+            except Exception as error:  # the program's own exception counts
+                self._write_advice({"error": f"{type(error).__name__}: {error}"})
 
     def add(self, run: Mapping[str, Any]) -> None:
         if not self.is_dumping:
@@ -87,7 +108,7 @@ class _Record:
 _record: _Record | None = None
 
 
-def start(root: Path, name: str) -> None:
+def start(root: Path, name: str, main_file: str | None = None) -> None:
     """Records the runs of this process from now on, and lets XLA dump its modules.
 
     Call it before the XLA runtime starts, which reads XLA_FLAGS. A forked process calls it again.
@@ -95,36 +116,46 @@ def start(root: Path, name: str) -> None:
     Args:
         root: the folder of all processes.
         name: the name of this process's folder in it.
+        main_file: with advice, the file that runs as ``__main__``, or an empty text; None without advice.
     """
     global _record
-    is_first = _record is None
-    if _record is not None:
-        os.close(_record.file)
-        os.environ["XLA_FLAGS"] = _record.flags
-    _record = _Record(root, name)
-    if is_first:
+    before, _record = _record, None
+    if before is not None:
+        os.close(before.file)
+        os.environ["XLA_FLAGS"] = before.flags
+    _record = _Record(root, name, main_file)
+    if before is None:
         _C.log_runs(record_runs)
-        atexit.register(record_runs)
+        atexit.register(finish)
+        if main_file is not None:
+            listen(_note)
 
 
-@contextlib.contextmanager
-def advice_noted(root: Path, script: str) -> Iterator[None]:
-    """Writes what the steps inside could still donate. `script` is the program's file, or empty."""
-    recorder, process = Recorder(), os.getpid()
-    try:
-        with recorder:
-            yield
-    finally:
-        if os.getpid() == process:  # a forked process ends here, too
-            with contextlib.suppress(Exception):  # the program's own exception counts
-                text = json.dumps(recorder.advice(script).to_dict())
-                (root / MAIN / "advice.part").write_text(text, encoding="utf-8")
-                os.replace(root / MAIN / "advice.part", root / MAIN / ADVICE)
+def child() -> tuple[Path, str, str | None] | None:
+    """The arguments of `start` for the next child process that this process starts; None without a record."""
+    if _record is None:
+        return None
+    parent = "process" if _record.name == MAIN else _record.name
+    return _record.root, f"{parent}_{next(_record.children)}", _record.main_file
 
 
-def root() -> Path | None:
-    """The folder of all processes; None without a record."""
-    return None if _record is None else _record.root
+def order(name: str) -> list[int]:
+    """Sorts the names of processes: the program, then its child processes as they were started."""
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def _note(step: _C.WatchedStep) -> None:
+    # The search on one thread would hold old values of the others, so that their steps would differ at random.
+    if _record is not None and _record.recorder is not None and _host.default_device_number() == 0:
+        _record.recorder.note(step)
+
+
+def finish() -> None:
+    """Writes the runs that have begun, and the advice. A process calls it when it ends."""
+    record_runs()
+    if _record is not None:
+        with contextlib.suppress(OSError):  # such as a full disk
+            _record.finish()
 
 
 def record_runs() -> None:

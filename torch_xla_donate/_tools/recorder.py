@@ -59,14 +59,18 @@ class Recorder:
     def __enter__(self) -> Recorder:
         try:
             self._thread.before = _names()
-            listen(self._note)
+            listen(self.note)
         except BaseException:  # an interrupt
-            stop_listening(self._note)
+            stop_listening(self.note)
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        stop_listening(self._note)
+        stop_listening(self.note)
+
+    def saw_steps(self) -> bool:
+        """Whether a step has ended while its context was open."""
+        return bool(self._runs)
 
     def forget(self) -> None:
         """Drops the findings, but not the names. Later steps are still compared with the steps before."""
@@ -87,7 +91,8 @@ class Recorder:
             if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
         )
 
-    def _note(self, step: _C.WatchedStep) -> None:
+    def note(self, step: _C.WatchedStep) -> None:
+        """Examines a step that ends now on this thread."""
         site = _frames.call_site()
         here = self._thread
         run = site, hash(tuple(raw.use for raw in step.inputs))

@@ -119,7 +119,9 @@ class RunSummary:
         timeline: the runs of steps in their order; empty for a dump.
         skipped: files that could not be read.
         exit_code: of the program; None for a dump.
-        advice: what the program could still donate; None if that was not asked for, or if it was killed.
+        advice: what the first process that ran steps could still donate; None if that was not asked for, or if no such
+            process has ended normally.
+        advice_note: which process that is, if there are several, and which advice is missing; otherwise empty.
     """
 
     source: str
@@ -128,6 +130,7 @@ class RunSummary:
     skipped: tuple[SkippedFile, ...] = ()
     exit_code: int | None = None
     advice: tuple[Hint, ...] | None = None
+    advice_note: str = ""
 
     @property
     def offered_bytes(self) -> int:

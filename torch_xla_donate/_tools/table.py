@@ -46,6 +46,8 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
     if run.advice is not None:
         advice = Advice(run.advice)
         yield advice.table() if advice else Text(NOTHING)
+    if run.advice_note:
+        yield Text(run.advice_note)
     for file in run.skipped:
         yield Text(f"skipped {file.file}: {file.reason}")
     yield Text(summary_line(run))
