@@ -6,6 +6,7 @@ import re
 import threading
 import types
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _frames
@@ -17,6 +18,7 @@ from torch_xla_donate._tools.names import Named, name_tensors
 from torch_xla_donate._tools.source import read
 
 _NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
+_SHOWN = 4  # holders after the first
 _KINDS = 256  # of steps; a program may end each of its steps at another line, or with other inputs
 
 
@@ -143,15 +145,14 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
         else:
             edit += ", or donate_argnums of torch_xla_donate.compile for a step that is a function"
     elif key.kind == "kept_graph":
-        edit, changes = _detach(key, finding, automatic, site)
-        where = _where(key.holder, key.site) or where
+        edit, changes = _detach(finding, automatic, site)
+        where = _where(finding.holders[0], key.site) or where
     elif key.kind == "kept_gradient":
         optimizer = edits.optimizer_of([each.variable for each in finding.names], site) or "optimizer"
         # Other code may read the gradients in ways that no source shows, so there is no diff.
         edit, changes = f"{optimizer}.zero_grad(set_to_none=True) after the last use of the gradients", []
     elif key.kind == "held_input":
         edit, changes = "", []
-        where = _where(key.holder, key.site) or where
     elif key.kind == "output_sharding":
         edit, changes = (
             f"xs.mark_sharding({root or 'output'}, ...) with the sharding of the input, {finding.detail}",
@@ -166,7 +167,7 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
         count=finding.count,
         name=root,
         where=where,
-        holder=key.holder,
+        holder=_listed(finding.holders) or key.holder,
         edit=edit,
         site=key.site,
         runs=finding.runs,
@@ -174,16 +175,25 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
     )
 
 
-def _detach(key: Key, finding: Finding, automatic: list[Change], site: str) -> tuple[str, list[Change]]:
-    """The edit for a graph that a variable keeps alive. The inputs are then free, which `auto_donate` donates."""
+def _detach(finding: Finding, automatic: list[Change], site: str) -> tuple[str, list[Change]]:
+    """The edit for graphs that variables keep alive. The inputs are then free, which `auto_donate` donates."""
     also = "" if finding.automatic else " and call torch_xla_donate.auto_donate() before the loop"
-    variable = re.fullmatch(r"grad_fn of variable '(\w+)' at .*", key.holder)
-    if variable is None:
-        return f"keep the .detach() of it{also}", []
-    changes = edits.detach_before(variable[1], site)
+    found = [re.fullmatch(r"grad_fn of variable '(\w+)' at .*", holder) for holder in finding.holders]
+    variables = [variable[1] for variable in found if variable is not None]
+    if len(variables) < len(found):
+        return f"keep the .detach() of {'it' if len(found) == 1 else 'each'}{also}", []
+    each = [edits.detach_before(variable, site) for variable in variables]
+    changes = [change for one in each for change in one] if all(each) else []
     if changes and not finding.automatic:
         changes = [*automatic, *changes] if automatic else []
-    return f"{variable[1]} = {variable[1]}.detach() before the step ends{also}", changes
+    statements = ", ".join(f"{variable} = {variable}.detach()" for variable in variables)
+    return f"{statements} before the step ends{also}", changes
+
+
+def _listed(texts: Sequence[str]) -> str:
+    first, more = texts[:1], texts[1:]
+    shown = ", ".join([*more[:_SHOWN], *(["..."] if len(more) > _SHOWN else [])])
+    return "".join(first) + (f" and {len(more)} more: {shown}" if more else "")
 
 
 def _where(holder: str, site: str) -> str:
