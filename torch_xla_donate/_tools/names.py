@@ -109,12 +109,17 @@ def name_tensors() -> dict[int, Named]:
             walk.add_variables(variables_of(frame), Name("", "", code, code.co_filename, frame.f_lineno), space)
         for module in user_modules():
             file = _file_of(module)
-            if file and not file.startswith(_INSTALLED):
+            if file and not is_installed(file):
                 walk.add_variables(vars(module), Name("", "", None, file, 0), vars(module))
         walk.run()
     for named in walk.found.values():
         named.names.sort(key=lambda name: len(name.path))
     return walk.found
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package, and not to the program."""
+    return file.startswith(_INSTALLED)
 
 
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))

@@ -53,6 +53,7 @@ class Recorder:
         self._findings: dict[Key, Finding] = {}
         self._runs: Counter[tuple[Any, ...]] = Counter()
         self._codes: dict[str, types.CodeType] = {}  # that end steps, by site
+        self._main: tuple[str, int] | None = None  # the first line of the main module that runs steps
         self._thread = _ThreadState()
         self._lock = threading.Lock()
         self.call: Call | None = None
@@ -74,25 +75,26 @@ class Recorder:
         with self._lock:
             self._findings.clear()
 
-    def advice(self, main: str = "") -> Advice:
-        """The hints so far.
-
-        Args:
-            main: the program's file, into which `diff` puts a call of `auto_donate`; by default the file of the hint.
-        """
+    def advice(self) -> Advice:
+        """The hints so far."""
         with self._lock:
             found = [(key, finding, self._codes.get(key.site)) for key, finding in self._findings.items()]
+            main = self._main
+        automatic = edits.call_auto_donate(*main) if main is not None else []
         return Advice(
-            _hint(key, finding, main, code)
+            _hint(key, finding, automatic, code)
             for key, finding, code in found
             if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
         )
 
     def _note(self, step: _C.WatchedStep) -> None:
         site = _frames.call_site()
+        main = _frames.main_place()
         here = self._thread
         run = site, hash(tuple(raw.use for raw in step.inputs))
         with self._lock:
+            if main is not None and (self._main is None or main[1] < self._main[1]):
+                self._main = main
             if run in self._runs or len(self._runs) < _KINDS:
                 self._runs[run] += 1
             here.quiet = 0 if 0 < self._runs[run] <= _NAMED_RUNS else here.quiet + 1
@@ -125,16 +127,15 @@ def _names() -> dict[int, Named] | None:
         return None
 
 
-def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) -> Hint:
-    """The hint for a finding, with the edit. `code` ended the step."""
+def _hint(key: Key, finding: Finding, automatic: list[Change], code: types.CodeType | None) -> Hint:
+    """The hint for a finding, with the edit. `code` ended the step; `automatic` calls `auto_donate`."""
     # Without the source that the program ran, only `auto_donate` is safe.
     source = read(key.site.rpartition(":")[0])
     site = key.site if source is not None and code is not None and source.compiles_to(code) else ""
     name = finding.names[0] if finding.names else None
     where = key.where or key.site
     root = (name.variable if finding.count > 1 else str(name)) if name is not None else ""
-    automatic = edits.call_auto_donate(main or where.rpartition(":")[0], key.site)
-    edit, changes = "call torch_xla_donate.auto_donate() before the loop", automatic
+    edit, changes = edits.AUTO_DONATE, automatic
     if key.kind == "reassignment" and name is not None:
         marks = edits.donate_before(name, where, site)
         if marks:
