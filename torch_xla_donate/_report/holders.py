@@ -140,6 +140,12 @@ class _Search:
         seen = (*path, id(self._values))
         referrers = [r for r in gc.get_referrers(thing) if id(r) not in seen and not _is_ours(r)]
         for referrer in referrers[:_REFERRERS]:
+            frame = suspended_frame(referrer)
+            if frame is not None:
+                for variable, value in variables_of(frame).items():
+                    if value is thing:
+                        return _variable(variable, frame.f_code, frame.f_lineno)
+                continue
             step = _step(referrer, thing)
             if step is None:
                 continue
@@ -171,6 +177,19 @@ def user_modules() -> Iterator[types.ModuleType]:
             name = vars(module).get("__name__")
             if type(name) is str and name.partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
                 yield module
+
+
+def suspended_frame(value: Any) -> types.FrameType | None:
+    """The frame of a user's generator or coroutine that waits; None if it runs or has ended, and for other objects."""
+    for kind, prefix in _WITH_FRAMES:
+        if kind is type(value):
+            frame: types.FrameType | None = getattr(value, f"{prefix}_frame")
+            is_running = getattr(value, f"{prefix}_running")
+            return None if frame is None or is_running or is_internal(frame) else frame
+    return None
+
+
+_WITH_FRAMES = ((types.GeneratorType, "gi"), (types.CoroutineType, "cr"), (types.AsyncGeneratorType, "ag"))
 
 
 def variables_of(frame: types.FrameType) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch_xla_donate._report.holders import (
     assigned_at,
     attributes_of,
     static_member,
+    suspended_frame,
     user_frames,
     user_modules,
     variables_of,
@@ -104,9 +105,7 @@ def name_tensors() -> dict[int, Named]:
     walk = Walk()
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
         for frame in user_frames():
-            code = frame.f_code
-            space = frame.f_globals if code.co_name == "<module>" else None
-            walk.add_variables(variables_of(frame), Name("", "", code, code.co_filename, frame.f_lineno), space)
+            walk.add_frame(frame)
         for module in user_modules():
             file = _file_of(module)
             if file and not is_installed(file):
@@ -141,7 +140,14 @@ class Walk:
         self.found: dict[int, Named] = {}
         self.visited = 0
         self._parts: deque[_Part] = deque()
+        self._generators: set[int] = set()  # `_seen` keeps them alive
         self._seen: dict[tuple[int, str], Any] = {}  # a freed object would give its number to another one
+
+    def add_frame(self, frame: types.FrameType) -> None:
+        """Adds the variables of a frame."""
+        code = frame.f_code
+        space = frame.f_globals if code.co_name == "<module>" else None
+        self.add_variables(variables_of(frame), Name("", "", code, code.co_filename, frame.f_lineno), space)
 
     def add_variables(self, variables: dict[str, Any], root: Name, space: dict[str, Any] | None = None) -> None:
         """Adds the variables of a frame, or of a module, whose dictionary is `space`. The name of `root` is empty."""
@@ -187,6 +193,10 @@ class Walk:
                 self.found.setdefault(alias, Named(weakref.ref(value), [])).names.append(name)
             if is_new:
                 self._seen[key] = value
+                frame = suspended_frame(value)
+                if frame is not None and id(value) not in self._generators:
+                    self._generators.add(id(value))
+                    self.add_frame(frame)
                 # Of a tensor's parts only tensors: a sharded tensor of torch_xla wraps another.
                 below = _Owner(owner.root, owner.path + text, owner.file, id(value))
                 self._parts.extend(_parts_of(value, below, 0 if is_tensor else depth - 1))
