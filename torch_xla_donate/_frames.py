@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import sys
 import threading
 import traceback
@@ -45,6 +46,14 @@ def main_place() -> tuple[str, int] | None:
     ):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
+
+
+def is_for_with(frame: types.FrameType) -> bool:
+    """Whether the call that the frame is making is the expression of a ``with`` statement."""
+    code, place = frame.f_code.co_code, frame.f_lasti + 2
+    while dis.opname[code[place]] == "CACHE":
+        place += 2
+    return dis.opname[code[place]] in ("SETUP_WITH", "BEFORE_WITH")  # of Python 3.10, and from 3.11 on
 
 
 def line_of(error: BaseException) -> str:

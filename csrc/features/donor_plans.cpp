@@ -151,6 +151,8 @@ PlanResult DonorPlanner::Choose(const PlanRequest& request) {
   lazy::hash_t key = lazy::HashCombine(request.hash, lazy::Hash(request.graph.parameter_sequence));
   key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(request.donors), lazy::Hash(kind)));
   key = lazy::HashCombine(key, lazy::Hash(wanted));
+  // Else the choices of a device would depend on which dead sets the threads of other devices have had before.
+  key = lazy::HashCombine(key, lazy::Hash(request.device.toString()));
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = plans_.find(key);
   if (found == plans_.end() || found->second.sizes.bytes.size() != request.held.size() ||

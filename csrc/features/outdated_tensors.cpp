@@ -133,7 +133,7 @@ void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
 class OutdatedTensorsObserver : public StepObserver {
   // Old values that nothing can read must not be listed. They would be outputs, and keep buffers from being donated.
   bool NeedsLiveTensors(void*, const lazy::BackendDevice* device) override {
-    if (Watches(kMarks) || AutoDonates()) {
+    if (AutoDonates() || (Watches(kMarks) && DonationRegistry::Get().HasPending(device))) {
       OutdatedTensors::Get().BringUpToDate(device);
     }
     return false;

@@ -3,6 +3,7 @@
 #include "host/verify.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
+#include "python/frames.h"
 #include "step/hooks.h"
 
 namespace torch_xla_donate {
@@ -44,6 +45,19 @@ void BindHooks(py::module_& m) {
       "Compares an uploaded int32[3] tensor with the assumed layouts; RuntimeError names the first difference.");
   m.def("verify_executor", &VerifyExecutor, py::arg("eager_mode"), py::arg("allow_execution"),
         "Compares torch_xla's executor with the assumed layout and the given switches; RuntimeError if it differs.");
+  m.def(
+      "frame_variables",
+      [](py::handle frame) {
+        if (!PyFrame_Check(frame.ptr())) {
+          throw py::type_error(std::string("expected a frame, got ") + Py_TYPE(frame.ptr())->tp_name);
+        }
+        PyObject* found = FrameVariables(reinterpret_cast<PyFrameObject*>(frame.ptr()));
+        if (found == nullptr) {
+          throw py::error_already_set();
+        }
+        return py::reinterpret_steal<py::dict>(found);
+      },
+      py::arg("frame"), "A copy of a frame's local variables. Does not touch the dictionary of `locals()`.");
 }
 
 }  // namespace torch_xla_donate

@@ -229,6 +229,13 @@ bool DonationRegistry::IsPending(const lazy::BackendData* buffer) const {
   return found != pending_.end() && !found->second->buffer.expired();
 }
 
+bool DonationRegistry::HasPending(const lazy::BackendDevice* device) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(pending_.begin(), pending_.end(), [device](const auto& entry) {
+    return !entry.second->buffer.expired() && (device == nullptr || entry.second->device == *device);
+  });
+}
+
 const DonationRegistry::Consumed* DonationRegistry::Lookup(const lazy::BackendData* buffer) const {
   auto found = consumed_.find(buffer);
   // An expired entry belongs to an earlier object at the same address.

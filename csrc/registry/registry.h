@@ -74,6 +74,8 @@ class DonationRegistry {
   std::optional<std::uint32_t> LeafOf(const lazy::BackendData* buffer, const CallSite* site) const;
 
   bool IsPending(const lazy::BackendData* buffer) const;
+  // Whether a mark is pending on the device; null for any.
+  bool HasPending(const lazy::BackendDevice* device) const;
 
   // Whether a step has claimed the buffer and is not known to have left it unused. Does not wait.
   bool IsTracked(const lazy::BackendData* buffer) const;

@@ -401,7 +401,7 @@ def test_objects_that_break_rules_cost_only_their_own_names():
 
 @in_process
 def test_a_trace_function_keeps_the_variables_of_its_frame():
-    """Before Python 3.13 the search may neither clear nor keep the dictionary of the frame."""
+    """Before Python 3.13, a read of `f_locals` would set the variables back."""
     x = make(32, 32)
     with Recorder() as recorder:
 
@@ -429,7 +429,23 @@ def test_a_trace_function_keeps_the_variables_of_its_frame():
         finally:
             sys.settrace(before)
     assert result == 3
-    assert [hint.kind for hint in recorder.advice()] == ["free_input"]
+    assert [hint.kind for hint in recorder.advice()] == ["reassignment"]
+
+
+@in_process
+def test_a_dictionary_of_locals_stays_as_it_is():
+    def work():
+        x = make(32, 32)
+        first = x
+        config = locals()
+        for _step in range(4):
+            x = x * 0.5
+            torch_xla.sync()
+        donation_report()
+        return first is config["x"], sorted(config)
+
+    with Recorder(), auto_donate():
+        assert work() == (True, ["first", "x"])
 
 
 @in_process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -883,3 +884,117 @@ def test_a_step_leaves_the_collectives_of_other_devices():
         assert p.tolist() == [[2.0] * 3] * 4
         for either in (device, other):
             torch_xla._XLAC._set_all_reduce_token(either, None)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_default_before_it_enters"),
+    [
+        ("with auto_donate(): pass", False),
+        ("with contextlib.suppress(KeyError), auto_donate(True) as _mode: pass", False),
+        ("with contextlib.ExitStack() as stack: stack.enter_context(auto_donate())", True),
+        ("mode = auto_donate()\nwith mode: pass", True),
+    ],
+)
+def test_a_with_statement_never_reaches_other_threads(monkeypatch, program, is_default_before_it_enters):
+    found = []
+    enter = auto_donate.enter
+
+    def entering(self):
+        found.append(_C.auto_donate_is_default())
+        enter(self)
+        found.append(_C.auto_donate_is_default())
+
+    monkeypatch.setattr(auto_donate, "enter", entering)
+    exec(program, {"auto_donate": auto_donate, "contextlib": contextlib})
+    assert found == [is_default_before_it_enters, False]
+    assert not _C.auto_donate_is_default()
+
+
+@in_process
+def test_a_signal_handler_may_enter_it_during_a_call():
+    is_default = _C.auto_donate_is_default
+
+    def handler(*_):
+        with auto_donate(False):
+            assert not _C.auto_donates()
+        donating = auto_donate()
+        with donating:
+            assert _C.auto_donates()
+
+    def interrupted():
+        _C.auto_donate_is_default = is_default
+        raise_signal(SIGINT)
+        return is_default()
+
+    handle_signal(SIGINT, handler)
+    _C.auto_donate_is_default = interrupted
+    auto_donate()
+    assert _C.auto_donate_is_default is is_default and is_default()
+
+
+@in_process(env={"CPU_NUM_DEVICES": "2"})
+def test_the_donors_of_a_device_do_not_depend_on_other_devices():
+    """A graph has at most six sets of donors. Here another device has met four, before this one begins."""
+    first_done = threading.Event()
+
+    def donors_of(device, dead_sets):
+        counts = []
+        for dead in dead_sets:
+            tensors = [torch.full((3,), float(i)).to("xla") for i in range(6)]
+            torch_xla.sync(wait=True)
+            kept = [t for i, t in enumerate(tensors) if i not in dead]
+            tensors = [t + 1 for t in tensors]
+            torch_xla.sync(wait=True)
+            counts.append(sum(donor.device == device for donor in donation_report(steps=1).donors))
+            del kept, tensors
+        return counts
+
+    def rank_main(rank):
+        with auto_donate():
+            if rank == 0:
+                assert donors_of("CPU:0", [(0, 1), (2, 3), (4, 5), (0, 2)]) == [2] * 4
+                first_done.set()
+            else:
+                first_done.wait()
+                assert donors_of("CPU:1", [(1, 3, 5), (3, 4, 5)]) == [3, 3]
+
+    ranks.launch(rank_main)
+
+
+@in_process(env={"CPU_NUM_DEVICES": "2"})
+def test_a_mark_on_a_device_changes_no_graph_of_another():
+    ready, begun, marked, ended = (threading.Event() for _ in range(4))
+
+    def new_graphs():
+        """Of a step that has an old value, which a step with donors would not compute."""
+        x = torch.zeros(5, 4).to("xla")
+        torch_xla.sync(wait=True)
+        x = x + 1
+        alias = x.detach()
+        alias.add_(1)
+        alias.mul_(2)
+        before = compiles()
+        torch_xla.sync(wait=True)
+        return compiles() - before
+
+    def rank_main(rank):
+        if rank == 1:
+            p = torch.ones(4).to("xla")
+            torch_xla.sync(wait=True)
+            donate_buffer(p)
+            q = p + 1
+            torch_xla.sync(wait=True)
+            ready.set()
+            begun.wait()
+            donate_buffer(q)
+            marked.set()
+            ended.wait()
+        else:
+            ready.wait()
+            assert [new_graphs(), new_graphs()] == [1, 0]
+            begun.set()
+            marked.wait()
+            assert [new_graphs(), new_graphs()] == [0, 0]
+            ended.set()
+
+    ranks.launch(rank_main)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
+import threading
 import types
 import weakref
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 import torch_xla
 
-from torch_xla_donate import auto_donate, donation_report
-from torch_xla_donate._report.holders import _Search
+from torch_xla_donate import _C, auto_donate, donation_report
+from torch_xla_donate._report.holders import _Search, user_frames
 
 HERE = "test_holders.py"
 
@@ -43,7 +45,6 @@ def test_a_local_variable_and_the_line_that_sets_it(make):
 
 
 def test_the_search_keeps_nothing_alive(make):
-    """A frame of Python 3.11 would keep the dictionary of its variables, and the tensors in it."""
     w = make(7)
     old = w
     w = w * 2
@@ -56,13 +57,76 @@ def test_the_search_keeps_nothing_alive(make):
 
 
 def test_the_search_leaves_a_dictionary_of_locals_alone(make):
+    line = test_the_search_leaves_a_dictionary_of_locals_alone.__code__.co_firstlineno
     w = make(7)
-    old = w
+    users = locals()
+    before = dict(users)
     w = w * 2
     torch_xla.sync()
-    users = locals()
-    assert len(holders()) == 1
-    assert users["old"] is old and users["w"] is w
+    assert holders() == [f"item 'w' of variable 'users' at {HERE}:{line + 3}"]
+    assert users == before
+
+
+def variables():
+    return _C.frame_variables(sys._getframe(1))
+
+
+def test_the_variables_of_a_frame():
+    free, shared = "free", 1
+
+    def function(a, b=2, *rest, **named):
+        nonlocal shared
+        known = locals()
+        before = dict(known)
+        captured = a
+        inner = lambda: captured  # noqa: E731
+        gone = 1
+        del gone
+        late = 1
+        found = variables()
+        assert known == before  # `f_locals` would add the later ones
+        assert found == before | {"known": known, "before": before, "captured": a, "inner": inner, "late": 1}
+        assert found is not variables()
+        return free
+
+    function(1, 2, 3, c=4)
+
+    def generator(n):
+        first = n
+        yield
+        second = n
+        yield first, second
+
+    suspended = generator(1)
+    for expected in ({"n": 1}, {"n": 1, "first": 1}, {"n": 1, "first": 1, "second": 1}):
+        assert _C.frame_variables(suspended.gi_frame) == expected
+        next(suspended, None)
+
+    class Body:
+        member = 1
+        found = variables()
+
+    assert Body.found["member"] == 1
+
+    with pytest.raises(TypeError, match="expected a frame, got int"):
+        _C.frame_variables(1)
+
+
+def test_the_variables_of_another_thread_are_read():
+    at_work, done = threading.Event(), threading.Event()
+
+    def work():
+        _hidden = 5
+        at_work.set()
+        done.wait()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    at_work.wait()
+    frames = [frame for frame in user_frames() if frame.f_code is work.__code__]
+    assert [_C.frame_variables(frame)["_hidden"] for frame in frames] == [5]
+    done.set()
+    thread.join()
 
 
 class Model(torch.nn.Module):

@@ -41,6 +41,27 @@ def test_a_pair_that_was_kept_is_reported(make):
     assert (pointer(x), pointer(y)) == addresses
 
 
+def test_a_pair_that_comes_while_others_are_compared_is_kept(monkeypatch, make):
+    a, b = make(6), make(5)
+    resolve = _report.pairs.Pair.resolve
+    outputs = []
+
+    def another_comes(self, wait):
+        monkeypatch.setattr(_report.pairs.Pair, "resolve", resolve)
+        donation_report()  # as on another thread, while this one waits
+        outputs.append(b + 1)
+        donate_buffer(b, into=outputs[0])
+        return self.resolve(wait)
+
+    x = a + 1
+    donate_buffer(a, into=x)
+    torch_xla.sync(wait=True)
+    monkeypatch.setattr(_report.pairs.Pair, "resolve", another_comes)
+    _report.resolve_pairs(wait=True)
+    torch_xla.sync()
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True]
+
+
 def test_pairs_that_cross_are_kept_too(make):
     a, b = make(6), make(6)
     addresses = pointer(a), pointer(b)

@@ -50,3 +50,14 @@ def test_only_the_host_folder_knows_torch_xlas_layouts() -> None:
         if path.suffix in (".h", ".cpp") and '#include "host/layouts.h"' in path.read_text(encoding="utf-8")
     }
     assert readers == {"host"}
+
+
+def test_no_frame_is_read_by_f_locals() -> None:
+    """It changes the program's `locals()` before Python 3.13. `_C.frame_variables` does not."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "f_locals"
+    ]
+    assert wrong == []

@@ -247,7 +247,7 @@ class CapturedFrame:
 
         helpers: Any = getattr(guards, "_get_closure_vars", None)
         names = helpers() if helpers is not None else vars(guards)["CLOSURE_VARS"]  # torch 2.7
-        scope = {**names, "L": frame.f_locals, "G": frame.f_globals}
+        scope = {**names, "L": _C.frame_variables(frame), "G": frame.f_globals}
         return [eval(expression, scope) for expression in self.around]
 
 
@@ -274,7 +274,7 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
     read = set(inputs)
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        owner: Any = frame.f_locals.get("self")
+        owner: Any = _C.frame_variables(frame).get("self")
         if type(owner).__name__ == "OutputGraph":
             returned: set[str] = set()
             around: dict[str, None] = {}

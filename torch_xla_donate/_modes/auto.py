@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 
 from torch_xla_donate import _C, _config, _host
 from torch_xla_donate._errors import see
+from torch_xla_donate._frames import is_for_with
 from torch_xla_donate._modes.context import ThreadMode
 
 
@@ -14,8 +16,9 @@ class auto_donate(ThreadMode[int]):
     """Donates every input of a step that no live tensor can reach after the step.
 
     A call as a function switches it on for all threads. As a context manager it applies to the steps of this thread
-    inside, and ``with auto_donate(False)`` excludes a part. The environment variable ``TORCH_XLA_DONATE_AUTO=1`` has
-    the effect of a call when the package is imported.
+    inside, and ``with auto_donate(False)`` excludes a part. An object that is made outside the ``with`` statement, as
+    for ``ExitStack.enter_context``, is a call for all threads until it is entered. The environment variable
+    ``TORCH_XLA_DONATE_AUTO=1`` has the effect of a call when the package is imported.
 
     At a step (``torch_xla.sync()``, ``xm.mark_step()``, the end of a ``torch_xla.compile``d function) torch_xla lists
     all live tensors of the device. A program can never again read an input that no live tensor holds, by its buffer, as
@@ -44,11 +47,12 @@ class auto_donate(ThreadMode[int]):
             )
         super().__init__()
         self._enabled = enabled
-        with _lock:
-            _open[:] = [call for call in _open if call() is not None]
-            self._before = _C.auto_donate_is_default()
-            _open.append(weakref.ref(self))
-            _C.set_auto_donate(enabled)
+        # A `with` statement must not reach other threads, not even until it enters.
+        if not is_for_with(sys._getframe(1)):
+            with _lock:
+                self._before = _C.auto_donate_is_default()
+                _calls[self] = None
+                _C.set_auto_donate(enabled)
 
     def make_entry(self) -> int:
         return _C.auto_donate_depth()
@@ -73,19 +77,19 @@ class auto_donate(ThreadMode[int]):
         A later call keeps its value, but must not restore this one when it becomes a context.
         """
         with _lock:
-            calls = [call() for call in _open]
+            calls = list(_calls)
             if self in calls:
-                place = calls.index(self)
-                later = next((call for call in calls[place + 1 :] if call is not None), None)
-                if later is not None:
-                    later._before = self._before
-                elif place == len(calls) - 1:
+                later = calls[calls.index(self) + 1 :]
+                if later:
+                    later[0]._before = self._before
+                else:
                     _C.set_auto_donate(self._before)
-                del _open[place]
+                del _calls[self]
 
 
-_lock = threading.Lock()
-_open: list[weakref.ref[auto_donate]] = []  # calls that were not entered as contexts, oldest first
+_lock = threading.RLock()  # a signal's handler may take it again
+# Calls that were not entered as contexts, oldest first.
+_calls: weakref.WeakKeyDictionary[auto_donate, None] = weakref.WeakKeyDictionary()
 
 
 def prepare() -> _C.Reason:

@@ -6,7 +6,6 @@ import contextlib
 import dis
 import functools
 import gc
-import inspect
 import sys
 import threading
 import types
@@ -122,7 +121,7 @@ class _Search:
         self._variables: dict[int, str] = {}
         self._values: list[Any] = []  # another thread could drop one, and a new object could get its number
         for frame in user_frames():
-            for name, value in variables_of(frame).items():
+            for name, value in _C.frame_variables(frame).items():
                 self._add(value, _variable(name, frame.f_code, frame.f_lineno))
         for module in user_modules():
             for name, value in list(vars(module).items()):
@@ -142,7 +141,7 @@ class _Search:
         for referrer in referrers[:_REFERRERS]:
             frame = suspended_frame(referrer)
             if frame is not None:
-                for variable, value in variables_of(frame).items():
+                for variable, value in _C.frame_variables(frame).items():
                     if value is thing:
                         return _variable(variable, frame.f_code, frame.f_lineno)
                 continue
@@ -157,12 +156,10 @@ class _Search:
 
 
 def user_frames() -> Iterator[types.FrameType]:
-    """The user's frames of this thread, the innermost first, and from Python 3.13 on those of all threads.
-
-    Before 3.13 reading the variables of a frame may change them while a trace function of its thread runs.
-    """
-    tops = sys._current_frames().values() if sys.version_info >= (3, 13) else [sys._getframe()]
-    for top in tops:
+    """The user's frames, the innermost of each thread first; this thread comes before all others."""
+    others = sys._current_frames()
+    others.pop(threading.get_ident(), None)
+    for top in (sys._getframe(), *others.values()):
         frame: types.FrameType | None = top
         while frame is not None:
             if not is_internal(frame):
@@ -190,37 +187,6 @@ def suspended_frame(value: Any) -> types.FrameType | None:
 
 
 _WITH_FRAMES = ((types.GeneratorType, "gi"), (types.CoroutineType, "cr"), (types.AsyncGeneratorType, "ag"))
-
-
-def variables_of(frame: types.FrameType) -> dict[str, Any]:
-    """The local variables; none of a function that Python code traces, and of the body of a class with other mappings.
-
-    Before Python 3.13 a frame keeps a dictionary of its variables once someone reads it. A trace function would bring
-    the variables back to their values in the dictionary, or the dictionary would keep the old ones.
-    """
-    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-    if is_function and sys.version_info < (3, 13) and _is_traced(frame):
-        return {}
-    space = frame.f_locals
-    is_dict = issubclass(type(space), dict)
-    if not (is_dict or is_function):
-        return {}
-    found = dict(dict.items(space) if is_dict else space)
-    nobody_else = 3  # references: of the frame, of this function, and of getrefcount
-    if is_function and is_dict and sys.getrefcount(space) <= nobody_else:
-        space.clear()  # does not change the variables
-    return found
-
-
-def _is_traced(frame: types.FrameType) -> bool:
-    """Whether a trace or profile function in Python may run for a frame, now or later."""
-    code, last = frame.f_code.co_code, frame.f_lasti
-    begins = last < 0 or dis.opname[code[last]] == "RESUME"  # its trace function is not set yet
-    hooks = frame.f_trace, sys.getprofile(), threading.getprofile()
-    return begins or any(hook is not None and type(hook).__module__ not in _IN_C for hook in hooks)
-
-
-_IN_C = ("_lsprof", "cProfile", "coverage.tracer")  # their functions never run while the variables are read
 
 
 _MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))

@@ -59,7 +59,7 @@ class Paired:
         self.pairs = {index: Pair(source, target, may_wait) for index, source, target in wanted}
 
 
-_open: list[Pair] = []
+_open: dict[Pair, None] = {}  # oldest first
 _seen_sites: set[str] = set()
 _kept_by_graph: dict[tuple[str, int], bool] = {}
 
@@ -71,7 +71,9 @@ def is_known_site(where: str) -> bool:
 
 def resolve_pairs(wait: bool) -> None:
     """Compares the pairs whose targets are computed. With ``wait``, first waits for running steps."""
-    _open[:] = [pair for pair in _open if not pair.resolve(wait)]
+    for pair in list(_open):
+        if pair.resolve(wait):
+            _open.pop(pair, None)  # another thread may have removed it
 
 
 def pair_kept(names: Any, leaf: int, graph: str) -> bool | None:
@@ -87,4 +89,4 @@ def pair_kept(names: Any, leaf: int, graph: str) -> bool | None:
 def watch_pairs(paired: Paired, where: str) -> None:
     """Starts to watch the targets of pairs whose marks are made."""
     _seen_sites.add(where)
-    _open.extend(paired.pairs.values())
+    _open.update(dict.fromkeys(paired.pairs.values()))

@@ -25,7 +25,6 @@ from torch_xla_donate._report.holders import (
     suspended_frame,
     user_frames,
     user_modules,
-    variables_of,
 )
 
 _DEPTH = 8  # containers between a variable and a tensor
@@ -147,7 +146,7 @@ class Walk:
         """Adds the variables of a frame."""
         code = frame.f_code
         space = frame.f_globals if code.co_name == "<module>" else None
-        self.add_variables(variables_of(frame), Name("", "", code, code.co_filename, frame.f_lineno), space)
+        self.add_variables(_C.frame_variables(frame), Name("", "", code, code.co_filename, frame.f_lineno), space)
 
     def add_variables(self, variables: dict[str, Any], root: Name, space: dict[str, Any] | None = None) -> None:
         """Adds the variables of a frame, or of a module, whose dictionary is `space`. The name of `root` is empty."""

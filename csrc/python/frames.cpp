@@ -1,0 +1,109 @@
+// Reads the variables where each version of Python keeps them.
+#include "python/frames.h"
+
+#include <frameobject.h>
+
+#include <initializer_list>
+
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+#define Py_BUILD_CORE
+#include <internal/pycore_code.h>
+#include <internal/pycore_frame.h>
+#undef Py_BUILD_CORE
+#endif
+
+namespace torch_xla_donate {
+
+namespace {
+
+#if PY_VERSION_HEX < 0x030C0000
+// Adds a variable, unless it is unbound.
+bool Add(PyObject* found, PyObject* name, PyObject* value, bool is_in_cell) {
+  if (is_in_cell && value != nullptr && PyCell_Check(value)) {
+    value = PyCell_GET(value);
+  }
+  return value == nullptr || PyDict_SetItem(found, name, value) == 0;
+}
+#endif
+
+#if PY_VERSION_HEX < 0x030B0000
+
+bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
+  PyObject** value = frame->f_localsplus;
+  for (PyObject* names : {code->co_varnames, code->co_cellvars, code->co_freevars}) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+      if (!Add(found, PyTuple_GET_ITEM(names, i), *value++, /*is_in_cell=*/names != code->co_varnames)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+#elif PY_VERSION_HEX < 0x030C0000
+
+bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
+  for (int i = 0; i < code->co_nlocalsplus; ++i) {
+    const bool is_in_cell = (_PyLocals_GetKind(code->co_localspluskinds, i) & (CO_FAST_CELL | CO_FAST_FREE)) != 0;
+    if (!Add(found, PyTuple_GET_ITEM(code->co_localsplusnames, i), frame->f_frame->localsplus[i], is_in_cell)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+#elif PY_VERSION_HEX < 0x030D0000
+
+bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
+  bool added = true;
+  for (PyObject* names : {PyCode_GetVarnames(code), PyCode_GetCellvars(code), PyCode_GetFreevars(code)}) {
+    for (Py_ssize_t i = 0; added && names != nullptr && i < PyTuple_GET_SIZE(names); ++i) {
+      PyObject* name = PyTuple_GET_ITEM(names, i);
+      if (PyObject* value = PyFrame_GetVar(frame, name)) {
+        added = PyDict_SetItem(found, name, value) == 0;
+        Py_DECREF(value);
+      } else if (PyErr_ExceptionMatches(PyExc_NameError)) {  // unbound
+        PyErr_Clear();
+      } else {
+        added = false;
+      }
+    }
+    added = added && names != nullptr;
+    Py_XDECREF(names);
+  }
+  return added;
+}
+
+#else
+
+bool AddAll(PyFrameObject* frame, PyCodeObject*, PyObject* found) {
+  PyObject* view = PyFrame_GetLocals(frame);
+  const bool added = view != nullptr && PyDict_Update(found, view) == 0;
+  Py_XDECREF(view);
+  return added;
+}
+
+#endif
+
+PyObject* CopyOfNamespace(PyFrameObject* frame) {
+  PyObject* space = PyObject_GetAttrString(reinterpret_cast<PyObject*>(frame), "f_locals");
+  PyObject* copy = space == nullptr ? nullptr : PyDict_Check(space) ? PyDict_Copy(space) : PyDict_New();
+  Py_XDECREF(space);
+  return copy;
+}
+
+}  // namespace
+
+PyObject* FrameVariables(PyFrameObject* frame) {
+  PyCodeObject* code = PyFrame_GetCode(frame);
+  PyObject* found = nullptr;
+  if ((code->co_flags & CO_OPTIMIZED) == 0) {
+    found = CopyOfNamespace(frame);
+  } else if ((found = PyDict_New()) != nullptr && !AddAll(frame, code, found)) {
+    Py_CLEAR(found);
+  }
+  Py_DECREF(code);
+  return found;
+}
+
+}  // namespace torch_xla_donate
