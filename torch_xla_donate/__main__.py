@@ -299,9 +299,7 @@ def entry(prog_name: str | None = None) -> None:
         if folder is not None:
             record.start(folder, record.MAIN)
             if program.advise:
-                stack.enter_context(
-                    record.advice_noted(folder, "" if program.is_module else os.path.abspath(program.target))
-                )
+                stack.enter_context(record.advice_noted(folder))
         running.run(program)
 
 

@@ -108,8 +108,8 @@ def start(root: Path, name: str) -> None:
 
 
 @contextlib.contextmanager
-def advice_noted(root: Path, script: str) -> Iterator[None]:
-    """Writes what the steps inside could still donate. `script` is the program's file, or empty."""
+def advice_noted(root: Path) -> Iterator[None]:
+    """Writes what the steps inside could still donate."""
     recorder, process = Recorder(), os.getpid()
     try:
         with recorder:
@@ -117,7 +117,7 @@ def advice_noted(root: Path, script: str) -> Iterator[None]:
     finally:
         if os.getpid() == process:  # a forked process ends here, too
             with contextlib.suppress(Exception):  # the program's own exception counts
-                text = json.dumps(recorder.advice(script).to_dict())
+                text = json.dumps(recorder.advice().to_dict())
                 (root / MAIN / "advice.part").write_text(text, encoding="utf-8")
                 os.replace(root / MAIN / "advice.part", root / MAIN / ADVICE)
 
