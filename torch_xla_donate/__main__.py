@@ -301,7 +301,7 @@ def entry(prog_name: str | None = None) -> None:
             raise
     ((program, folder),) = programs
     if folder is not None:
-        record.start(folder, record.MAIN, program.main_file() if program.advise else None)
+        record.start(folder, record.MAIN, program.advise)
     running.run(program)
 
 

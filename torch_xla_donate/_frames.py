@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import sys
+import threading
 import traceback
 import types
 
@@ -34,6 +35,23 @@ def call_site(stacklevel: int = 1) -> str:
         while frame.f_back is not None and is_internal(frame):
             frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def main_place() -> tuple[str, int] | None:
+    """The file of the program's main module, and the line that it runs; None without such a frame.
+
+    A process that multiprocessing spawns has imported the whole module before it runs anything.
+    """
+    main = sys.modules.get("__main__")
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and not (
+        frame.f_code.co_name == "<module>" and frame.f_globals is getattr(main, "__dict__", None)
+    ):
+        frame = frame.f_back
+    if frame is not None:
+        return frame.f_code.co_filename, frame.f_lineno
+    file = getattr(main, "__file__", None) if main is sys.modules.get("__mp_main__") else None
+    return (file, sys.maxsize) if isinstance(file, str) else None
 
 
 def is_for_with(frame: types.FrameType) -> bool:

@@ -141,8 +141,8 @@ def watch(file: str) -> tuple[str, bytes, str]:
     """In a child: the advice for a program as JSON, as a diff, and what the program printed."""
     with Recorder() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(file, run_name="__main__")
-    advice = recorder.advice(file)
-    text, left_out = diff(advice, os.path.dirname(file))
+    advice = recorder.advice()
+    text, left_out = diff(advice, file if os.path.isdir(file) else os.path.dirname(file))
     assert left_out == []
     return json.dumps(advice.to_dict()), text, printed.getvalue()
 
@@ -226,6 +226,27 @@ def test_a_diff_of_two_files_is_applied_by_one_patch(tmp_path: Path) -> None:
     )
     after = measure(file)
     assert (after.printed, after.advice) == (before.printed, Advice())
+
+
+def test_a_program_of_many_files_gets_one_call(tmp_path: Path) -> None:
+    """`auto_donate` is one switch of the process. The script switches it on before its first step."""
+    loop = "\n".join(f"    {line}" for line in SLICES.splitlines())
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text(
+            f"import torch\nimport torch_xla\ndef train():\n{loop}\n", encoding="utf-8"
+        )
+    file = tmp_path / "__main__.py"
+    source = "import sys; import torch\nimport torch_xla\nimport a\nimport b\na.train()\nimport os\nb.train()\n"
+    file.write_text(source, encoding="utf-8")
+    before = run_in_child(watch, str(tmp_path), dump=tmp_path / "dump").value
+    advice = Advice.from_dict(json.loads(before[0]))
+    assert {hint.where.rpartition("/")[2] for hint in advice} == {"a.py:8", "b.py:8"}
+    assert before[1].count(b"auto_donate()") == before[1].count(b"--- ") == 1
+    subprocess.run(["patch", "-s", "-p0"], cwd=tmp_path, input=before[1], check=True)
+    added = "import torch_xla_donate\n\ntorch_xla_donate.auto_donate()\n"
+    assert file.read_text(encoding="utf-8") == source.replace("import b\n", f"import b\n{added}")
+    after = run_in_child(watch, str(tmp_path)).value
+    assert (json.loads(after[0])["hints"], after[1:]) == ([], (b"", before[2]))
 
 
 def test_a_program_that_changes_its_file_gets_no_mark(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def watch(files: list[str]) -> list[tuple[bytes, str]]:
     for file in files:
         with Recorder() as recorder:
             shown = printed(file)
-        text, left_out = diff(recorder.advice(file), os.path.dirname(file))
+        text, left_out = diff(recorder.advice(), os.path.dirname(file))
         assert left_out == []
         found.append((text, shown))
     return found

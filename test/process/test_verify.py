@@ -41,7 +41,7 @@ def recorded(function, folder: Path, *args, exit_code: int | None = None, **opti
 
 
 def record_and_call(function: str, folder: Path, *args, advises: bool = False) -> None:
-    record.start(folder, record.MAIN, __file__ if advises else None)
+    record.start(folder, record.MAIN, advises)
     globals()[function](*args)
     record.finish()  # a forked child ends without atexit
 
@@ -166,7 +166,7 @@ def test_the_record_survives_a_kill(tmp_path):
 def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
     """A wait at each run would let no run begin before the one before has ended."""
     waits = []
-    runs = record._Record(tmp_path, "main", None)
+    runs = record._Record(tmp_path, "main", False)
     run = {"executable": 1, "header": "", "stack": [], "live_bytes": 0, "has_donors": True, "graph": "dropped"}
     sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
     for _ in range(50):
@@ -190,6 +190,30 @@ def test_graphs_of_one_signature_are_distinguished(tmp_path):
     found = [(step.executed, step.sites) for step in steps]
     assert (2, (line_of(alike_graphs, "# the sum"),)) in found
     assert (2, (line_of(alike_graphs, "# the product"),)) in found
+
+
+def different_graphs() -> None:
+    w, cache = make(8, 8), make(8, 8)
+    torch_xla.sync()
+    for rows in (2, 3, 4):
+        w = w + (make(rows, 8) @ w).sum(0)
+        torch_xla.sync()  # shapes
+    for i in range(3):
+        cache[i] = w[0]
+        torch_xla.sync()  # numbers
+    for i in range(3):
+        w = w.sin() if i else w.cos()
+        torch_xla.sync()  # operations
+
+
+def test_the_table_shows_how_graphs_of_one_line_differ(tmp_path):
+    run = recorded(different_graphs, tmp_path)
+    shown = [" ".join(str(part).split()) for part in table.tables(run)]
+    for cause, remedy in ("shapes", "Pad arrays"), ("numbers", "A Python number"), ("operations", "A branch, or"):
+        site = line_of(different_graphs, f"# {cause}")
+        (place,) = [i for i, text in enumerate(shown) if text.endswith(f"at {site.rpartition('/')[2]}")]
+        count = 2 if cause == "operations" else 3
+        assert shown[place + 2].startswith(f"{count} graphs were compiled for it, which differ in {cause}. {remedy}")
 
 
 def flags_of_the_user() -> None:
@@ -355,16 +379,16 @@ def halve(size: int, ends: str = "") -> None:
         os._exit(0)
 
 
-def halve_in_a_launch(start_method: str) -> None:
+def halve_in_a_launch() -> None:
     children.prepare()
-    torch_xla.launch(ranks.halve, start_method=start_method)
+    torch_xla.launch(ranks.halve, start_method="fork")
 
 
-@pytest.mark.parametrize(("start_method", "devices"), [("fork", 1), ("spawn", 2)])
-def test_the_advice_is_that_of_the_process_that_ran_steps(tmp_path, start_method, devices):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_advice_is_that_of_the_process_that_ran_steps(tmp_path, devices):
     """The program's own process only starts it. Of its devices, the first one counts."""
     env = {"CPU_NUM_DEVICES": str(devices)}
-    run = recorded(halve_in_a_launch, tmp_path, start_method, env=env, kwargs={"advises": True})
+    run = recorded(halve_in_a_launch, tmp_path, env=env, kwargs={"advises": True})
     assert run.advice is not None
     assert [(hint.kind, hint.name, hint.bytes) for hint in run.advice] == [("reassignment", "x", 1 << 15)]
     assert run.advice[0].where == line_of(ranks.halve, "x = x * 0.5")
@@ -425,7 +449,7 @@ def test_advice_that_fails_is_named(tmp_path):
 
 
 def record_a_failure(folder: Path) -> None:
-    record.start(folder, record.MAIN, "")
+    record.start(folder, record.MAIN, advises=True)
     record._record.recorder._findings = None  # as of a defect
     record.finish()
 
@@ -513,6 +537,37 @@ def test_the_edits_of_the_advice_are_applied_and_save_the_bytes(tmp_path):
     (step,) = [step for step in after["steps"] if step["donors"]]
     assert step["memory"]["alias_bytes"] - step["undonated"]["alias_bytes"] == 16384
     assert (after["donated_fraction"], after["advice"]) == (1.0, [])
+
+
+LAUNCHES = """import torch
+import torch_xla
+
+
+def work(rank):
+    state = [torch.ones(64, 64).to("xla") for _ in range(2)]
+    torch_xla.sync()
+    for _ in range(4):
+        state = [x * 0.5 for x in state]
+        torch_xla.sync()
+
+
+if __name__ == "__main__":
+    torch_xla.launch(work)
+"""
+
+
+def test_the_edits_of_a_launch_are_those_of_its_processes(tmp_path, monkeypatch):
+    """They import the whole script before the first step, so the call goes after its imports."""
+    monkeypatch.setenv("CPU_NUM_DEVICES", "2")
+    (tmp_path / "script.py").write_text(LAUNCHES)
+    diff, log, found = verified(tmp_path, "--apply")
+    assert [(hint["kind"], hint["bytes"]) for hint in found["advice"]] == [("functional_update", 32768)]
+    assert [line for line in diff.splitlines() if line[0] == "+"][1:] == [
+        "+import torch_xla_donate",
+        "+",
+        "+torch_xla_donate.auto_donate()",
+    ]
+    assert "1 hint." in log and found["advice_note"] == ""
 
 
 @TPU

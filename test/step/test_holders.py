@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 import threading
@@ -164,6 +165,37 @@ def test_a_closure(make):
     (holder,) = holders()
     assert holder.startswith(f"'w' in the closure of variable 'function' at {HERE}:")
     del new
+
+
+def test_a_variable_of_a_suspended_generator(make):
+    def rollout(x):
+        kept = x
+        while True:
+            x = x * 2
+            yield kept
+
+    async def wait(x):
+        batches = [x]
+        await asyncio.sleep(0)
+        return batches
+
+    code = rollout.__code__
+    steps = rollout(make(7))
+    next(steps)
+    torch_xla.sync()
+    assert holders() == [f"variable 'kept' at {HERE}:{code.co_firstlineno + 1}"]
+    steps.close()
+    x = make(8)
+    waiting = wait(x)
+    waiting.send(None)
+    x = x * 2
+    torch_xla.sync()
+    found = holders()
+    waiting.close()
+    # Its argument holds it, too.
+    assert found[0].endswith(
+        (f"variable 'x' at {HERE}:{wait.__code__.co_firstlineno}", f"{HERE}:{wait.__code__.co_firstlineno + 1}")
+    )
 
 
 @pytest.mark.parametrize("custom", [False, True])

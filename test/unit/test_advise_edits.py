@@ -55,6 +55,10 @@ def place(file: str, comment: str) -> str:
     return f"{file}:{numbers[0]}"
 
 
+def line_of(file: str, comment: str) -> int:
+    return int(place(file, comment).rpartition(":")[2])
+
+
 def marks(file: str, function: str = "<module>") -> list[Change]:
     with open(file, encoding="utf-8") as stream:
         code = compile(stream.read(), file, "exec")
@@ -189,9 +193,43 @@ def test_the_optimizer_of_the_parameters_is_named(tmp_path: Path) -> None:
 
 def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
     file = written(tmp_path, f"import os\n{LOOP}import sys\n")
-    text = applied(file, edits.call_auto_donate(file, place(file, "sync")))
+    text = applied(file, edits.call_auto_donate(file, line_of(file, "sync")))
     assert "import os\nimport torch_xla_donate\n\ntorch_xla_donate.auto_donate()\n" in text
     assert text.count("import torch_xla_donate\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("head", "has_place"),
+    [
+        ('"""doc"""\nfrom __future__ import annotations; import torch; import torch_xla  # here\n', True),
+        ("import torch; x = 1\n", True),
+        ("import torch, \\\n  os\n", True),
+        ("import torch; x = (1,\n 2)\n", False),
+        ("import torch; \\\nx = 1\n", False),
+        ("x = 1\n", False),
+    ],
+)
+def test_auto_donate_goes_after_whole_lines(tmp_path: Path, head: str, has_place: bool) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f"{head}f()\n", encoding="utf-8")
+    changes = edits.call_auto_donate(str(file), head.count("\n") + 1)
+    text, left_out = edits.diff([dataclasses.replace(hint(changes), edit=edits.AUTO_DONATE)], str(tmp_path))
+    assert bool(text) == has_place
+    if has_place:
+        after = applied(str(file), changes)
+        assert after == f"{head}import torch_xla_donate\n\ntorch_xla_donate.auto_donate()\nf()\n"
+        compile(after, "train.py", "exec")
+        assert left_out == []
+    else:
+        (message,) = left_out
+        assert message.startswith("The diff does not call auto_donate(): the script has no line of imports")
+
+
+def test_installed_files_get_no_call_of_auto_donate() -> None:
+    """Such as that of a tool that runs the program."""
+    file = str(Path(pytest.__file__).with_name("__main__.py"))
+    assert source.read(file) is not None
+    assert edits.call_auto_donate(file, 1000) == []
 
 
 # Bytes of files whose lines or letters Python's parser, text files and `patch` treat differently.
@@ -219,7 +257,7 @@ def test_patch_adds_only_the_edits_to_the_bytes_of_a_file(tmp_path: Path, case: 
     (variable,) = {"x", "\xfc", "\u03bc"} & set(code.co_names)
     site = f"{path}:{numbers[b'# sync']}"
     found = edits.donate_before(Name(variable, "", code, str(path), 0), f"{path}:{numbers[b'# update']}", site)
-    found = [*edits.call_auto_donate(str(path), site), *found]
+    found = [*edits.call_auto_donate(str(path), numbers[b"# sync"]), *found]
     text, left_out = edits.diff([hint(found), hint(found)], str(tmp_path))
     done = subprocess.run(["patch", "-p0"], input=text, cwd=tmp_path, capture_output=True, check=True)
     assert b"fuzz" not in done.stdout and left_out == []
@@ -301,7 +339,7 @@ def test_a_file_that_is_gone_or_not_python_gets_no_edit(tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text("def", encoding="utf-8")
     for path in (str(file), str(tmp_path / "gone.py"), "<stdin>"):
-        assert edits.call_auto_donate(path, f"{path}:1") == []
+        assert edits.call_auto_donate(path, 1) == []
         assert edits.detach_before("loss", f"{path}:1") == []
         assert edits.optimizer_of(["x"], f"{path}:1") == ""
         name = Name("x", "", test_a_mark_goes_before_the_update.__code__, path, 1)

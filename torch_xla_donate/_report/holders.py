@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import functools
 import gc
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +43,39 @@ def holders_of(buffers: Sequence[int]) -> dict[int, str]:
             if name is not None:
                 found[buffer] = name
     missing = wanted - found.keys()
-    for tensor in tensors if missing else ():
-        # A result inside another graph does not keep that graph alive.
-        saved = {_C.holds(leaf) for leaf in _saved(tensor.grad_fn)} & missing if tensor.grad_fn is not None else set()
-        name = search.name(tensor) if saved else None
-        if name is not None:
-            found.update(dict.fromkeys(saved, f"grad_fn of {name}"))
-            missing -= saved
+    for text, saved in _graphs(tensors, search, missing):
+        found.update(dict.fromkeys(saved, text))
+        missing -= saved
+    return found
+
+
+def other_holders(known: Mapping[int, int]) -> dict[int, list[str]]:
+    """The holders of each buffer beside those that are known: graphs of autograd, and what else refers to its tensors.
+
+    Args:
+        known: for each buffer the number of known references of Python to its tensors.
+    """
+    tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
+    references = Counter[int]()
+    for probe in [object()]:
+        ours = sys.getrefcount(probe)  # of a list, a loop and this function
+    for tensor in tensors:
+        references[_C.holds(tensor)] += sys.getrefcount(tensor) - ours
+    search = _Search()
+    found: dict[int, list[str]] = {buffer: [] for buffer in known}
+    for text, saved in _graphs(tensors, search, set(known)):
+        for buffer in saved:
+            found[buffer].append(text)
+    # A tensor that only a graph needs has one reference, of the graph.
+    hidden = [
+        buffer
+        for buffer, texts in found.items()
+        if references[buffer] > known[buffer] + len(texts) or not (known[buffer] or texts)
+    ]
+    names = holders_of([buffer for buffer in hidden if not known[buffer]])
+    for buffer in hidden:
+        text = names.get(buffer, UNKNOWN)
+        found[buffer].append(UNKNOWN if text in found[buffer] else text)
     return found
 
 
@@ -77,6 +105,18 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
                     yield leaf
 
 
+def _graphs(tensors: list[torch.Tensor], search: _Search, buffers: set[int]) -> Iterator[tuple[str, set[int]]]:
+    """The graphs of autograd that save some of these buffers, until all are taken out of the set."""
+    for tensor in tensors:
+        if not buffers:
+            return
+        # A result inside another graph does not keep that graph alive.
+        saved = {_C.holds(leaf) for leaf in _saved(tensor.grad_fn)} & buffers if tensor.grad_fn is not None else set()
+        name = search.name(tensor) if saved else None
+        if name is not None:
+            yield f"grad_fn of {name}", saved
+
+
 class _Search:
     """Names objects by the variables that lead to them."""
 
@@ -104,6 +144,12 @@ class _Search:
         seen = (*path, id(self._values))
         referrers = [r for r in gc.get_referrers(thing) if id(r) not in seen and not _is_ours(r)]
         for referrer in referrers[:_REFERRERS]:
+            frame = suspended_frame(referrer)
+            if frame is not None:
+                for variable, value in _C.frame_variables(frame).items():
+                    if value is thing:
+                        return _variable(variable, frame.f_code, frame.f_lineno)
+                continue
             step = _step(referrer, thing)
             if step is None:
                 continue
@@ -133,6 +179,19 @@ def user_modules() -> Iterator[types.ModuleType]:
             name = vars(module).get("__name__")
             if type(name) is str and name.partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
                 yield module
+
+
+def suspended_frame(value: Any) -> types.FrameType | None:
+    """The frame of a user's generator or coroutine that waits; None if it runs or has ended, and for other objects."""
+    for kind, prefix in _WITH_FRAMES:
+        if kind is type(value):
+            frame: types.FrameType | None = getattr(value, f"{prefix}_frame")
+            is_running = getattr(value, f"{prefix}_running")
+            return None if frame is None or is_running or is_internal(frame) else frame
+    return None
+
+
+_WITH_FRAMES = ((types.GeneratorType, "gi"), (types.CoroutineType, "cr"), (types.AsyncGeneratorType, "ag"))
 
 
 _MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))
@@ -169,6 +228,7 @@ def _variable(name: str, code: types.CodeType, line: int) -> str:
     return f"variable {name!r} at {code.co_filename.rpartition('/')[2]}:{assigned_at(name, code, line)}"
 
 
+@functools.lru_cache(maxsize=256)
 def assigned_at(name: str, code: types.CodeType, line: int) -> int:
     """The last line up to this one that assigns a variable; a later one, or the function's, if there is none."""
     lines: list[int] = []

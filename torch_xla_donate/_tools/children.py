@@ -22,12 +22,10 @@ class _Startup:
         return _start, (self._child,)
 
 
-def _start(child: tuple[Path, str, str | None] | None) -> None:
+def _start(child: tuple[Path, str, bool] | None) -> None:
     """Begins a child process. Its import of this package has read `TORCH_XLA_DONATE_AUTO`."""
     if child is not None:
-        root, name, main_file = child
-        # multiprocessing imports the main module from this path.
-        record.start(root, name, main_file and os.path.normpath(main_file))
+        record.start(*child)
     prepare()
 
 
@@ -54,7 +52,7 @@ _KEPT = _Kept()
 class _Fork(threading.local):
     """The fork that this thread is about to make."""
 
-    child: tuple[Path, str, str | None] | None = None
+    child: tuple[Path, str, bool] | None = None
 
 
 _fork = _Fork()

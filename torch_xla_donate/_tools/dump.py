@@ -21,6 +21,11 @@ _PIECE = 1 << 20
 # The header of a module of 100,000 parameters takes less.
 _LONGEST_HEADER = 1 << 24
 _SIGNATURE = re.compile(r" parameter\(|^\s*ROOT ")
+# Numbers of the program in a graph: constants, and the positions of slices.
+_CONSTANT = re.compile(r" constant\(.*", re.DOTALL)
+_SLICE = re.compile(r"\bslice=\{[^}]*\}")
+# All numbers but those in names of types and of parameters.
+_NUMBER = re.compile(r"(?:\b|_)\d+")
 _ALLOCATION = re.compile(r"allocation \d+: size ([\d.]+)([KMGT]i)?B?, (.*)")
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
@@ -34,12 +39,15 @@ class ModuleFile:
         module: the module of the header.
         copied: bytes that it copies, by number of the parameter.
         digest: equal for equal texts.
+        operations, shapes: as of `StepSummary`.
     """
 
     path: Path
     module: hlo.HloModule
     copied: dict[int, int]
     digest: bytes
+    operations: str
+    shapes: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +140,8 @@ def read_module(path: Path) -> ModuleFile:
     text = (
         header if "entry_computation_layout=" in header else f"{header}ENTRY entry {{\n{''.join(entry.signature)}}}\n"
     )
-    return ModuleFile(path, hlo.parse(text), copied, digest.digest())
+    operations, shapes = entry.operations.hexdigest(), entry.shapes.hexdigest()
+    return ModuleFile(path, hlo.parse(text), copied, digest.digest(), operations, shapes)
 
 
 def signature_of(module: hlo.HloModule) -> int:
@@ -149,6 +158,7 @@ class _Entry:
     Attributes:
         is_closed: whether the computation had an end.
         signature: its parameters and its root.
+        operations, shapes: the digests of `StepSummary`, of the whole text.
     """
 
     def __init__(self, file: TextIO, digest: hashlib.blake2b) -> None:
@@ -156,11 +166,21 @@ class _Entry:
         self._digest = digest
         self.is_closed = False
         self.signature: list[str] = []
+        self.operations, self.shapes = (hashlib.blake2b(digest_size=8) for _ in range(2))
+
+    def _note(self, piece: str) -> None:
+        """Adds a piece of a line to the digests, without the program's numbers."""
+        text = _SLICE.sub("", _CONSTANT.sub(" constant", piece))
+        self.shapes.update(text.encode())
+        self.operations.update(_NUMBER.sub("", text).encode())
 
     def __iter__(self) -> Iterator[str]:
-        is_inside, is_start = False, True
+        is_inside, is_start, is_constant = False, True, False
         while piece := self._file.readline(_PIECE):
             self._digest.update(piece.encode())
+            is_constant = (is_start and " constant(" in piece) or (is_constant and not is_start)
+            if is_start or not is_constant:
+                self._note(piece)
             if is_start and ENTRY.match(piece):
                 is_inside = True
             elif is_start and is_inside and piece.startswith("}"):
@@ -174,7 +194,8 @@ class _Entry:
 
 def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummary:
     """A step from its texts. Donors are those of either text, because JAX writes aliases, and torch_xla donors."""
-    texts = [file.module for file in (before, after) if file is not None]
+    files = [file for file in (before, after) if file is not None]
+    texts = [file.module for file in files]
     compiled = texts[-1]
     offered = {donor for text in texts for donor in (*text.donors, *(alias.donor for alias in text.aliases))}
     number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.leaves)}
@@ -213,6 +234,8 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
         donors=tuple(donors),
         aliases=0 if after is None else len(after.module.aliases),
         memory=None if after is None else read_memory(after.path),
+        operations=files[0].operations,
+        shapes=files[0].shapes,
     )
 
 

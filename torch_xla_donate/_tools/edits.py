@@ -16,7 +16,7 @@ from pathlib import Path
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import safety
 from torch_xla_donate._tools.hints import Change, Hint
-from torch_xla_donate._tools.names import Name
+from torch_xla_donate._tools.names import Name, is_installed
 from torch_xla_donate._tools.source import Source, Suite, caller_of, digest_of, encoding_of, is_step_end, read
 
 # ---- Lines ----
@@ -80,11 +80,16 @@ def find_assignment(name: Name) -> str:
 # ---- Edits ----
 
 
-def call_auto_donate(file: str, site: str) -> list[Change]:
-    """Switches `auto_donate` on after the last import of a file that precedes the step; none without an import."""
-    source = read(file)
-    place, _, line = site.rpartition(":")
-    last = _last_import(source, int(line) if place == file else len(source.lines)) if source is not None else None
+AUTO_DONATE = "call torch_xla_donate.auto_donate() before the loop"
+
+
+def call_auto_donate(file: str, line: int) -> list[Change]:
+    """Switches `auto_donate` on after the last import of the main module before the line that runs the first step.
+
+    Once for all hints, as it is one switch of the process. None if there is no such import, or if the file is a tool's.
+    """
+    source = read(file) if not is_installed(file) else None
+    last = _last_import(source, line) if source is not None else None
     if source is None or last is None:
         return []
     end = source.newline()
@@ -202,10 +207,10 @@ def _names_in_stores(source: Source, statement: ast.stmt, variable: str) -> set[
 
 
 def _last_import(source: Source, line: int) -> ast.stmt | None:
-    """The last import of the module before a line; None if other code shares its line."""
+    """The last import of the module before a line; None if no line can be put after it."""
     nodes = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     imports = [node for node in nodes if (node.end_lineno or node.lineno) < line]
-    return imports[-1] if imports and source.is_separate(imports[-1]) else None
+    return imports[-1] if imports and source.ends_line(imports[-1]) else None
 
 
 def _import_change(source: Source, line: int) -> list[Change] | None:
@@ -232,16 +237,22 @@ def _insert_before(source: Source, statement: ast.stmt, code: str) -> Change:
 
 
 def diff(hints: Iterable[Hint], folder: str) -> tuple[bytes, list[str]]:
-    """The hints' changes as a unified diff for ``patch -p0`` in a folder, and a message for each file left out.
+    """The hints' changes as a unified diff for ``patch -p0`` in a folder, and a message for what is left out.
 
     The diff has the bytes of the files, as each file has its encoding. ``patch`` changes no file outside the folder
     that it runs in, and none through a link.
     """
     changes: dict[str, dict[Change, None]] = {}  # in their order, each once
+    hints = list(hints)
     for hint in hints:
         for change in hint.changes:
             changes.setdefault(os.path.realpath(change.file), {})[change] = None
     text, left_out = b"", []
+    if any(hint.edit.startswith(AUTO_DONATE) and not hint.changes for hint in hints):
+        left_out.append(
+            "The diff does not call auto_donate(): the script has no line of imports before its first step that the "
+            f"call could follow. Call torch_xla_donate.auto_donate() before the loop. {see('verify')}"
+        )
     for file, found in changes.items():
         name = os.path.relpath(file, os.path.realpath(folder))
         try:

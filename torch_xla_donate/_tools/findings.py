@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_donate import _C
 from torch_xla_donate._report.explain import split_sharding
-from torch_xla_donate._report.holders import UNKNOWN, holders_of
+from torch_xla_donate._report.holders import other_holders
 from torch_xla_donate._report.reasons import sentence
 from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.hints import HintKind
@@ -35,6 +35,7 @@ class Finding:
     """The findings of one kind in the last run of a step.
 
     names: of the first array, or of all in `kept_gradient`.
+    holders: the texts of what holds the arrays, the one that holds the most of them first.
     automatic: whether the step donates free inputs anyway.
     """
 
@@ -45,6 +46,7 @@ class Finding:
     count: int = 0
     automatic: bool = False
     detail: str = ""
+    holders: tuple[str, ...] = ()
     runs: int = 0
 
     def merge(self, other: Finding) -> None:
@@ -115,7 +117,7 @@ def find(
     # Only values that an earlier step has computed, and that no step has read before: not parameters and data.
     held = [raw for raw in inputs if raw.use == "held" and raw.tensor in computed and not raw.seen_before]
     buffers = dict.fromkeys(raw.buffer for raw in held if raw.tensor not in arguments)
-    holders = holders_of([*buffers])
+    kept: list[_C.WatchedInput] = []
     donated: list[_C.WatchedInput] = []  # arguments
     lines = _Lines()
     for raw in inputs:
@@ -134,11 +136,9 @@ def find(
             if raw.next in results:
                 donated.append(raw)
         elif raw.use == "held" and raw.buffer in buffers:
-            holder = holders.get(raw.buffer, UNKNOWN)
-            kind: HintKind = "kept_graph" if holder.startswith("grad_fn of") else "held_input"
-            own = now.get(raw.tensor) or (before or {}).get(raw.tensor)  # type: ignore[arg-type]
-            names = tuple(own.names) if own is not None else ()
-            note(Key(kind, site, "", _variable(names), holder), raw.array, names)
+            kept.append(raw)
+    for key, finding in _held(kept, site, before or {}, now).items():
+        findings[key] = dataclasses.replace(finding, automatic=step.automatic)
     if call is not None:
         whole = _whole_arguments(call, donated)
         given = dict.fromkeys(call.arguments[raw.tensor] for raw in whole)  # type: ignore[index]
@@ -147,6 +147,52 @@ def find(
         for raw in whole:
             note(Key("functional_update", site, call.where, "", holder), raw.array, (), detail)
     return findings
+
+
+def _held(
+    inputs: list[_C.WatchedInput], site: str, before: Mapping[int, Named], now: Mapping[int, Named]
+) -> dict[Key, Finding]:
+    """The findings for inputs that are held. Those that a variable leads to, such as a list, are one finding."""
+    if not inputs:
+        return {}
+    references = _references({raw.buffer for raw in inputs}, now)
+    others = other_holders({buffer: len(names) for buffer, names in references.items()})
+    held_by = Counter(root for names in references.values() for root in {name.root for name in names})
+    groups: dict[Key, tuple[Finding, list[Name], list[str]]] = {}
+    for raw in inputs:
+        names, texts = references[raw.buffer], sorted(others[raw.buffer])
+        if names:
+            names.sort(key=lambda name: -held_by[name.root])
+            own = names[:1]
+            key = Key("held_input", site, own[0].place_of_assignment(), own[0].variable)
+        else:
+            old = before.get(raw.tensor)  # type: ignore[arg-type]
+            own = old.names if old is not None else []
+            kind: HintKind = "kept_graph" if all(text.startswith("grad_fn of") for text in texts) else "held_input"
+            key = Key(kind, site, "", "", ", ".join(texts))
+        finding, named, unnamed = groups.setdefault(key, (Finding([*own]), [], []))
+        finding.add(raw.array)
+        named += names
+        unnamed += texts
+    for finding, named, unnamed in groups.values():
+        is_one = finding.count == 1
+        by_root: dict[object, Name] = {}
+        for name in named:
+            by_root.setdefault(name.slot if is_one else name.root, name)
+        finding.holders = (*dict.fromkeys([*(name.holder(with_path=is_one) for name in by_root.values()), *unnamed]),)
+    return {key: finding for key, (finding, _, _) in groups.items()}
+
+
+def _references(buffers: set[int], now: Mapping[int, Named]) -> dict[int, list[Name]]:
+    """The references to the tensors of each buffer, each by its shortest name."""
+    found: dict[int, dict[tuple[object, ...], Name]] = {buffer: {} for buffer in buffers}
+    for named in now.values():
+        tensor = named.tensor()
+        buffer = _C.holds(tensor) if tensor is not None else 0
+        del tensor  # its references are counted later
+        for name in named.names if buffer in found else ():
+            found[buffer].setdefault(name.slot, name)
+    return {buffer: [*names.values()] for buffer, names in found.items()}
 
 
 def _variable(names: tuple[Name, ...]) -> str:

@@ -67,7 +67,7 @@ class Hint:
         count: the number of arrays.
         name: as the program reaches it, such as ``model.fc.weight``; empty if unknown.
         where: ``file:line`` of the code to change; empty if unknown.
-        holder: what holds it after the step; empty if nothing does.
+        holder: all that holds it after the step; empty if nothing does.
         edit: what to change; empty if the tool cannot know it.
         site: ``file:line`` of the end of the step.
         runs: how many watched runs of the step showed it.

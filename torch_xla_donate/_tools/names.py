@@ -22,6 +22,7 @@ from torch_xla_donate._report.holders import (
     assigned_at,
     attributes_of,
     static_member,
+    suspended_frame,
     user_frames,
     user_modules,
 )
@@ -42,6 +43,7 @@ class Name:
     file: the source file of the variable.
     line: the line that its frame runs; 0 without a frame.
     owner_file: the source file of the class of the last object in the path; empty without one.
+    slot: equal for names of one reference: of a variable, or of a place in an object.
     """
 
     variable: str
@@ -50,6 +52,7 @@ class Name:
     file: str
     line: int
     owner_file: str = ""
+    slot: tuple[object, ...] = dataclasses.field(default=(), compare=False)
 
     def __str__(self) -> str:
         return self.variable + self.path
@@ -63,9 +66,25 @@ class Name:
         """Equal for one place of the program, whatever line runs."""
         return self.variable, self.path, id(self.code), self.file  # the hash of a code object reads all of it
 
+    @property
+    def root(self) -> tuple[object, ...]:
+        """Equal for one variable of the program."""
+        is_global = self.code is None or self.code.co_name == "<module>"
+        return self.variable, self.file, 0 if is_global else id(self.code)
+
     def assigned(self) -> int:
         """The line that assigned the variable last; 0 if unknown."""
         return assigned_at(self.variable, self.code, self.line) if self.code is not None else 0
+
+    def place_of_assignment(self) -> str:
+        """``file:line``; empty if unknown."""
+        return f"{self.file}:{self.assigned()}" if self.code is not None else ""
+
+    def holder(self, *, with_path: bool) -> str:
+        """The text for what holds the tensor: this name, or the variable."""
+        what = str(self) if with_path and self.path else f"variable {self.variable!r}"
+        file = self.file.rpartition("/")[2]
+        return f"{what} in {file}" if self.code is None else f"{what} at {file}:{self.assigned()}"
 
 
 @dataclasses.dataclass
@@ -85,16 +104,20 @@ def name_tensors() -> dict[int, Named]:
     walk = Walk()
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
         for frame in user_frames():
-            code = frame.f_code
-            walk.add_variables(_C.frame_variables(frame), Name("", "", code, code.co_filename, frame.f_lineno))
+            walk.add_frame(frame)
         for module in user_modules():
             file = _file_of(module)
-            if file and not file.startswith(_INSTALLED):
-                walk.add_variables(vars(module), Name("", "", None, file, 0))
+            if file and not is_installed(file):
+                walk.add_variables(vars(module), Name("", "", None, file, 0), vars(module))
         walk.run()
     for named in walk.found.values():
         named.names.sort(key=lambda name: len(name.path))
     return walk.found
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file belongs to Python or to an installed package, and not to the program."""
+    return file.startswith(_INSTALLED)
 
 
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
@@ -116,14 +139,29 @@ class Walk:
         self.found: dict[int, Named] = {}
         self.visited = 0
         self._parts: deque[_Part] = deque()
+        self._generators: set[int] = set()  # `_seen` keeps them alive
         self._seen: dict[tuple[int, str], Any] = {}  # a freed object would give its number to another one
 
-    def add_variables(self, variables: dict[str, Any], root: Name) -> None:
-        """Adds the variables of a frame or a module. The name of `root` is empty."""
+    def add_frame(self, frame: types.FrameType) -> None:
+        """Adds the variables of a frame."""
+        code = frame.f_code
+        space = frame.f_globals if code.co_name == "<module>" else None
+        self.add_variables(_C.frame_variables(frame), Name("", "", code, code.co_filename, frame.f_lineno), space)
+
+    def add_variables(self, variables: dict[str, Any], root: Name, space: dict[str, Any] | None = None) -> None:
+        """Adds the variables of a frame, or of a module, whose dictionary is `space`. The name of `root` is empty."""
         for variable, value in list(itertools.islice(dict.items(variables), OBJECTS)):
             self.visited += 1
             if type(variable) is str and not issubclass(type(value), _PLAIN):
-                self._visit(value, _Owner(dataclasses.replace(root, variable=variable), "", ""), "", _DEPTH)
+                name = dataclasses.replace(root, variable=variable)
+                self._visit(value, _Owner(name, "", "", 0), "", self._slot_of(name, value, space), _DEPTH)
+
+    def _slot_of(self, name: Name, value: Any, space: dict[str, Any] | None) -> tuple[object, ...]:
+        """The slot of a variable."""
+        if space is not None:
+            return id(space), _item(0, name.variable)
+        is_cell = name.code is not None and name.variable in (*name.code.co_cellvars, *name.code.co_freevars)
+        return _cell(name.variable, value) if is_cell else (name.variable, self.visited)
 
     def run(self) -> None:
         """Follows the variables."""
@@ -140,21 +178,26 @@ class Walk:
             for position, (key, child) in enumerate(children, first):
                 text = None if issubclass(type(child), _PLAIN) else part.text(position, key)
                 if text is not None:
-                    self._visit(child, part.owner, text, part.depth)
+                    slot = _cell(key, child) if part.is_closure else (part.owner.number, text)
+                    self._visit(child, part.owner, text, slot, part.depth)
 
-    def _visit(self, value: Any, owner: _Owner, text: str, depth: int) -> None:
+    def _visit(self, value: Any, owner: _Owner, text: str, slot: tuple[object, ...], depth: int) -> None:
         is_tensor = issubclass(type(value), torch.Tensor)  # isinstance() would call a proxy's __class__
         # Again from another variable, as each of a tensor's names may be the one that its next value gets.
         key = id(value), owner.root.variable
         is_new = key not in self._seen and (is_tensor or depth > 0)
         try:
             for alias in dict.fromkeys(_C.alias_ids(value)) if is_tensor else ():
-                name = dataclasses.replace(owner.root, path=owner.path + text, owner_file=owner.file)
+                name = dataclasses.replace(owner.root, path=owner.path + text, owner_file=owner.file, slot=slot)
                 self.found.setdefault(alias, Named(weakref.ref(value), [])).names.append(name)
             if is_new:
                 self._seen[key] = value
+                frame = suspended_frame(value)
+                if frame is not None and id(value) not in self._generators:
+                    self._generators.add(id(value))
+                    self.add_frame(frame)
                 # Of a tensor's parts only tensors: a sharded tensor of torch_xla wraps another.
-                below = _Owner(owner.root, owner.path + text, owner.file)
+                below = _Owner(owner.root, owner.path + text, owner.file, id(value))
                 self._parts.extend(_parts_of(value, below, 0 if is_tensor else depth - 1))
         except Exception as error:  # the others still get their names
             note_error(error)
@@ -165,11 +208,13 @@ class _Owner(NamedTuple):
 
     root: its variable.
     file: as `Name.owner_file` of the tensors in it.
+    number: its id().
     """
 
     root: Name
     path: str
     file: str
+    number: int
 
 
 @dataclasses.dataclass
@@ -185,6 +230,7 @@ class _Part:
     depth: int
     text: Callable[[int, Any], str | None]
     start: int = 0
+    is_closure: bool = False
 
     def take(self, most: int) -> list[tuple[Any, Any]]:
         """The next children with their keys. Each time more, as a dictionary can only be read from its beginning."""
@@ -206,7 +252,7 @@ def _parts_of(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
         yield _Part(value, owner, depth, functools.partial(_field, fields) if type(fields) is tuple else _item)
     elif kind is types.FunctionType:
         if value.__closure__:
-            yield _Part(dict(_closure(value)), owner, depth, lambda _, variable: f"'s {variable}")
+            yield _Part(dict(_closure(value)), owner, depth, lambda _, variable: f"'s {variable}", is_closure=True)
     elif kind is types.MethodType:
         yield _Part((value.__self__,), owner, depth, lambda *_: "'s object")
     elif issubclass(kind, torch.Tensor):
@@ -231,6 +277,11 @@ def _attributes(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
             if issubclass(type(registry), dict):
                 yield _Part(registry, owner, depth, _attribute)
         yield _Part(space, owner, depth, _own_attribute)
+
+
+def _cell(variable: str, value: Any) -> tuple[object, ...]:
+    """The slot of a variable that functions share. A frame does not show its cell."""
+    return "cell", variable, id(value)
 
 
 def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ _DUMP_FOLDER = re.compile(r"--xla_dump_to=\S*")
 class _Record:
     """The record of this process.
 
-    root, name, main_file: as for `start`.
+    root, name, advises: as for `start`.
     recorder: watches the steps for their advice; None without advice.
     children: the numbers of child processes.
     flags: XLA_FLAGS as they were; None once they are restored.
@@ -49,12 +49,12 @@ class _Record:
     last_step: number of the last step whose donors are written.
     """
 
-    def __init__(self, root: Path, name: str, main_file: str | None) -> None:
-        self.root, self.name, self.main_file = root, name, main_file
+    def __init__(self, root: Path, name: str, advises: bool) -> None:
+        self.root, self.name, self.advises = root, name, advises
         self.children = itertools.count(1)
         self.folder = folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
-        self.recorder = None if main_file is None else Recorder()
+        self.recorder = Recorder() if advises else None
         self._write_advice(None)
         self.flags = os.environ.get("XLA_FLAGS", "")
         # One process may not write to the folder of another one, where modules of the same number would clash.
@@ -78,7 +78,7 @@ class _Record:
     def finish(self) -> None:
         if self.recorder is not None:
             try:
-                advice = self.recorder.advice(self.main_file or "").to_dict()
+                advice = self.recorder.advice().to_dict()
                 self._write_advice({"saw_steps": self.recorder.saw_steps(), **advice})
             except Exception as error:  # the program's own exception counts
                 self._write_advice({"error": f"{type(error).__name__}: {error}"})
@@ -108,7 +108,7 @@ class _Record:
 _record: _Record | None = None
 
 
-def start(root: Path, name: str, main_file: str | None = None) -> None:
+def start(root: Path, name: str, advises: bool = False) -> None:
     """Records the runs of this process from now on, and lets XLA dump its modules.
 
     Call it before the XLA runtime starts, which reads XLA_FLAGS. A forked process calls it again.
@@ -116,27 +116,27 @@ def start(root: Path, name: str, main_file: str | None = None) -> None:
     Args:
         root: the folder of all processes.
         name: the name of this process's folder in it.
-        main_file: with advice, the file that runs as ``__main__``, or an empty text; None without advice.
+        advises: whether to note what the steps could still donate.
     """
     global _record
     before, _record = _record, None
     if before is not None:
         os.close(before.file)
         os.environ["XLA_FLAGS"] = before.flags
-    _record = _Record(root, name, main_file)
+    _record = _Record(root, name, advises)
     if before is None:
         _C.log_runs(record_runs)
         atexit.register(finish)
-        if main_file is not None:
+        if advises:
             listen(_note)
 
 
-def child() -> tuple[Path, str, str | None] | None:
+def child() -> tuple[Path, str, bool] | None:
     """The arguments of `start` for the next child process that this process starts; None without a record."""
     if _record is None:
         return None
     parent = "process" if _record.name == MAIN else _record.name
-    return _record.root, f"{parent}_{next(_record.children)}", _record.main_file
+    return _record.root, f"{parent}_{next(_record.children)}", _record.advises
 
 
 def order(name: str) -> list[int]:

@@ -6,6 +6,7 @@ import re
 import threading
 import types
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _frames
@@ -18,6 +19,7 @@ from torch_xla_donate._tools.names import Named, name_tensors
 from torch_xla_donate._tools.source import read
 
 _NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
+_SHOWN = 4  # holders after the first
 _KINDS = 256  # of steps; a program may end each of its steps at another line, or with other inputs
 
 
@@ -52,6 +54,7 @@ class Recorder:
         self._findings: dict[Key, Finding] = {}
         self._runs: Counter[tuple[Any, ...]] = Counter()
         self._codes: dict[str, types.CodeType] = {}  # that end steps, by site
+        self._main: tuple[str, int] | None = None  # the first line of the main module that runs steps
         self._thread = _ThreadState()
         self._lock = threading.Lock()
         self.call: Call | None = None
@@ -77,16 +80,14 @@ class Recorder:
         with self._lock:
             self._findings.clear()
 
-    def advice(self, main: str = "") -> Advice:
-        """The hints so far.
-
-        Args:
-            main: the program's file, into which `diff` puts a call of `auto_donate`; by default the file of the hint.
-        """
+    def advice(self) -> Advice:
+        """The hints so far."""
         with self._lock:
             found = [(key, finding, self._codes.get(key.site)) for key, finding in self._findings.items()]
+            main = self._main
+        automatic = edits.call_auto_donate(*main) if main is not None else []
         return Advice(
-            _hint(key, finding, main, code)
+            _hint(key, finding, automatic, code)
             for key, finding, code in found
             if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
         )
@@ -94,9 +95,12 @@ class Recorder:
     def note(self, step: _C.WatchedStep) -> None:
         """Examines a step that ends now on this thread."""
         site = _frames.call_site()
+        main = _frames.main_place()
         here = self._thread
         run = site, hash(tuple(raw.use for raw in step.inputs))
         with self._lock:
+            if main is not None and (self._main is None or main[1] < self._main[1]):
+                self._main = main
             if run in self._runs or len(self._runs) < _KINDS:
                 self._runs[run] += 1
             here.quiet = 0 if 0 < self._runs[run] <= _NAMED_RUNS else here.quiet + 1
@@ -130,16 +134,15 @@ def _names() -> dict[int, Named] | None:
         return None
 
 
-def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) -> Hint:
-    """The hint for a finding, with the edit. `code` ended the step."""
+def _hint(key: Key, finding: Finding, automatic: list[Change], code: types.CodeType | None) -> Hint:
+    """The hint for a finding, with the edit. `code` ended the step; `automatic` calls `auto_donate`."""
     # Without the source that the program ran, only `auto_donate` is safe.
     source = read(key.site.rpartition(":")[0])
     site = key.site if source is not None and code is not None and source.compiles_to(code) else ""
     name = finding.names[0] if finding.names else None
     where = key.where or key.site
     root = (name.variable if finding.count > 1 else str(name)) if name is not None else ""
-    automatic = edits.call_auto_donate(main or where.rpartition(":")[0], key.site)
-    edit, changes = "call torch_xla_donate.auto_donate() before the loop", automatic
+    edit, changes = edits.AUTO_DONATE, automatic
     if key.kind == "reassignment" and name is not None:
         marks = edits.donate_before(name, where, site)
         if marks:
@@ -150,15 +153,14 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
         else:
             edit += ", or donate_argnums of torch_xla_donate.compile for a step that is a function"
     elif key.kind == "kept_graph":
-        edit, changes = _detach(key, finding, automatic, site)
-        where = _where(key.holder, key.site) or where
+        edit, changes = _detach(finding, automatic, site)
+        where = _where(finding.holders[0], key.site) or where
     elif key.kind == "kept_gradient":
         optimizer = edits.optimizer_of([each.variable for each in finding.names], site) or "optimizer"
         # Other code may read the gradients in ways that no source shows, so there is no diff.
         edit, changes = f"{optimizer}.zero_grad(set_to_none=True) after the last use of the gradients", []
     elif key.kind == "held_input":
         edit, changes = "", []
-        where = _where(key.holder, key.site) or where
     elif key.kind == "output_sharding":
         edit, changes = (
             f"xs.mark_sharding({root or 'output'}, ...) with the sharding of the input, {finding.detail}",
@@ -173,7 +175,7 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
         count=finding.count,
         name=root,
         where=where,
-        holder=key.holder,
+        holder=_listed(finding.holders) or key.holder,
         edit=edit,
         site=key.site,
         runs=finding.runs,
@@ -181,16 +183,25 @@ def _hint(key: Key, finding: Finding, main: str, code: types.CodeType | None) ->
     )
 
 
-def _detach(key: Key, finding: Finding, automatic: list[Change], site: str) -> tuple[str, list[Change]]:
-    """The edit for a graph that a variable keeps alive. The inputs are then free, which `auto_donate` donates."""
+def _detach(finding: Finding, automatic: list[Change], site: str) -> tuple[str, list[Change]]:
+    """The edit for graphs that variables keep alive. The inputs are then free, which `auto_donate` donates."""
     also = "" if finding.automatic else " and call torch_xla_donate.auto_donate() before the loop"
-    variable = re.fullmatch(r"grad_fn of variable '(\w+)' at .*", key.holder)
-    if variable is None:
-        return f"keep the .detach() of it{also}", []
-    changes = edits.detach_before(variable[1], site)
+    found = [re.fullmatch(r"grad_fn of variable '(\w+)' at .*", holder) for holder in finding.holders]
+    variables = [variable[1] for variable in found if variable is not None]
+    if len(variables) < len(found):
+        return f"keep the .detach() of {'it' if len(found) == 1 else 'each'}{also}", []
+    each = [edits.detach_before(variable, site) for variable in variables]
+    changes = [change for one in each for change in one] if all(each) else []
     if changes and not finding.automatic:
         changes = [*automatic, *changes] if automatic else []
-    return f"{variable[1]} = {variable[1]}.detach() before the step ends{also}", changes
+    statements = ", ".join(f"{variable} = {variable}.detach()" for variable in variables)
+    return f"{statements} before the step ends{also}", changes
+
+
+def _listed(texts: Sequence[str]) -> str:
+    first, more = texts[:1], texts[1:]
+    shown = ", ".join([*more[:_SHOWN], *(["..."] if len(more) > _SHOWN else [])])
+    return "".join(first) + (f" and {len(more)} more: {shown}" if more else "")
 
 
 def _where(holder: str, site: str) -> str:

@@ -43,11 +43,6 @@ class Program:
         """The absolute path of the script, as Python has it in ``__file__``: joined, and not normalised."""
         return os.getcwd() if self.target == os.curdir else os.path.join(os.getcwd(), self.target)
 
-    def main_file(self) -> str:
-        """The file that runs as ``__main__``; empty for a module."""
-        path = self.path()
-        return "" if self.is_module else os.path.join(path, "__main__.py") if _is_importable(path) else path
-
     def __str__(self) -> str:
         return " ".join([*(["-m"] if self.is_module else []), self.target, *self.args])
 
@@ -81,7 +76,7 @@ def _execute(program: Program, main: types.ModuleType) -> None:
         _set_first_path(os.getcwd())
         # The function behind `python -m`.
         runpy._run_module_as_main(program.target, alter_argv=True)  # type: ignore[attr-defined]
-    elif _is_importable(path):
+    elif pkgutil.get_importer(path) is not None:  # a folder or archive with __main__.py
         _set_first_path(path, is_safe=True)
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
     else:
@@ -89,11 +84,6 @@ def _execute(program: Program, main: types.ModuleType) -> None:
         loader = SourceFileLoader("__main__", path)
         main.__dict__.update(__file__=path, __loader__=loader, __cached__=None, __spec__=None)
         exec(compile(loader.get_data(path), path, "exec", dont_inherit=True), main.__dict__)
-
-
-def _is_importable(path: str) -> bool:
-    """Whether it is a folder or an archive, which Python runs by its __main__.py."""
-    return pkgutil.get_importer(path) is not None
 
 
 def _set_first_path(path: str, is_safe: bool = False) -> None:

@@ -71,6 +71,12 @@ class Source:
         rest = last[statement.end_col_offset or 0 :].strip()
         return not first[: statement.col_offset].strip() and (not rest or rest.startswith(b"#"))
 
+    def ends_line(self, statement: ast.stmt) -> bool:
+        """Whether a line can be put after the last line of a statement of the module."""
+        end = statement.end_lineno or statement.lineno
+        goes_on = any(node.lineno <= end < (node.end_lineno or end) for node in self.tree.body)
+        return not goes_on and not self.lines[end - 1].rstrip().endswith("\\")
+
     def indentation(self, statement: ast.stmt) -> str:
         return self.lines[statement.lineno - 1].encode()[: statement.col_offset].decode()
 

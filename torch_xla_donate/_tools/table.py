@@ -35,7 +35,7 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
         yield Text(_heading(numbers, run.steps), style="bold")
         yield Text(f"  {_arrays(step)}")
         if len(numbers) > 1:
-            yield Text(f"  {_ALIKE.format(len(numbers))}")
+            yield Text(f"  {_alike([run.steps[number - 1] for number in numbers])}")
         yield from (Text(f"  {line}") for line in (*_memory(step), *findings(step)))
         if step.donors:
             yield _donors(step)
@@ -69,10 +69,20 @@ def summary_line(run: RunSummary) -> str:
     return text
 
 
-_ALIKE = (
-    "{} graphs were compiled for it. A Python number is a constant of a graph, so pass one that changes, such as a "
-    "position, as a tensor."
-)
+def _alike(steps: Sequence[StepSummary]) -> str:
+    """Why one line ran several graphs, as far as their texts show it."""
+    text = f"{_count(len(steps), 'graph')} were compiled for it"
+    if not all(step.shapes for step in steps):
+        return f"{text}. Their operations, the shapes of their arrays, or numbers of the program differ."
+    operations, shapes = len({step.operations for step in steps}), len({step.shapes for step in steps})
+    remedies = {
+        "operations": operations > 1 and "A branch, or a first step that differs from the others, makes other graphs.",
+        "shapes": shapes > operations and "Pad arrays whose sizes change to a few sizes.",
+        "numbers": len(steps) > shapes
+        and "A Python number is a constant of a graph, so pass one that changes, such as a position, as a tensor.",
+    }
+    shown = {name: remedy for name, remedy in remedies.items() if remedy}
+    return f"{text}, which differ in {' and '.join(shown)}. {' '.join(shown.values())}"
 
 
 def _heading(numbers: Sequence[int], steps: Sequence[StepSummary]) -> str:

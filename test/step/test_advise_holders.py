@@ -1,0 +1,153 @@
+"""advise names all holders of an old value, so that its bytes are saved when these let go."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import types
+
+import pytest
+import torch
+import torch_xla
+from children import in_process
+from helpers import make
+
+from torch_xla_donate import advise, auto_donate, donation_report
+from torch_xla_donate._tools.recorder import Recorder
+
+HERE = "test_advise_holders.py"
+SIZE = 32 * 32 * 4
+
+
+@in_process
+def test_a_holder_that_python_cannot_name():
+    class Node:
+        pass
+
+    x = make(32, 32)
+
+    def step():
+        nonlocal x
+        cycle = Node()
+        cycle.self, cycle.x = cycle, x
+        x = x * 0.5
+
+    gc.disable()  # or else the cycle could be freed before the step
+    try:
+        (hint,) = advise(step)
+    finally:
+        gc.enable()
+    assert (hint.kind, hint.holder, hint.edit, hint.changes) == ("held_input", "unknown holder", "", ())
+
+
+@in_process
+def test_an_attribute_of_an_object_that_is_held():
+    state = types.SimpleNamespace(new=make(32, 32), old=None)
+
+    def step():
+        state.old, state.new = state.new, state.new * 0.5
+
+    (hint,) = advise(step)
+    assert (hint.kind, hint.name, hint.edit) == ("held_input", "state.old", "")
+    line = test_an_attribute_of_an_object_that_is_held.__in_process__.__code__.co_firstlineno + 2
+    assert hint.holder == f"state.old at {HERE}:{line}"  # also in a closure, but one reference
+
+
+@pytest.mark.parametrize("kept", [("list", "last"), ("list",), ("last",), ()])
+@in_process
+def test_each_holder_of_an_old_value_must_let_go(kept):
+    """The bytes of a hint are saved if all that it names let go, and not before."""
+    x, keep, last = make(32, 32), [None], None
+    with auto_donate(), Recorder() as recorder:
+        for _ in range(3):
+            keep[0] = x if "list" in kept else None
+            last = x if "last" in kept else None
+            x = x * 0.5
+            torch_xla.sync()
+        assert donation_report(steps=1).donated_bytes == (0 if kept else SIZE)
+    line = test_each_holder_of_an_old_value_must_let_go.__in_process__.__code__.co_firstlineno
+    texts = {"list": f"keep[0] at {HERE}:{line + 4}", "last": f"variable 'last' at {HERE}:{line + 8}"}
+    more = f" and 1 more: {texts['list']}"
+    expected = {2: [texts["last"] + more], 1: [texts[name] for name in kept], 0: []}[len(kept)]
+    assert [hint.holder for hint in recorder.advice()] == expected
+    assert all((hint.kind, hint.bytes) == ("held_input", SIZE) for hint in recorder.advice())
+    del last
+
+
+@in_process
+def test_values_of_one_list_are_one_hint():
+    """Also those that a loop's variable or a graph holds, too."""
+    params = {name: make(32, 32) for name in "abc"}
+    torch_xla.sync()
+    with Recorder() as recorder:
+        for _ in range(3):
+            leaves = list(params.values())
+            for leaf in leaves:
+                leaf.requires_grad_()
+            loss = sum((leaf * leaf).sum() for leaf in leaves)
+            gradients = torch.autograd.grad(loss, leaves)
+            params = {name: (params[name] - g).detach() for name, g in zip("abc", gradients)}
+            del gradients
+            torch_xla.sync()
+    line = test_values_of_one_list_are_one_hint.__in_process__.__code__.co_firstlineno
+    (hint,) = recorder.advice()
+    assert (hint.kind, hint.name, hint.count, hint.bytes) == ("held_input", "leaves", 3, 3 * SIZE)
+    assert hint.holder == (
+        f"variable 'leaves' at {HERE}:{line + 7} and 2 more: variable 'leaf' at {HERE}:{line + 8}, "
+        f"grad_fn of variable 'loss' at {HERE}:{line + 10}"
+    )
+
+
+@in_process
+def test_a_reference_that_no_search_finds_is_unknown():
+    """A deque is not searched. Its reference still counts."""
+    x, last = make(32, 32), None
+    before = collections.deque(maxlen=1)
+    with Recorder() as recorder:
+        for _ in range(3):
+            last = x
+            before.append(x)
+            x = x * 0.5
+            torch_xla.sync()
+    (hint,) = recorder.advice()
+    assert hint.holder.startswith(f"variable 'last' at {HERE}:")
+    assert hint.holder.endswith(" and 1 more: unknown holder")
+    del last
+
+
+@in_process
+def test_a_variable_of_a_suspended_generator_is_named():
+    def rollout(x):
+        while True:
+            kept = [x]
+            x = x * 0.5
+            yield kept
+
+    steps = rollout(make(32, 32))
+    others = [steps, {"same": steps}]
+    with Recorder() as recorder:
+        for _ in range(4):
+            next(steps)
+            torch_xla.sync()
+    (hint,) = recorder.advice()
+    assert (hint.name, hint.bytes) == ("kept[0]", SIZE)
+    assert hint.holder == f"kept[0] at {HERE}:{rollout.__code__.co_firstlineno + 2}"
+    del others
+
+
+@in_process
+def test_all_graphs_that_keep_a_value_are_named():
+    x = make(32, 32)
+    with Recorder() as recorder:
+        for _ in range(3):
+            x.requires_grad_()
+            y = x * x
+            loss = y.sum()
+            (gradient,) = torch.autograd.grad(loss, [x])
+            x = (x - gradient).detach()
+            del gradient
+            torch_xla.sync()
+    (hint,) = recorder.advice()
+    assert (hint.kind, hint.bytes) == ("kept_graph", SIZE)
+    assert hint.edit.startswith("loss = loss.detach(), y = y.detach() before the step ends")
+    assert hint.holder.count("grad_fn of variable") == 2
