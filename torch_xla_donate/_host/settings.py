@@ -23,7 +23,8 @@ def device_count() -> int:
 
 def default_device_number() -> int:
     """The number of this thread's default device among those of the process."""
-    return int(xlac()._xla_get_default_device_ordinal())
+    # torch_xla's number of it (`_xla_get_default_device_ordinal`) may count those of all hosts.
+    return int(torch_xla.device().index)
 
 
 def process_count() -> int:
