@@ -44,12 +44,13 @@ def main_place() -> tuple[str, int] | None:
     """
     main = sys.modules.get("__main__")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and not (
-        frame.f_code.co_name == "<module>" and frame.f_globals is getattr(main, "__dict__", None)
-    ):
+    place = None
+    while frame is not None:  # the outermost one, as the program may call exec()
+        if frame.f_code.co_name == "<module>" and frame.f_globals is getattr(main, "__dict__", None):
+            place = frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    if frame is not None:
-        return frame.f_code.co_filename, frame.f_lineno
+    if place is not None:
+        return place
     file = getattr(main, "__file__", None) if main is sys.modules.get("__mp_main__") else None
     return (file, sys.maxsize) if isinstance(file, str) else None
 
@@ -57,7 +58,7 @@ def main_place() -> tuple[str, int] | None:
 def is_for_with(frame: types.FrameType) -> bool:
     """Whether the call that the frame is making is the expression of a ``with`` statement."""
     code, place = frame.f_code.co_code, frame.f_lasti + 2
-    while dis.opname[code[place]] == "CACHE":
+    while dis.opname[code[place]] in ("CACHE", "EXTENDED_ARG"):
         place += 2
     return dis.opname[code[place]] in ("SETUP_WITH", "BEFORE_WITH")  # of Python 3.10, and from 3.11 on
 

@@ -45,8 +45,8 @@ ThreadWishes& Wishes() {
 }
 
 // Why this process cannot donate automatically; null until a thread has computed it. A thread that needs the answer
-// meanwhile computes it, too. If it went on without, the donors of its first steps would depend on the other's speed.
-// If it waited, it might hold the GIL that the other needs.
+// meanwhile computes it, too. Without an answer, it could not donate, so the donors of its first steps would depend on
+// the speed of the other thread. If it waited, it might hold the GIL that the other needs.
 std::atomic<const Reason*> process_obstacle{nullptr};
 
 const Reason& ProcessObstacle() {

@@ -151,7 +151,7 @@ PlanResult DonorPlanner::Choose(const PlanRequest& request) {
   lazy::hash_t key = lazy::HashCombine(request.hash, lazy::Hash(request.graph.parameter_sequence));
   key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(request.donors), lazy::Hash(kind)));
   key = lazy::HashCombine(key, lazy::Hash(wanted));
-  // Else the choices of a device would depend on which dead sets the threads of other devices have had before.
+  // A plan for all devices would settle on the dead sets of the device that is first.
   key = lazy::HashCombine(key, lazy::Hash(request.device.toString()));
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = plans_.find(key);

@@ -5,7 +5,7 @@
 
 #include <initializer_list>
 
-#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030D0000
 #define Py_BUILD_CORE
 #include <internal/pycore_code.h>
 #include <internal/pycore_frame.h>
@@ -85,9 +85,21 @@ bool AddAll(PyFrameObject* frame, PyCodeObject*, PyObject* found) {
 
 #endif
 
+// The namespace of a module or a class body. `f_locals` would call methods of a class body's own kind of dictionary.
 PyObject* CopyOfNamespace(PyFrameObject* frame) {
-  PyObject* space = PyObject_GetAttrString(reinterpret_cast<PyObject*>(frame), "f_locals");
-  PyObject* copy = space == nullptr ? nullptr : PyDict_Check(space) ? PyDict_Copy(space) : PyDict_New();
+#if PY_VERSION_HEX < 0x030B0000
+  PyObject* space = frame->f_locals;
+  Py_XINCREF(space);
+#elif PY_VERSION_HEX < 0x030D0000
+  PyObject* space = frame->f_frame->f_locals;
+  Py_XINCREF(space);
+#else
+  PyObject* space = PyFrame_GetLocals(frame);
+  if (space == nullptr) {
+    return nullptr;
+  }
+#endif
+  PyObject* copy = space != nullptr && PyDict_Check(space) ? PyDict_Copy(space) : PyDict_New();
   Py_XDECREF(space);
   return copy;
 }

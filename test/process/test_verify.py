@@ -204,16 +204,23 @@ def different_graphs() -> None:
     for i in range(3):
         w = w.sin() if i else w.cos()
         torch_xla.sync()  # operations
+    for i in range(2):
+        w = w * w.sum(i)
+        torch_xla.sync()  # dimensions
 
 
 def test_the_table_shows_how_graphs_of_one_line_differ(tmp_path):
     run = recorded(different_graphs, tmp_path)
     shown = [" ".join(str(part).split()) for part in table.tables(run)]
-    for cause, remedy in ("shapes", "Pad arrays"), ("numbers", "A Python number"), ("operations", "A branch, or"):
-        site = line_of(different_graphs, f"# {cause}")
+    for comment, count, cause in (
+        ("shapes", 3, "shapes. Pad arrays"),
+        ("numbers", 3, "numbers. A Python number"),
+        ("operations", 2, "operations. A branch, or"),
+        ("dimensions", 2, "operations. A branch, or"),
+    ):
+        site = line_of(different_graphs, f"# {comment}")
         (place,) = [i for i, text in enumerate(shown) if text.endswith(f"at {site.rpartition('/')[2]}")]
-        count = 2 if cause == "operations" else 3
-        assert shown[place + 2].startswith(f"{count} graphs were compiled for it, which differ in {cause}. {remedy}")
+        assert shown[place + 2].startswith(f"{count} graphs were compiled for it, which differ in {cause}")
 
 
 def flags_of_the_user() -> None:

@@ -12,7 +12,8 @@ import torch_xla
 from children import in_process
 from helpers import make
 
-from torch_xla_donate import advise, auto_donate, donation_report
+from torch_xla_donate import _C, advise, auto_donate, donation_report
+from torch_xla_donate._report import holders
 from torch_xla_donate._tools.recorder import Recorder
 
 HERE = "test_advise_holders.py"
@@ -72,6 +73,41 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
     assert [hint.holder for hint in recorder.advice()] == expected
     assert all((hint.kind, hint.bytes) == ("held_input", SIZE) for hint in recorder.advice())
     del last
+
+
+@in_process
+def test_an_unknown_holder_is_said_beside_a_graph():
+    x, before, last, loss = make(32, 32), collections.deque(maxlen=1), None, None
+    with Recorder() as recorder:
+        for _ in range(4):
+            x.requires_grad_()
+            last = x
+            before.append(x)
+            loss = (x * x).sum()
+            (gradient,) = torch.autograd.grad(loss, [x], retain_graph=True)
+            x = (x - gradient * 0.1).detach()
+            del gradient
+            torch_xla.sync()
+    (hint,) = recorder.advice()
+    assert [text.partition(" at ")[0] for text in hint.holder.split(", ")] == ["variable 'last'", "unknown holder"]
+    assert "grad_fn of variable 'loss'" in hint.holder
+    del last, loss
+
+
+def test_many_graphs_are_searched_in_part(monkeypatch):
+    w = make(4, 4).requires_grad_()
+    states = [make(4, 4)]
+    for _ in range(40):
+        states.append(states[-1] @ w)
+    torch_xla.sync()
+    few, many = ([*states[: count + 1]] for count in (5, 40))
+    for tensors, named, are_more in ((few, 5, False), (many, holders._SEARCHED, True)):
+        graphs = holders._Graphs(tensors, lambda tensor: "x")
+        assert [*graphs.saving({_C.holds(w)})] == [("grad_fn of x", {_C.holds(w)})] * named
+        assert graphs.are_more == are_more
+    monkeypatch.setattr(holders, "_NODES", 3)
+    graphs = holders._Graphs(many, lambda tensor: "x")
+    assert len([*graphs.saving({_C.holds(w)})]) == 2 and graphs.are_more
 
 
 @in_process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import gc
 import threading
@@ -893,6 +894,7 @@ def test_a_step_leaves_the_collectives_of_other_devices():
         ("with contextlib.suppress(KeyError), auto_donate(True) as _mode: pass", False),
         ("with contextlib.ExitStack() as stack: stack.enter_context(auto_donate())", True),
         ("mode = auto_donate()\nwith mode: pass", True),
+        ("with auto_donate():" + "\n    print" * 300, False),
     ],
 )
 def test_a_with_statement_never_reaches_other_threads(monkeypatch, program, is_default_before_it_enters):
@@ -908,6 +910,29 @@ def test_a_with_statement_never_reaches_other_threads(monkeypatch, program, is_d
     exec(program, {"auto_donate": auto_donate, "contextlib": contextlib})
     assert found == [is_default_before_it_enters, False]
     assert not _C.auto_donate_is_default()
+
+
+def test_a_context_restores_no_default_that_a_later_call_has_set():
+    first = auto_donate(False)
+    auto_donate()
+    with first:
+        pass
+    assert _C.auto_donate_is_default()
+    second, third = auto_donate(False), auto_donate()
+    with second:
+        assert _C.auto_donate_is_default()
+    with third:
+        assert _C.auto_donate_is_default()  # as before the second one
+    auto_donate(False)
+    assert not _C.auto_donate_is_default()
+
+
+def test_a_call_without_a_caller_in_python():
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_thread.start_new_thread, auto_donate, (True,)).result()
+        while not _C.auto_donate_is_default():
+            pass
+    auto_donate(False)
 
 
 @in_process

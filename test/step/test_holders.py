@@ -108,6 +108,36 @@ def test_the_variables_of_a_frame():
 
     assert Body.found["member"] == 1
 
+    class Space:
+        """A namespace that is not a dictionary. Reading `f_locals` deletes `__class__` from it."""
+
+        def __setitem__(self, key, value):
+            pass
+
+        def __getitem__(self, key):
+            raise KeyError(key)
+
+        def __delitem__(self, key):
+            raise AssertionError
+
+    class Meta(type):
+        @classmethod
+        def __prepare__(cls, name, bases):
+            return Space()
+
+        def __new__(cls, name, bases, namespace):
+            return name  # a class would have to get its `__class__`
+
+    found = []
+
+    class _Odd(metaclass=Meta):
+        def method(self):
+            return __class__
+
+        found.append(variables())
+
+    assert found == [{}]
+
     with pytest.raises(TypeError, match="expected a frame, got int"):
         _C.frame_variables(1)
 

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import subprocess
+import sysconfig
 import types
 from pathlib import Path
 
@@ -192,7 +193,7 @@ def test_the_optimizer_of_the_parameters_is_named(tmp_path: Path) -> None:
 
 
 def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
-    file = written(tmp_path, f"import os\n{LOOP}import sys\n")
+    file = written(tmp_path, f"import torch_xla\nx = 1\nimport os\n{LOOP}import sys\n")
     text = applied(file, edits.call_auto_donate(file, line_of(file, "sync")))
     assert "import os\nimport torch_xla_donate\n\ntorch_xla_donate.auto_donate()\n" in text
     assert text.count("import torch_xla_donate\n") == 1
@@ -202,9 +203,13 @@ def test_auto_donate_goes_after_the_last_import(tmp_path: Path) -> None:
     ("head", "has_place"),
     [
         ('"""doc"""\nfrom __future__ import annotations; import torch; import torch_xla  # here\n', True),
-        ("import torch; x = 1\n", True),
+        ("import torch_xla.core; x = 1\n", True),
+        ("from torch_xla import sync; x = 1\n", True),
         ("import torch, \\\n  os\n", True),
         ("import torch; x = (1,\n 2)\n", False),
+        # torch_xla reads such variables when it is imported.
+        ("import os\nos.environ['XLA_FLAGS'] = ''\ndef f():\n    import torch_xla\n", False),
+        ("import os\nos.environ['XLA_FLAGS'] = ''\nimport train\n", True),
         ("import torch; \\\nx = 1\n", False),
         ("x = 1\n", False),
     ],
@@ -222,14 +227,23 @@ def test_auto_donate_goes_after_whole_lines(tmp_path: Path, head: str, has_place
         assert left_out == []
     else:
         (message,) = left_out
-        assert message.startswith("The diff does not call auto_donate(): the script has no line of imports")
+        assert message.startswith("The diff does not call auto_donate(), as the main script was found to have no line")
+
+
+@pytest.mark.parametrize("after", ["import os; y = (1,\n2)\n", "import os; y = \\\n2\n"])
+def test_an_import_on_a_line_that_goes_on_is_passed_over(tmp_path: Path, after: str) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(f"import torch_xla\n{after}f()\n", encoding="utf-8")
+    text = applied(str(file), edits.call_auto_donate(str(file), 4))
+    assert text == f"import torch_xla\nimport torch_xla_donate\n\ntorch_xla_donate.auto_donate()\n{after}f()\n"
 
 
 def test_installed_files_get_no_call_of_auto_donate() -> None:
     """Such as that of a tool that runs the program."""
-    file = str(Path(pytest.__file__).with_name("__main__.py"))
-    assert source.read(file) is not None
-    assert edits.call_auto_donate(file, 1000) == []
+    script = Path(sysconfig.get_path("scripts"), "pytest")
+    for file in map(str, (Path(pytest.__file__).with_name("__main__.py"), script)):
+        assert source.read(file) is not None
+        assert edits.call_auto_donate(file, 1000) == []
 
 
 # Bytes of files whose lines or letters Python's parser, text files and `patch` treat differently.

@@ -48,10 +48,13 @@ class auto_donate(ThreadMode[int]):
         super().__init__()
         self._enabled = enabled
         # A `with` statement must not reach other threads, not even until it enters.
-        if not is_for_with(sys._getframe(1)):
+        caller = sys._getframe().f_back
+        self._call = None if caller is not None and is_for_with(caller) else _Call()
+        if self._call is not None:
             with _lock:
-                self._before = _C.auto_donate_is_default()
-                _calls[self] = None
+                self._call.previous, _newest.call = _newest.call, self._call
+                self._call.default = _C.auto_donate_is_default()
+                _calls.add(self)
                 _C.set_auto_donate(enabled)
 
     def make_entry(self) -> int:
@@ -77,19 +80,31 @@ class auto_donate(ThreadMode[int]):
         A later call keeps its value, but must not restore this one when it becomes a context.
         """
         with _lock:
-            calls = list(_calls)
-            if self in calls:
-                later = calls[calls.index(self) + 1 :]
-                if later:
-                    later[0]._before = self._before
-                else:
-                    _C.set_auto_donate(self._before)
-                del _calls[self]
+            call, self._call = self._call, None
+            if call is None:
+                return
+            if _newest.call is call:
+                _newest.call = call.previous
+                _C.set_auto_donate(call.default)
+            for other in list(_calls):
+                if other._call is not None and other._call.previous is call:
+                    other._call.previous, other._call.default = call.previous, call.default
+
+
+class _Call:
+    """A call for all threads: the call before it, and the default before it."""
+
+    previous: _Call | None = None
+    default = False
+
+
+class _Newest:
+    call: _Call | None = None
 
 
 _lock = threading.RLock()  # a signal's handler may take it again
-# Calls that were not entered as contexts, oldest first.
-_calls: weakref.WeakKeyDictionary[auto_donate, None] = weakref.WeakKeyDictionary()
+_newest = _Newest()
+_calls: weakref.WeakSet[auto_donate] = weakref.WeakSet()
 
 
 def prepare() -> _C.Reason:

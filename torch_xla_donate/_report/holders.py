@@ -10,7 +10,7 @@ import sys
 import threading
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch_xla_donate import _C
 from torch_xla_donate._frames import is_internal
 
 UNKNOWN = "unknown holder"
-_SEARCHED = 16  # buffers; each needs several walks over all objects
+_SEARCHED = 16  # buffers, or graphs; each needs several walks over all objects
 _DEPTH = 6  # containers between a variable and a tensor
 _REFERRERS = 32  # of one object
 _SCANS = 256  # for referrers in a search; objects that refer to each other have countless paths
-_NODES = 10000  # of the graphs of autograd
+_NODES = 20000  # of all graphs of autograd
 # Held during a search for names or holders. A search would find the lists of another one, and take them for holders.
 searching = threading.RLock()
 
@@ -43,35 +43,40 @@ def holders_of(buffers: Sequence[int]) -> dict[int, str]:
             if name is not None:
                 found[buffer] = name
     missing = wanted - found.keys()
-    for text, saved in _graphs(tensors, search, missing):
+    for text, saved in _Graphs(tensors, search.name).saving(missing):
         found.update(dict.fromkeys(saved, text))
         missing -= saved
     return found
 
 
-def other_holders(known: Mapping[int, int]) -> dict[int, list[str]]:
+def other_holders(known: Mapping[int, int], name_of: Callable[[torch.Tensor], str | None]) -> dict[int, list[str]]:
     """The holders of each buffer beside those that are known: graphs of autograd, and what else refers to its tensors.
 
     Args:
         known: for each buffer the number of known references of Python to its tensors.
+        name_of: the name of a tensor, if it is known.
     """
     tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
-    references = Counter[int]()
+    references, objects = Counter[int](), Counter[int]()
     for probe in [object()]:
         ours = sys.getrefcount(probe)  # of a list, a loop and this function
     for tensor in tensors:
-        references[_C.holds(tensor)] += sys.getrefcount(tensor) - ours
+        buffer = _C.holds(tensor)
+        references[buffer] += sys.getrefcount(tensor) - ours
+        objects[buffer] += 1
     search = _Search()
+    graphs = _Graphs(tensors, lambda tensor: name_of(tensor) or search.name(tensor))
     found: dict[int, list[str]] = {buffer: [] for buffer in known}
-    for text, saved in _graphs(tensors, search, set(known)):
+    for text, saved in graphs.saving(set(known)):
         for buffer in saved:
             found[buffer].append(text)
-    # A tensor that only a graph needs has one reference, of the graph.
-    hidden = [
-        buffer
-        for buffer, texts in found.items()
-        if references[buffer] > known[buffer] + len(texts) or not (known[buffer] or texts)
-    ]
+    hidden = []
+    for buffer, texts in found.items():
+        # A graph refers to a tensor only if Python does not.
+        of_graphs = objects[buffer] - min(known[buffer], 1) if texts else 0
+        is_all = references[buffer] <= known[buffer] + of_graphs and not (texts and graphs.are_more)
+        if not is_all or not (known[buffer] or texts):
+            hidden.append(buffer)
     names = holders_of([buffer for buffer in hidden if not known[buffer]])
     for buffer in hidden:
         text = names.get(buffer, UNKNOWN)
@@ -84,37 +89,56 @@ def _is_tensor(leaf: object) -> bool:
     return issubclass(type(leaf), torch.Tensor) and leaf.device.type == "xla"  # type: ignore[attr-defined, no-any-return]
 
 
-def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a graph of autograd saves, as far as Python can read them."""
-    seen: set[Any] = set()
-    open_nodes = [node]
-    while open_nodes and len(seen) < _NODES:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        open_nodes += [following for following, _ in node.next_functions]
-        names = [name for name in dir(node) if name.startswith("_saved_")] + ["variable", "saved_tensors"]
-        for name in names:
-            try:
-                value = getattr(node, name, None)
-            except RuntimeError:  # the backward pass has freed it
+class _Graphs:
+    """The graphs of autograd of some tensors, as far as Python can read them.
+
+    are_more: whether a bound has ended the search.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], name_of: Callable[[torch.Tensor], str | None]) -> None:
+        self._tensors = tensors
+        self._name_of = name_of
+        self._nodes_left = _NODES
+        self.are_more = False
+
+    def saving(self, buffers: set[int]) -> Iterator[tuple[str, set[int]]]:
+        """The graphs that save some of these buffers, until all are taken out of the set."""
+        named = 0
+        for tensor in self._tensors:
+            if not buffers:
+                return
+            if tensor.grad_fn is None:
                 continue
-            for leaf in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
-                    yield leaf
+            if named == _SEARCHED or self._nodes_left == 0:
+                self.are_more = True
+                return
+            # A result inside another graph does not keep that graph alive.
+            saved = {_C.holds(leaf) for leaf in self._saved(tensor.grad_fn)} & buffers
+            name = self._name_of(tensor) if saved else None
+            if name is not None:
+                named += 1
+                yield f"grad_fn of {name}", saved
 
-
-def _graphs(tensors: list[torch.Tensor], search: _Search, buffers: set[int]) -> Iterator[tuple[str, set[int]]]:
-    """The graphs of autograd that save some of these buffers, until all are taken out of the set."""
-    for tensor in tensors:
-        if not buffers:
-            return
-        # A result inside another graph does not keep that graph alive.
-        saved = {_C.holds(leaf) for leaf in _saved(tensor.grad_fn)} & buffers if tensor.grad_fn is not None else set()
-        name = search.name(tensor) if saved else None
-        if name is not None:
-            yield f"grad_fn of {name}", saved
+    def _saved(self, node: Any) -> Iterator[torch.Tensor]:
+        """The tensors that a graph saves."""
+        seen: set[Any] = set()
+        open_nodes = [node]
+        while open_nodes and self._nodes_left > 0:
+            node = open_nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            self._nodes_left -= 1
+            open_nodes += [following for following, _ in node.next_functions]
+            names = [name for name in dir(node) if name.startswith("_saved_")] + ["variable", "saved_tensors"]
+            for name in names:
+                try:
+                    value = getattr(node, name, None)
+                except RuntimeError:  # the backward pass has freed it
+                    continue
+                for leaf in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla":
+                        yield leaf
 
 
 class _Search:

@@ -26,6 +26,7 @@ _CONSTANT = re.compile(r" constant\(.*", re.DOTALL)
 _SLICE = re.compile(r"\bslice=\{[^}]*\}")
 # All numbers but those in names of types and of parameters.
 _NUMBER = re.compile(r"(?:\b|_)\d+")
+_DIMENSIONS = re.compile(r"dim\w*=(?:\{[^}]*\}|\d+)")
 _ALLOCATION = re.compile(r"allocation \d+: size ([\d.]+)([KMGT]i)?B?, (.*)")
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
@@ -172,7 +173,7 @@ class _Entry:
         """Adds a piece of a line to the digests, without the program's numbers."""
         text = _SLICE.sub("", _CONSTANT.sub(" constant", piece))
         self.shapes.update(text.encode())
-        self.operations.update(_NUMBER.sub("", text).encode())
+        self.operations.update(" ".join([_NUMBER.sub("", text), *_DIMENSIONS.findall(text)]).encode())
 
     def __iter__(self) -> Iterator[str]:
         is_inside, is_start, is_constant = False, True, False

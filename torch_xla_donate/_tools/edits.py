@@ -207,10 +207,29 @@ def _names_in_stores(source: Source, statement: ast.stmt, variable: str) -> set[
 
 
 def _last_import(source: Source, line: int) -> ast.stmt | None:
-    """The last import of the module before a line; None if no line can be put after it."""
-    nodes = [node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    imports = [node for node in nodes if (node.end_lineno or node.lineno) < line]
-    return imports[-1] if imports and source.ends_line(imports[-1]) else None
+    """The last import of the module before a line after which torch_xla can be imported; None without one.
+
+    The program may set variables of the environment first, which torch_xla reads when it is imported. So either it is
+    imported by then, or only definitions follow until the line.
+    """
+    before = [node for node in source.tree.body if (node.end_lineno or node.lineno) < line]
+    found = None
+    is_imported = False
+    for node in before:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [name.name for name in node.names]
+            is_imported = is_imported or any(name.partition(".")[0] in _LOAD_TORCH_XLA for name in names)
+            found = node if source.ends_line(node) else found
+        elif not is_imported and not isinstance(node, ast.FunctionDef | ast.ClassDef) and not _is_text(node):
+            found = None
+    return found
+
+
+_LOAD_TORCH_XLA = ("torch_xla", "torch_xla_donate")
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _import_change(source: Source, line: int) -> list[Change] | None:
@@ -250,8 +269,8 @@ def diff(hints: Iterable[Hint], folder: str) -> tuple[bytes, list[str]]:
     text, left_out = b"", []
     if any(hint.edit.startswith(AUTO_DONATE) and not hint.changes for hint in hints):
         left_out.append(
-            "The diff does not call auto_donate(): the script has no line of imports before its first step that the "
-            f"call could follow. Call torch_xla_donate.auto_donate() before the loop. {see('verify')}"
+            "The diff does not call auto_donate(), as the main script was found to have no line of imports that the "
+            f"call could safely follow. Call torch_xla_donate.auto_donate() before the loop. {see('verify')}"
         )
     for file, found in changes.items():
         name = os.path.relpath(file, os.path.realpath(folder))

@@ -156,7 +156,12 @@ def _held(
     if not inputs:
         return {}
     references = _references({raw.buffer for raw in inputs}, now)
-    others = other_holders({buffer: len(names) for buffer, names in references.items()})
+
+    def name_of(tensor: torch.Tensor) -> str | None:
+        found = [named for alias in _C.alias_ids(tensor) if (named := now.get(alias)) is not None]
+        return next((each.names[0].holder(with_path=True) for each in found if each.tensor() is tensor), None)
+
+    others = other_holders({buffer: len(names) for buffer, names in references.items()}, name_of)
     held_by = Counter(root for names in references.values() for root in {name.root for name in names})
     groups: dict[Key, tuple[Finding, list[Name], list[str]]] = {}
     for raw in inputs:

@@ -120,7 +120,7 @@ def is_installed(file: str) -> bool:
     return file.startswith(_INSTALLED)
 
 
-_INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib"))
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib", "scripts"))
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType, torch.dtype)
 _OF_TORCH = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
