@@ -43,7 +43,7 @@ FUNCTIONS = {
     "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
     "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "later", "compilations", "watched", "trace_body",
     "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
-    "has_new_gradient", "compile_graph", "cancel", "end", "_recreate_cm", "_take_back",
+    "has_new_gradient", "compile_graph", "cancel", "end", "_recreate_cm", "_take_back", "take_back",
     "make_entry", "last_entry", "switch_on", "switch_off",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
@@ -71,7 +71,7 @@ def state():
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
         "graph name": _XLAC._get_current_graph_name(),
         "bridge": (dynamo_bridge.extract_graph_helper, dynamo_bridge.SpecialReturnHandler),
-        "lock": _host.switches.compiling._is_owned(),
+        "locks": (_host.switches.compiling._is_owned(), _modes.auto._lock._is_owned()),
     }
 
 

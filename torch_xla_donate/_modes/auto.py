@@ -80,15 +80,9 @@ class auto_donate(ThreadMode[int]):
         A later call keeps its value, but must not restore this one when it becomes a context.
         """
         with _lock:
-            call, self._call = self._call, None
-            if call is None:
-                return
-            if _newest.call is call:
-                _newest.call = call.previous
-                _C.set_auto_donate(call.default)
-            for other in list(_calls):
-                if other._call is not None and other._call.previous is call:
-                    other._call.previous, other._call.default = call.previous, call.default
+            if self._call is not None:
+                self._call.take_back()
+                self._call = None
 
 
 class _Call:
@@ -96,6 +90,15 @@ class _Call:
 
     previous: _Call | None = None
     default = False
+
+    def take_back(self) -> None:
+        """May run again after an interrupt."""
+        if _newest.call is self:
+            _C.set_auto_donate(self.default)
+            _newest.call = self.previous
+        for later in [other._call for other in list(_calls) if other._call is not None]:
+            if later.previous is self:
+                later.default, later.previous = self.default, self.previous
 
 
 class _Newest:
