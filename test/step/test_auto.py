@@ -29,6 +29,7 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 import torch_xla_donate
 from torch_xla_donate import _C, _host, auto_donate, donate_buffer, donation_disabled, donation_report, hlo
+from torch_xla_donate._modes import auto
 
 SWITCHED_ON = {"TORCH_XLA_DONATE_AUTO": "1"}
 
@@ -926,6 +927,16 @@ def test_a_context_restores_no_default_that_a_later_call_has_set():
         assert _C.auto_donate_is_default()  # as before the second one
     auto_donate(False)
     assert not _C.auto_donate_is_default()
+
+
+def test_calls_leave_nothing_behind():
+    def calls():
+        return sum(type(found) is auto._Call for found in gc.get_objects())
+
+    before = calls()
+    for _ in range(100):
+        auto_donate(False)
+    assert calls() == before
 
 
 def test_a_call_without_a_caller_in_python(monkeypatch):

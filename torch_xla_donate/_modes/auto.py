@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -49,13 +50,10 @@ class auto_donate(ThreadMode[int]):
         self._enabled = enabled
         # A `with` statement must not reach other threads, not even until it enters.
         caller = sys._getframe().f_back
-        self._call = None if caller is not None and is_for_with(caller) else _Call()
-        if self._call is not None:
+        self._call: _Call | None = None
+        if caller is None or not is_for_with(caller):
             with _lock:
-                self._call.previous, _newest.call = _newest.call, self._call
-                self._call.default = _C.auto_donate_is_default()
-                _calls.add(self)
-                _C.set_auto_donate(enabled)
+                self._call = _Call(enabled)
 
     def make_entry(self) -> int:
         return _C.auto_donate_depth()
@@ -86,28 +84,30 @@ class auto_donate(ThreadMode[int]):
 
 
 class _Call:
-    """A call for all threads: the call before it, and the default before it."""
+    """A call for all threads, with what held before it. Needs the lock."""
 
-    previous: _Call | None = None
-    default = False
+    numbers = itertools.count(1)
+    newest = 0  # the number of the last call that was not taken back
+
+    def __init__(self, enabled: bool) -> None:
+        self.number = next(self.numbers)
+        self.before, self.default = _Call.newest, _C.auto_donate_is_default()
+        _calls.add(self)
+        _Call.newest = self.number
+        _C.set_auto_donate(enabled)
 
     def take_back(self) -> None:
         """May run again after an interrupt."""
-        if _newest.call is self:
+        if _Call.newest == self.number:
             _C.set_auto_donate(self.default)
-            _newest.call = self.previous
-        for later in [other._call for other in list(_calls) if other._call is not None]:
-            if later.previous is self:
-                later.default, later.previous = self.default, self.previous
-
-
-class _Newest:
-    call: _Call | None = None
+            _Call.newest = self.before
+        for later in list(_calls):
+            if later.before == self.number:
+                later.default, later.before = self.default, self.before
 
 
 _lock = threading.RLock()  # a signal's handler may take it again
-_newest = _Newest()
-_calls: weakref.WeakSet[auto_donate] = weakref.WeakSet()
+_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that their objects may still take back
 
 
 def prepare() -> _C.Reason:
