@@ -16,7 +16,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-#if PY_VERSION_HEX < 0x030C0000
+#if PY_VERSION_HEX < 0x030D0000
 // Adds a variable, unless it is unbound.
 bool Add(PyObject* found, PyObject* name, PyObject* value, bool is_in_cell) {
   if (is_in_cell && value != nullptr && PyCell_Check(value)) {
@@ -40,7 +40,7 @@ bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
   return true;
 }
 
-#elif PY_VERSION_HEX < 0x030C0000
+#elif PY_VERSION_HEX < 0x030D0000
 
 bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
   for (int i = 0; i < code->co_nlocalsplus; ++i) {
@@ -50,28 +50,6 @@ bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
     }
   }
   return true;
-}
-
-#elif PY_VERSION_HEX < 0x030D0000
-
-bool AddAll(PyFrameObject* frame, PyCodeObject* code, PyObject* found) {
-  bool added = true;
-  for (PyObject* names : {PyCode_GetVarnames(code), PyCode_GetCellvars(code), PyCode_GetFreevars(code)}) {
-    for (Py_ssize_t i = 0; added && names != nullptr && i < PyTuple_GET_SIZE(names); ++i) {
-      PyObject* name = PyTuple_GET_ITEM(names, i);
-      if (PyObject* value = PyFrame_GetVar(frame, name)) {
-        added = PyDict_SetItem(found, name, value) == 0;
-        Py_DECREF(value);
-      } else if (PyErr_ExceptionMatches(PyExc_NameError)) {  // unbound
-        PyErr_Clear();
-      } else {
-        added = false;
-      }
-    }
-    added = added && names != nullptr;
-    Py_XDECREF(names);
-  }
-  return added;
 }
 
 #else
