@@ -30,11 +30,15 @@ searching = threading.RLock()
 
 def holders_of(buffers: Sequence[int]) -> dict[int, str]:
     """The holder of each buffer, as far as Python can find it. Omits buffers with an unknown holder."""
+    return _find(buffers, _tensors(), _Search()) if buffers else {}
+
+
+def _tensors() -> list[torch.Tensor]:
+    return [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
+
+
+def _find(buffers: Sequence[int], tensors: list[torch.Tensor], search: _Search) -> dict[int, str]:
     wanted = set(buffers[:_SEARCHED])
-    if not wanted:
-        return {}
-    tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
-    search = _Search()
     found: dict[int, str] = {}
     for tensor in tensors:
         buffer = _C.holds(tensor)
@@ -56,7 +60,7 @@ def other_holders(known: Mapping[int, int], name_of: Callable[[torch.Tensor], st
         known: for each buffer the number of known references of Python to its tensors.
         name_of: the name of a tensor, if it is known.
     """
-    tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
+    tensors = _tensors()
     references, objects = Counter[int](), Counter[int]()
     for probe in [object()]:
         ours = sys.getrefcount(probe)  # of a list, a loop and this function
@@ -77,7 +81,7 @@ def other_holders(known: Mapping[int, int], name_of: Callable[[torch.Tensor], st
         is_all = references[buffer] <= known[buffer] + of_graphs and not (texts and graphs.are_more)
         if not is_all or not (known[buffer] or texts):
             hidden.append(buffer)
-    names = holders_of([buffer for buffer in hidden if not known[buffer]])
+    names = _find([buffer for buffer in hidden if not known[buffer]], tensors, search)
     for buffer in hidden:
         text = names.get(buffer, UNKNOWN)
         found[buffer].append(UNKNOWN if text in found[buffer] else text)

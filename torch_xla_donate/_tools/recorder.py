@@ -185,7 +185,7 @@ def _hint(key: Key, finding: Finding, automatic: list[Change], code: types.CodeT
 
 def _detach(finding: Finding, automatic: list[Change], site: str) -> tuple[str, list[Change]]:
     """The edit for graphs that variables keep alive. The inputs are then free, which `auto_donate` donates."""
-    also = "" if finding.automatic else " and call torch_xla_donate.auto_donate() before the loop"
+    also = "" if finding.automatic else f" and {edits.AUTO_DONATE}"
     found = [re.fullmatch(r"grad_fn of variable '(\w+)' at .*", holder) for holder in finding.holders]
     variables = [variable[1] for variable in found if variable is not None]
     if len(variables) < len(found):
