@@ -227,7 +227,7 @@ def test_auto_donate_goes_after_whole_lines(tmp_path: Path, head: str, has_place
         assert left_out == []
     else:
         (message,) = left_out
-        assert message.startswith("The diff does not call auto_donate(), as the main script was found to have no line")
+        assert message.startswith("The diff does not call auto_donate(): the main script shows no line of imports")
 
 
 @pytest.mark.parametrize("after", ["import os; y = (1,\n2)\n", "import os; y = \\\n2\n"])

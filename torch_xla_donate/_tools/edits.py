@@ -269,8 +269,8 @@ def diff(hints: Iterable[Hint], folder: str) -> tuple[bytes, list[str]]:
     text, left_out = b"", []
     if any(hint.edit.startswith(AUTO_DONATE) and not hint.changes for hint in hints):
         left_out.append(
-            "The diff does not call auto_donate(), as the main script was found to have no line of imports that the "
-            f"call could safely follow. Call torch_xla_donate.auto_donate() before the loop. {see('verify')}"
+            "The diff does not call auto_donate(): the main script shows no line of imports that the call could safely "
+            f"follow. Call torch_xla_donate.auto_donate() before the loop. {see('verify')}"
         )
     for file, found in changes.items():
         name = os.path.relpath(file, os.path.realpath(folder))
