@@ -122,7 +122,7 @@ void Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors) {
   }
   std::vector<std::size_t> of_no_use;
   for (std::size_t i = 0; i < donors.size(); ++i) {
-    if (donors[i]->state == DonorState::kUnusable) {
+    if (DonationRegistry::Get().IsUnusable(*donors[i])) {
       of_no_use.push_back(plan.choice->pairs.chosen[i]);
     }
   }

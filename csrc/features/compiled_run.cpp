@@ -36,6 +36,15 @@ ThreadState& State() {
   return state;
 }
 
+std::vector<lazy::BackendDataPtr> BuffersOf(const std::vector<RunDonor>& donors) {
+  std::vector<lazy::BackendDataPtr> buffers;
+  buffers.reserve(donors.size());
+  for (const RunDonor& donor : donors) {
+    buffers.push_back(donor.buffer);
+  }
+  return buffers;
+}
+
 class CompiledRun : public StepObserver {
   void GraphKnown(GraphContext& context) override {
     ThreadState& state = State();
@@ -69,7 +78,13 @@ class CompiledRun : public StepObserver {
   void BeforeRun(RunContext& run) override {
     ThreadState& state = State();
     if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
-      Claim(run, *std::exchange(state.announced, std::nullopt));
+      try {
+        Claim(run, *state.announced);
+        state.announced.reset();
+      } catch (const std::exception&) {
+        // The graph would consume the donors although no step has claimed them.
+        run.failure = std::current_exception();
+      }
     }
     if (run.runs_all) {
       const bool expected = std::exchange(state.expected, false);
@@ -86,38 +101,36 @@ class CompiledRun : public StepObserver {
     });
   }
 
+  // The marks are armed, so no other thread can cancel or claim them.
   static void Claim(RunContext& run, const AnnouncedRun& announced) {
     DonationRegistry& registry = DonationRegistry::Get();
-    std::vector<lazy::BackendDataPtr> buffers;
-    for (const RunDonor& donor : announced.donors) {
-      buffers.push_back(donor.buffer);
+    const std::vector<lazy::BackendDataPtr> buffers = BuffersOf(announced.donors);
+    std::vector<DonationRegistry::Offer> offers;
+    for (const auto& mark : registry.PendingAmong(buffers, announced.call.get())) {
+      const RunDonor& donor = announced.donors[mark.position];
+      offers.push_back({mark.donor, donor.parameter, donor.successor});
     }
-    std::vector<DonorPtr> donors;
-    for (const auto& [position, donor] : registry.PendingAmong(buffers, announced.call.get())) {
-      donor->parameter = announced.donors[position].parameter;
-      donor->successor = announced.donors[position].successor;
-      donors.push_back(donor);
-    }
-    if (donors.empty()) {
+    if (offers.empty()) {
       return;
     }
     run.recorded = true;
     if (DonationDisabled()) {  // the graph has been compiled without these donors
       std::vector<DonationRegistry::Refusal> refused;
-      for (const DonorPtr& donor : donors) {
-        refused.push_back({donor, DisabledReason(), /*notify=*/false});
+      std::vector<DonorPtr> donors;
+      for (const DonationRegistry::Offer& offer : offers) {
+        refused.push_back({offer.donor, DisabledReason(), /*notify=*/false});
+        donors.push_back(offer.donor);
       }
-      const std::uint64_t step = registry.Claim({}, std::move(refused))->number;
-      if (ReportsReuse()) {
-        RememberWouldBeConsumed(run, step, donors);
+      registry.Disarm(buffers);
+      const StepPtr step = registry.Claim({}, std::move(refused)).step;
+      if (ReportsReuse() && step != nullptr) {
+        RememberWouldBeConsumed(run, step->number, donors);
       }
       return;
     }
-    run.claim = std::make_shared<torch_xla_donate::Claim>(registry.Claim(donors, {}));
-    for (const DonorPtr& donor : donors) {
-      ForgetCachedValues(*donor);
-    }
-    run.claim->Commit(run, announced.graph);
+    auto claim = std::make_shared<torch_xla_donate::Claim>();
+    claim->CommitCompiled(run, offers, announced.graph);
+    run.claim = std::move(claim);
   }
 };
 
@@ -137,13 +150,20 @@ std::vector<OrderedParameter> TakeOrder() {
 
 bool IsExtracting() { return State().ordered_donors.has_value(); }
 
-void DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
+bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
   ThreadStep::Get().GiveUp();
-  State().announced = AnnouncedRun{std::move(call), std::move(donors), std::move(graph)};
+  AnnouncedRun run{std::move(call), std::move(donors), std::move(graph)};
+  if (!DonationRegistry::Get().Arm(BuffersOf(run.donors), run.call.get())) {
+    return false;
+  }
+  State().announced = std::move(run);
+  return true;
 }
 
 void DisarmRun() {
-  State().announced.reset();
+  if (const auto announced = std::exchange(State().announced, std::nullopt)) {
+    DonationRegistry::Get().Disarm(BuffersOf(announced->donors));
+  }
   ThreadStep::Get().GiveUp();
 }
 

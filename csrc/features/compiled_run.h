@@ -28,12 +28,13 @@ std::vector<OrderedParameter> TakeOrder();
 bool IsExtracting();
 
 // This thread's next run of a compiled graph consumes the given buffers, which the call has marked. The graph must have
-// been compiled with exactly these donors. Ends with DisarmRun().
+// been compiled with exactly these donors. Until DisarmRun() nothing can cancel the marks. Returns false, and does
+// nothing, if one of them has been cancelled since.
 struct RunDonor {
   lazy::BackendDataPtr buffer;
   std::optional<std::size_t> parameter, successor;  // as in Donor
 };
-void DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph);
+bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph);
 void DisarmRun();
 
 // The registry already has a step for this thread's next run, because its donors were refused before.

@@ -58,13 +58,12 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
                               request.wanted, NearParameters(request.graph.parameters_data, request.roots)});
   for (std::size_t i : choice->pairs.chosen) {
     const std::string& array = (*plan.arrays)[i];
-    auto donor = std::make_shared<Donor>(request.graph.parameters_data[i]->device());
-    donor->automatic = true;
-    donor->reported = true;
-    donor->dtype = ElementType(array).value_or(at::ScalarType::Undefined);
+    DonorArray donor(request.graph.parameters_data[i]->device());
+    donor.automatic = true;
+    donor.dtype = ElementType(array).value_or(at::ScalarType::Undefined);
     const std::vector<std::int64_t> sizes = SizesOf(array);
-    donor->sizes.assign(sizes.begin(), sizes.end());
-    donor->bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
+    donor.sizes.assign(sizes.begin(), sizes.end());
+    donor.bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
     choice->bytes += plan.sizes.bytes[i].value_or(0);
     choice->prototypes.push_back(std::move(donor));
   }

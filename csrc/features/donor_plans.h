@@ -47,7 +47,7 @@ std::vector<bool> FindFits(const PlanRequest& request, const GraphArrays& arrays
 
 struct DonorChoice {
   DonorPairs pairs;
-  std::vector<DonorPtr> prototypes;  // the report's entry for each of pairs.chosen; without a buffer
+  std::vector<DonorArray> prototypes;  // of pairs.chosen, without buffers
   std::int64_t bytes = 0;
 };
 

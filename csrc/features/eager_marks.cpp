@@ -17,9 +17,9 @@ class EagerMarks : public StepObserver {
       return;
     }
     std::vector<DonationRegistry::Refusal> refused;
-    for (const auto& [position, donor] : DonationRegistry::Get().PendingAmong(context.graph->parameters_data)) {
+    for (const auto& mark : DonationRegistry::Get().PendingAmong(context.graph->parameters_data)) {
       const bool off = DonationDisabled();
-      refused.push_back({donor, off ? DisabledReason() : ReasonCode::kReadEagerly, /*notify=*/!off});
+      refused.push_back({mark.donor, off ? DisabledReason() : ReasonCode::kReadEagerly, /*notify=*/!off});
     }
     if (!refused.empty()) {
       DonationRegistry::Get().Claim({}, std::move(refused));

@@ -16,9 +16,8 @@ class Marks : public StepObserver {
     return Watches(kRegistry);
   }
   void ProposeDonors(DonorSet& step) override {
-    const std::vector<lazy::BackendDataPtr>& parameters = step.Context().graph->parameters_data;
-    for (auto& [position, donor] : DonationRegistry::Get().PendingAmong(parameters)) {
-      step.Ask(parameters[position], donor);
+    for (auto& mark : DonationRegistry::Get().PendingAmong(step.Context().graph->parameters_data)) {
+      step.Propose(std::move(mark));
     }
   }
   bool AfterStep(const lazy::BackendDevice&) override { return DonationRegistry::Get().HasNotices(); }

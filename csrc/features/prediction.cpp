@@ -95,8 +95,8 @@ PendingGraph FindPendingGraph(const std::vector<std::shared_ptr<abi::TensorData>
 
 StepForecast ForecastStep(const std::vector<std::shared_ptr<abi::TensorData>>& live, const ShardingOf& sharding_of) {
   PendingGraph graph = FindPendingGraph(live, sharding_of);
-  std::unordered_map<const lazy::BackendData*, Donor> marked;
-  for (Donor& donor : DonationRegistry::Get().Pending()) {
+  std::unordered_map<const lazy::BackendData*, DonorSnapshot> marked;
+  for (DonorSnapshot& donor : DonationRegistry::Get().Pending()) {
     if (!donor.IsForCompiledRun()) {
       marked.emplace(donor.buffer.lock().get(), std::move(donor));
     }
@@ -104,7 +104,7 @@ StepForecast ForecastStep(const std::vector<std::shared_ptr<abi::TensorData>>& l
   StepForecast forecast;
   for (const std::shared_ptr<abi::TensorData>& tensor : live) {
     const auto found = tensor == nullptr ? marked.end() : marked.find(tensor->handle.get());
-    if (found != marked.end() && !found->second.HeldBy(tensor.get())) {
+    if (found != marked.end() && !found->second.IsMarkedBy(tensor.get())) {
       forecast.shared.insert(reinterpret_cast<std::uintptr_t>(found->first));
     }
   }

@@ -80,9 +80,7 @@ std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, 
 void Remember(RunContext& run, const Forecast& forecast) {
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, forecast);
   DonationRegistry::Get().RememberWouldBeConsumed(donors, forecast.step);
-  for (const DonorPtr& donor : donors) {
-    ForgetCachedValues(*donor);
-  }
+  ForgetCachedValues(DonationRegistry::Get().TensorsOf(donors));
   State().last_step = forecast.step;
   run.OnEnd([step = forecast.step](const Reason& failure) {
     if (!failure.empty()) {
@@ -123,13 +121,13 @@ bool ReportReuse(const lazy::BackendData* buffer) {
   if (!Watches(kSpared) || state.reporting || !Callbacks().report_reuse) {
     return false;
   }
-  const auto [donor, step] = DonationRegistry::Get().FindWouldBeConsumed(buffer);
-  if (donor == nullptr) {
+  const auto found = DonationRegistry::Get().FindWouldBeConsumed(buffer);
+  if (!found.has_value()) {
     return false;
   }
   state.reporting = true;
   const auto leave = c10::make_scope_exit([&state] { state.reporting = false; });
-  Callbacks().report_reuse(*donor, step);
+  Callbacks().report_reuse(found->donor, found->step);
   return true;
 }
 

@@ -25,7 +25,7 @@ ThreadState& State() {
 }
 
 class RunGuard : public StepObserver {
-  void AtBarrier(const lazy::LazyGraphExecutor& executor) override {
+  void AtBarrier(const lazy::LazyGraphExecutor& executor, bool /*has_locked_device*/) override {
     host_executor.store(&executor, std::memory_order_relaxed);
     State().barriers += State().blocks ? 1 : 0;
     if (State().blocks_reads) {

@@ -80,9 +80,8 @@ class RunLog : public StepObserver {
     list_arena = arena;
     return false;
   }
-  // Later the executor holds the device's lock, which a thread with the GIL may wait for.
-  void AtBarrier(const lazy::LazyGraphExecutor&) override {
-    if (logs.load(std::memory_order_relaxed)) {
+  void AtBarrier(const lazy::LazyGraphExecutor&, bool has_locked_device) override {
+    if (logs.load(std::memory_order_relaxed) && !has_locked_device) {
       Stack() = Callbacks().python_stack();
     }
   }

@@ -18,7 +18,7 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   if (!registry.IsTracked(buffer)) {
     return;
   }
-  std::pair<DonorPtr, std::uint64_t> found;
+  std::optional<DonationRegistry::ConsumedDonor> found;
   if (PyGILState_Check()) {
     PyThreadState* thread = PyEval_SaveThread();
     found = registry.FindConsumed(buffer);
@@ -26,15 +26,15 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   } else {
     found = registry.FindConsumed(buffer);
   }
-  if (found.first != nullptr) {
-    throw DonatedBufferAccess(Callbacks().describe_use(*found.first, found.second));
+  if (found.has_value()) {
+    throw DonatedBufferAccess(Callbacks().describe_use(found->donor, found->step));
   }
 }
 
 bool IsGone(const lazy::BackendData* buffer) {
   const DonationRegistry& registry = DonationRegistry::Get();
   return Watches(kRegistry) &&
-         (registry.IsTracked(buffer) || (Watches(kSpared) && registry.FindWouldBeConsumed(buffer).first != nullptr));
+         (registry.IsTracked(buffer) || (Watches(kSpared) && registry.FindWouldBeConsumed(buffer).has_value()));
 }
 
 void CheckRead(const lazy::BackendData* buffer) {

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,13 +78,19 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
     }
   }
   OutdatedTensors::FollowAliases();
-  DonationRegistry::Get().Mark(resolved, site);
-  for (const DonationRegistry::Leaf& leaf : resolved) {
-    abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
+  DonationRegistry::Get().AddMarks(resolved, site);
+  try {
+    for (const DonationRegistry::Leaf& leaf : resolved) {
+      abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
+    }
+  } catch (...) {
+    DonationRegistry::Get().CancelCall(site.get());
+    throw;
   }
 }
 
-Call Mark(const py::sequence& leaves, const std::string& where, int strict, py::object names, const py::dict& targets) {
+Call MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
+                const py::dict& targets) {
   DeferredDecrefs::Get().Run();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
@@ -110,10 +117,10 @@ Call Mark(const py::sequence& leaves, const std::string& where, int strict, py::
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
   Call call(SiteOf(where, strict, std::move(names)));
-  Commit(resolved, items, call.site);
   for (const DonationRegistry::Leaf& leaf : resolved) {
     call.buffers.push_back(leaf.buffer);
   }
+  Commit(resolved, items, call.site);
   return call;
 }
 
@@ -182,7 +189,7 @@ void KeepReturned(const py::list& outputs) {
     }
   }
   if (!buffers.empty()) {
-    DonationRegistry::Get().Cancel(buffers);
+    DonationRegistry::Get().CancelPending(buffers);
   }
 }
 
@@ -198,7 +205,7 @@ void BindMarks(py::module_& m) {
       .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
-      "mark", &Mark, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
+      "mark", &MarkLeaves, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
       "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
       "should take the buffers. The first leaf that cannot be marked is the refusal of the call. strict: 0, 1 or 2, as "
       "in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
@@ -212,15 +219,24 @@ void BindMarks(py::module_& m) {
       "cancel",
       [](const py::sequence& leaves) {
         std::vector<lazy::BackendDataPtr> buffers;
+        std::vector<std::size_t> positions;
+        std::size_t position = 0;
         for (py::handle leaf : leaves) {
-          abi::Resolution resolved = abi::Resolve(TensorOf(leaf));
-          if (resolved.buffer != nullptr) {
-            buffers.push_back(std::move(resolved.buffer));
+          // Resolving a view of a consumed tensor would compute it, which raises.
+          lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(leaf));
+          if (buffer != nullptr) {
+            buffers.push_back(std::move(buffer));
+            positions.push_back(position);
           }
+          ++position;
         }
-        return DonationRegistry::Get().Cancel(buffers);
+        const auto taken = DonationRegistry::Get().Cancel(buffers);
+        return taken.has_value() ? std::optional(positions[*taken]) : std::nullopt;
       },
-      py::arg("leaves"), "Cancels the marks of the tensors' buffers; returns how many were pending.");
+      py::arg("leaves"),
+      "Cancels the pending marks of the tensors' buffers, all or none. Returns the position of the first tensor whose "
+      "buffer a step has consumed or a call of a compiled function is about to consume, and cancels none then; else "
+      "None.");
   m.def(
       "cancel_call", [](const Call& call) { DonationRegistry::Get().CancelCall(call.site.get()); }, py::arg("call"),
       "Cancels the pending marks of a call.");
@@ -233,7 +249,7 @@ void BindMarks(py::module_& m) {
             buffers.push_back(std::move(buffer));
           }
         }
-        DonationRegistry::Get().Cancel(buffers);
+        DonationRegistry::Get().CancelPending(buffers);
       },
       py::arg("call"),
       "Cancels the pending marks of the buffers that a call of mark was given, even those of another call.");

@@ -30,25 +30,25 @@ namespace torch_xla_donate {
 namespace {
 
 // A donor as XLA writes it. Does not read a consumed buffer.
-std::string ArrayOf(const Donor& donor) {
+std::string ArrayOf(const DonorSnapshot& donor) {
   const lazy::BackendDataPtr buffer =
       donor.array.empty() && donor.state != DonorState::kDonated ? donor.buffer.lock() : nullptr;
   return buffer == nullptr ? donor.array : abi::DescribeBuffer(*buffer);
 }
 
-py::dict DonorDict(const Donor& donor) {
+py::dict DonorDict(const DonorSnapshot& donor) {
   static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
   py::dict result;
   result["name"] = NamesOf(donor);
   py::list holders;
-  for (const Holder& holder : donor.holders) {
-    holders.append(py::make_tuple(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(holder.site->names.get())),
-                                  holder.leaf));
+  for (const Mark& mark : donor.marks) {
+    holders.append(
+        py::make_tuple(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(mark.site->names.get())), mark.leaf));
   }
   result["holders"] = holders;
   result["where"] = WhereOf(donor);
   result["strict"] = static_cast<int>(donor.Strict());
-  result["small"] = donor.IsSmall();
+  result["small"] = donor.IsSmall(donor.bytes);
   result["shape"] = donor.Shape();
   result["bytes"] = donor.bytes;
   const std::string array = ArrayOf(donor);
@@ -70,7 +70,7 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
   py::list result;
   for (const StepSnapshot& step : steps) {
     py::list donors;
-    for (const Donor& donor : step.donors) {
+    for (const DonorSnapshot& donor : step.donors) {
       donors.append(DonorDict(donor));
     }
     py::dict item;
@@ -177,8 +177,7 @@ void BindReport(py::module_& m) {
       .def(
           "open",
           [](const std::shared_ptr<StepTally>& tally, bool all_threads) {
-            tally->thread = all_threads ? std::nullopt : std::optional(std::this_thread::get_id());
-            DonationRegistry::Get().Open(tally);
+            DonationRegistry::Get().Open(tally, all_threads);
           },
           py::arg("all_threads"))
       .def(
@@ -190,7 +189,7 @@ void BindReport(py::module_& m) {
       "pending",
       [] {
         py::list result;
-        for (const Donor& donor : DonationRegistry::Get().Pending()) {
+        for (const DonorSnapshot& donor : DonationRegistry::Get().Pending()) {
           result.append(DonorDict(donor));
         }
         return result;

@@ -85,11 +85,13 @@ void BindRuns(py::module_& m) {
             buffers.push_back({std::move(buffer), places.at(i).first, places.at(i).second});
           }
         }
-        DonateToNextRun(call.site, std::move(buffers), graph);
+        return DonateToNextRun(call.site, std::move(buffers), graph);
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
       "This thread's next run of a compiled graph consumes the buffers of these tensors, which the call has marked. "
-      "places has for each the number of its parameter, and of the output computed from it, if known.");
+      "places has for each the number of its parameter, and of the output computed from it, if known. Returns False, "
+      "and "
+      "does nothing, if another thread has cancelled one of the marks.");
   m.def("disarm_run", &DisarmRun, "Ends arm_run, whether or not the graph has run.");
   m.def("expect_run", &ExpectRun,
         "The donors of this thread's next run were refused before it, so it does not count as a step without donors.");

@@ -23,7 +23,7 @@ namespace {
   throw ours;
 }
 
-std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object& format) {
+std::string DescribeUse(const DonorSnapshot& donor, std::uint64_t step, const py::object& format) {
   if (Py_IsInitialized() == 0) {
     return donor.Shape() + " was donated at " + WhereOf(donor);
   }
@@ -40,7 +40,7 @@ std::string DescribeUse(const Donor& donor, std::uint64_t step, const py::object
 }
 
 // A warning filter may turn the warning into an error.
-void TellReuse(const Donor& donor, std::uint64_t step, const py::object& report) {
+void TellReuse(const DonorSnapshot& donor, std::uint64_t step, const py::object& report) {
   if (Py_IsInitialized() == 0) {
     return;
   }
@@ -76,12 +76,12 @@ int RecordRuns(void*) {
 
 }  // namespace
 
-std::string NamesOf(const Donor& donor) {
+std::string NamesOf(const DonorSnapshot& donor) {
   std::vector<std::string> found;
-  for (const Holder& holder : donor.holders) {
+  for (const Mark& mark : donor.marks) {
     try {
-      const py::handle names(static_cast<PyObject*>(holder.site->names.get()));
-      auto name = names.attr("name")(holder.leaf).cast<std::string>();
+      const py::handle names(static_cast<PyObject*>(mark.site->names.get()));
+      auto name = names.attr("name")(mark.leaf).cast<std::string>();
       if (!name.empty() && std::find(found.begin(), found.end(), name) == found.end()) {
         found.push_back(std::move(name));
       }
@@ -99,7 +99,7 @@ std::string NamesOf(const Donor& donor) {
   return result;
 }
 
-std::string WhereOf(const Donor& donor) {
+std::string WhereOf(const DonorSnapshot& donor) {
   const CallSite* site = donor.StrictestSite();
   return site == nullptr ? "" : site->where;
 }
@@ -115,10 +115,10 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
   auto* prepare = new py::object(std::move(prepare_auto));
   auto* set_token = new py::object(std::move(set_collectives_token));
   auto* is_auto_sharding = new py::object(std::move(auto_sharding));
-  callbacks.describe_use = [format](const Donor& donor, std::uint64_t step) {
+  callbacks.describe_use = [format](const DonorSnapshot& donor, std::uint64_t step) {
     return DescribeUse(donor, step, *format);
   };
-  callbacks.report_reuse = [reuse](const Donor& donor, std::uint64_t step) { TellReuse(donor, step, *reuse); };
+  callbacks.report_reuse = [reuse](const DonorSnapshot& donor, std::uint64_t step) { TellReuse(donor, step, *reuse); };
   callbacks.step_ended = [ended] {
     py::gil_scoped_acquire gil;
     (*ended)();

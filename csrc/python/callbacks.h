@@ -16,9 +16,9 @@ namespace py = pybind11;
 
 // The names of a donor's leaves, joined: "weight, tied.weight". Needs the GIL. Omits a name whose lookup raises an
 // Exception; passes on others, such as KeyboardInterrupt.
-std::string NamesOf(const Donor& donor);
+std::string NamesOf(const DonorSnapshot& donor);
 // The place that marked the donor; empty for an unmarked one.
-std::string WhereOf(const Donor& donor);
+std::string WhereOf(const DonorSnapshot& donor);
 
 void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
                   py::object step_ended, py::object prepare_auto, py::object set_collectives_token,

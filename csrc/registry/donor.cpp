@@ -1,4 +1,4 @@
-// The members of Donor, which combine the wishes of its holders.
+// The members of a donor, which combine the wishes of its marks.
 #include "registry/donor.h"
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace torch_xla_donate {
 
-std::string Donor::Shape() const {
+std::string DonorArray::Shape() const {
   std::string text = ElementName(dtype);
   text += '[';
   for (std::size_t i = 0; i < sizes.size(); ++i) {
@@ -16,45 +16,43 @@ std::string Donor::Shape() const {
   return text + ']';
 }
 
-bool Donor::HeldBy(const abi::TensorData* tensor) const {
-  return std::any_of(holders.begin(), holders.end(),
-                     [tensor](const Holder& holder) { return holder.tensor.lock().get() == tensor; });
+bool DonorStatus::IsMarkedBy(const abi::TensorData* tensor) const {
+  return std::any_of(marks.begin(), marks.end(),
+                     [tensor](const Mark& mark) { return mark.tensor.lock().get() == tensor; });
 }
 
-const Holder* Donor::HolderOf(const CallSite* site) const {
+const Mark* DonorStatus::MarkOf(const CallSite* site) const {
   const auto found =
-      std::find_if(holders.begin(), holders.end(), [site](const Holder& holder) { return holder.site.get() == site; });
-  return found == holders.end() ? nullptr : &*found;
+      std::find_if(marks.begin(), marks.end(), [site](const Mark& mark) { return mark.site.get() == site; });
+  return found == marks.end() ? nullptr : &*found;
 }
 
-std::shared_ptr<abi::TensorData> Donor::Target() const {
-  for (auto holder = holders.rbegin(); holder != holders.rend(); ++holder) {
-    if (std::shared_ptr<abi::TensorData> target = holder->target.lock()) {
+std::shared_ptr<abi::TensorData> DonorStatus::Target() const {
+  for (auto mark = marks.rbegin(); mark != marks.rend(); ++mark) {
+    if (std::shared_ptr<abi::TensorData> target = mark->target.lock()) {
       return target;
     }
   }
   return nullptr;
 }
 
-bool Donor::IsForCompiledRun() const {
-  return std::all_of(holders.begin(), holders.end(),
-                     [](const Holder& holder) { return holder.site->for_compiled_run; });
+bool DonorStatus::IsForCompiledRun() const {
+  return std::all_of(marks.begin(), marks.end(), [](const Mark& mark) { return mark.site->for_compiled_run; });
 }
 
-const CallSite* Donor::StrictestSite() const {
-  const auto less = [](const Holder& left, const Holder& right) { return left.site->strict < right.site->strict; };
-  const auto found = std::max_element(holders.begin(), holders.end(), less);
-  return found == holders.end() ? nullptr : found->site.get();
+const CallSite* DonorStatus::StrictestSite() const {
+  const auto less = [](const Mark& left, const Mark& right) { return left.site->strict < right.site->strict; };
+  const auto found = std::max_element(marks.begin(), marks.end(), less);
+  return found == marks.end() ? nullptr : found->site.get();
 }
 
-Strictness Donor::Strict() const {
+Strictness DonorStatus::Strict() const {
   const CallSite* site = StrictestSite();
   return site == nullptr ? Strictness::kWarn : site->strict;
 }
 
-bool Donor::IsSmall() const {
-  return std::all_of(holders.begin(), holders.end(),
-                     [this](const Holder& holder) { return bytes < holder.site->min_bytes; });
+bool DonorStatus::IsSmall(std::int64_t bytes) const {
+  return std::all_of(marks.begin(), marks.end(), [bytes](const Mark& mark) { return bytes < mark.site->min_bytes; });
 }
 
 }  // namespace torch_xla_donate

@@ -18,145 +18,191 @@ DonationRegistry& DonationRegistry::Get() {
 
 DonationRegistry::DonationRegistry() : compilations_(abi::Compilations()) {
   // Without these handlers, a fork while another thread holds the mutex would leave it locked in the child.
-  pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); },
-                 [] {
-                   // The child does not have the threads that run steps, so waiting for them would never end.
-                   Get().running_ = 0;
-                   for (auto& entry : Get().consumed_) {
-                     entry.second.step->status = Step::Status::kDone;
-                   }
-                   Get().mutex_.unlock();
-                 });
+  pthread_atfork(&BeforeFork, &AfterForkInParent, &AfterForkInChild);
 }
 
-void DonationRegistry::Refresh() {
+void DonationRegistry::BeforeFork() NO_THREAD_SAFETY_ANALYSIS { registry_mutex.lock(); }
+
+void DonationRegistry::AfterForkInParent() NO_THREAD_SAFETY_ANALYSIS { registry_mutex.unlock(); }
+
+void DonationRegistry::AfterForkInChild() NO_THREAD_SAFETY_ANALYSIS {
+  // The child does not have the threads that run steps, so waiting for them would never end.
+  Get().running_ = 0;
+  for (auto& entry : Get().consumed_) {
+    entry.second.step->status = Step::Status::kDone;
+  }
+  registry_mutex.unlock();
+}
+
+void DonationRegistry::Refresh() noexcept {
   const auto bit = [](const auto& table, Watch watch) { return table.empty() ? Watch{} : watch; };
   SetWatch(kRegistry, bit(pending_, kMarks) | bit(consumed_, kConsumed) | bit(spared_, kSpared));
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
 
 std::size_t DonationRegistry::FirstTracked(const std::vector<Leaf>& leaves) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (consumed_.empty()) {
-    return leaves.size();
+  MutexLock lock(registry_mutex);
+  std::size_t i = consumed_.empty() ? leaves.size() : 0;
+  while (i < leaves.size() && Lookup(leaves[i].buffer.get()) == nullptr) {
+    ++i;
   }
-  const auto tracked = [this](const Leaf& leaf) { return Lookup(leaf.buffer.get()) != nullptr; };
-  return static_cast<std::size_t>(std::find_if(leaves.begin(), leaves.end(), tracked) - leaves.begin());
+  return i;
 }
 
-void DonationRegistry::Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  pending_.reserve(pending_.size() + leaves.size());
-  for (const Leaf& leaf : leaves) {
-    if (!spared_.empty()) {
-      spared_.erase(leaf.buffer.get());
-    }
-    DonorPtr& donor = pending_[leaf.buffer.get()];
-    if (donor != nullptr && !donor->buffer.expired()) {
-      // A compiled run finds its mark by the call.
-      const auto suffices = [&](const Holder& holder) {
-        return holder.tensor.lock() == leaf.tensor && holder.site != site && holder.site->strict >= site->strict &&
-               holder.site->min_bytes <= site->min_bytes;
-      };
-      if (leaf.target != nullptr || site->for_compiled_run ||
-          std::none_of(donor->holders.begin(), donor->holders.end(), suffices)) {
-        donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)});
+void DonationRegistry::AddMarks(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site) {
+  MutexLock lock(registry_mutex);
+  try {
+    pending_.reserve(pending_.size() + leaves.size());
+    for (const Leaf& leaf : leaves) {
+      Mark mark{leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)};
+      const auto found = pending_.find(leaf.buffer.get());
+      if (found != pending_.end() && !found->second->buffer.expired()) {
+        AddMark(*found->second, std::move(mark));
+        continue;
       }
+      DonorArray array(leaf.buffer->device());
+      array.buffer = leaf.buffer;
+      array.sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
+      array.dtype = leaf.dtype;
+      array.bytes = static_cast<std::int64_t>(c10::elementSize(leaf.dtype));
+      for (std::int64_t size : leaf.sizes) {
+        array.bytes *= size;
+      }
+      auto donor = std::make_shared<Donor>(std::move(array));
+      donor->status.marks.push_back(std::move(mark));
+      pending_.insert_or_assign(leaf.buffer.get(), std::move(donor));
+    }
+  } catch (...) {
+    RemoveCall(site.get());
+    Refresh();
+    throw;
+  }
+  for (const Leaf& leaf : leaves) {
+    spared_.erase(leaf.buffer.get());
+  }
+  Refresh();
+}
+
+void DonationRegistry::AddMark(Donor& donor, Mark mark) {
+  // A compiled run finds its mark by the call.
+  const bool for_compiled_run = mark.site->for_compiled_run;
+  const bool has_target = !mark.target.expired();
+  const std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
+  for (Mark& before : donor.status.marks) {
+    if (for_compiled_run || before.site == mark.site || before.tensor.lock() != tensor) {
       continue;
     }
-    donor = std::make_shared<Donor>(leaf.buffer->device());
-    donor->buffer = leaf.buffer;
-    donor->holders.push_back({leaf.tensor, site, leaf.index, leaf.target, abi::ShardingOf(*leaf.tensor)});
-    donor->sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
-    donor->dtype = leaf.dtype;
-    donor->bytes = static_cast<std::int64_t>(c10::elementSize(leaf.dtype));
-    for (std::int64_t size : leaf.sizes) {
-      donor->bytes *= size;
+    if (!has_target && before.site->strict >= mark.site->strict && before.site->min_bytes <= mark.site->min_bytes) {
+      return;
+    }
+    // A loop may request a target for the same tensor again and again. The last one counts.
+    if (has_target && before.site->strict <= mark.site->strict && before.site->min_bytes >= mark.site->min_bytes) {
+      before = std::move(mark);
+      std::rotate(&before, &before + 1, donor.status.marks.end());
+      return;
     }
   }
-  Refresh();
+  donor.status.marks.push_back(std::move(mark));
 }
 
-std::size_t DonationRegistry::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::size_t cancelled = 0;
+void DonationRegistry::CancelLocked(Buffer buffer) noexcept {
+  const auto found = pending_.find(buffer);
+  if (found != pending_.end() && !found->second->buffer.expired() && !found->second->status.armed) {
+    found->second->status.state = DonorState::kCancelled;
+    pending_.erase(found);
+  }
+}
+
+std::optional<std::size_t> DonationRegistry::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
+  MutexLock lock(registry_mutex);
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    const auto found = pending_.find(buffers[i].get());
+    if (IsConsumedLocked(buffers[i].get()) || (found != pending_.end() && found->second->status.armed)) {
+      return i;
+    }
+  }
   for (const lazy::BackendDataPtr& buffer : buffers) {
-    auto found = pending_.find(buffer.get());
-    if (found != pending_.end() && !found->second->buffer.expired()) {
-      found->second->state = DonorState::kCancelled;
-      pending_.erase(found);
-      ++cancelled;
-    }
+    CancelLocked(buffer.get());
   }
   Refresh();
-  return cancelled;
+  return std::nullopt;
 }
 
-// Removes the call's marks and returns the donors that no other call holds. Needs the lock.
-std::vector<DonorPtr> DonationRegistry::TakeCall(const CallSite* site) {
-  std::vector<DonorPtr> taken;
+void DonationRegistry::CancelPending(const std::vector<lazy::BackendDataPtr>& buffers) {
+  MutexLock lock(registry_mutex);
+  for (const lazy::BackendDataPtr& buffer : buffers) {
+    CancelLocked(buffer.get());
+  }
+  Refresh();
+}
+
+bool DonationRegistry::IsMarkedOnlyBy(const Donor& donor, const CallSite* site) {
+  const auto& marks = donor.status.marks;
+  return std::all_of(marks.begin(), marks.end(), [site](const Mark& mark) { return mark.site.get() == site; });
+}
+
+void DonationRegistry::RemoveCall(const CallSite* site) noexcept {
   for (auto it = pending_.begin(); it != pending_.end();) {
-    auto& holders = it->second->holders;
-    const auto is_other = [site](const Holder& holder) { return holder.site.get() != site; };
-    if (std::none_of(holders.begin(), holders.end(), is_other)) {
-      taken.push_back(it->second);
+    if (IsMarkedOnlyBy(*it->second, site)) {
+      it->second->status.state = DonorState::kCancelled;
       it = pending_.erase(it);
       continue;
     }
-    holders.erase(std::stable_partition(holders.begin(), holders.end(), is_other), holders.end());
+    auto& marks = it->second->status.marks;
+    const auto is_of_call = [site](const Mark& mark) { return mark.site.get() == site; };
+    marks.erase(std::remove_if(marks.begin(), marks.end(), is_of_call), marks.end());
     ++it;
   }
-  return taken;
 }
 
-void DonationRegistry::CancelCall(const CallSite* site) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const DonorPtr& donor : TakeCall(site)) {
-    donor->state = DonorState::kCancelled;
-  }
+void DonationRegistry::CancelCall(const CallSite* site) noexcept {
+  MutexLock lock(registry_mutex);
+  RemoveCall(site);
   Refresh();
 }
 
 void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons,
                                const Reason& reason, bool notify) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   if (pending_.empty()) {
     return;
   }
-  std::vector<DonorPtr> taken = TakeCall(site);
-  const auto leaf = [](const DonorPtr& donor) { return donor->holders.front().leaf; };
-  std::sort(taken.begin(), taken.end(), [&](const auto& left, const auto& right) { return leaf(left) < leaf(right); });
+  std::map<std::uint32_t, Refusal> by_leaf;
+  for (const auto& [buffer, donor] : pending_) {
+    if (IsMarkedOnlyBy(*donor, site)) {
+      const std::uint32_t leaf = donor->status.marks.front().leaf;
+      const auto own = reasons.find(leaf);
+      by_leaf.insert_or_assign(leaf, Refusal{donor, own == reasons.end() ? reason : own->second, notify});
+    }
+  }
   std::vector<Refusal> refused;
-  for (DonorPtr& donor : taken) {
-    const auto own = reasons.find(leaf(donor));
-    refused.push_back({std::move(donor), own == reasons.end() ? reason : own->second, notify});
+  for (auto& [leaf, refusal] : by_leaf) {
+    refused.push_back(std::move(refusal));
   }
-  if (refused.empty()) {
-    Refresh();
-  } else {
-    ClaimLocked({}, std::move(refused));
-  }
+  ClaimLocked({}, std::move(refused), /*after_backward_thread=*/false);
+  RemoveCall(site);
+  Refresh();
 }
 
 std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   std::vector<std::uint32_t> leaves;
   for (const auto& entry : pending_) {
     const lazy::BackendDataPtr buffer = entry.second->buffer.lock();
     if (buffer == nullptr) {
       continue;
     }
-    const Holder* const ours = entry.second->HolderOf(site);
+    const auto& marks = entry.second->status.marks;
+    const Mark* const ours = entry.second->status.MarkOf(site);
     if (ours == nullptr) {
       continue;
     }
     long known = 1;  // `buffer`
     bool read = false;
-    for (std::size_t i = 0; i < entry.second->holders.size(); ++i) {
-      const Holder& holder = entry.second->holders[i];
-      const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
-      const bool counted = std::any_of(entry.second->holders.begin(), entry.second->holders.begin() + i,
-                                       [&](const Holder& before) { return before.tensor.lock() == tensor; });
+    for (std::size_t i = 0; i < marks.size(); ++i) {
+      const std::shared_ptr<abi::TensorData> tensor = marks[i].tensor.lock();
+      const bool counted = std::any_of(marks.begin(), marks.begin() + i,
+                                       [&](const Mark& before) { return before.tensor.lock() == tensor; });
       if (tensor == nullptr || counted) {
         continue;
       }
@@ -177,9 +223,9 @@ std::vector<std::uint32_t> DonationRegistry::PerhapsShared(const CallSite* site)
 void DonationRegistry::WaitForHandOver(const CallSite* site) const {
   std::optional<lazy::BackendDevice> device;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(registry_mutex);
     for (const auto& entry : pending_) {
-      if (entry.second->HolderOf(site) != nullptr) {
+      if (entry.second->status.MarkOf(site) != nullptr) {
         device = entry.second->device;
         break;
       }
@@ -196,16 +242,16 @@ std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::s
   for (const auto& data : live) {
     buffers.push_back(data == nullptr ? nullptr : abi::BufferOf(*data));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   std::vector<std::uint32_t> leaves;
   for (std::size_t i = 0; i < live.size(); ++i) {
     const auto found = buffers[i] == nullptr ? pending_.end() : pending_.find(buffers[i].get());
-    if (found == pending_.end() || found->second->HeldBy(live[i].get())) {
+    if (found == pending_.end() || found->second->status.IsMarkedBy(live[i].get())) {
       continue;
     }
-    for (const Holder& holder : found->second->holders) {
-      if (holder.site.get() == site) {
-        leaves.push_back(holder.leaf);
+    for (const Mark& mark : found->second->status.marks) {
+      if (mark.site.get() == site) {
+        leaves.push_back(mark.leaf);
       }
     }
   }
@@ -213,27 +259,30 @@ std::vector<std::uint32_t> DonationRegistry::SharedWith(const std::vector<std::s
 }
 
 std::optional<std::uint32_t> DonationRegistry::LeafOf(const lazy::BackendData* buffer, const CallSite* site) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   const auto found = pending_.find(buffer);
   if (found != pending_.end() && !found->second->buffer.expired()) {
-    if (const Holder* holder = found->second->HolderOf(site)) {
-      return holder->leaf;
+    if (const Mark* mark = found->second->status.MarkOf(site)) {
+      return mark->leaf;
     }
   }
   return std::nullopt;
 }
 
 bool DonationRegistry::IsPending(const lazy::BackendData* buffer) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   auto found = pending_.find(buffer);
   return found != pending_.end() && !found->second->buffer.expired();
 }
 
 bool DonationRegistry::HasPending(const lazy::BackendDevice* device) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return std::any_of(pending_.begin(), pending_.end(), [device](const auto& entry) {
-    return !entry.second->buffer.expired() && (device == nullptr || entry.second->device == *device);
-  });
+  MutexLock lock(registry_mutex);
+  for (const auto& [buffer, donor] : pending_) {
+    if (!donor->buffer.expired() && (device == nullptr || donor->device == *device)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 const DonationRegistry::Consumed* DonationRegistry::Lookup(const lazy::BackendData* buffer) const {
@@ -243,39 +292,33 @@ const DonationRegistry::Consumed* DonationRegistry::Lookup(const lazy::BackendDa
 }
 
 bool DonationRegistry::IsTracked(const lazy::BackendData* buffer) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   return Lookup(buffer) != nullptr;
 }
 
 bool DonationRegistry::IsConsumed(const lazy::BackendData* buffer) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const Consumed* consumed = Lookup(buffer);
-  if (consumed == nullptr) {
-    return false;
-  }
-  const Step& step = *consumed->step;
-  if (step.outcome == nullptr) {
-    return true;
-  }
-  const auto position = std::find(step.donors.begin(), step.donors.end(), consumed->donor) - step.donors.begin();
-  return step.outcome->used[static_cast<std::size_t>(position)];
+  MutexLock lock(registry_mutex);
+  return IsConsumedLocked(buffer);
 }
 
-std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindConsumed(const lazy::BackendData* buffer) {
-  std::unique_lock<std::mutex> lock(mutex_);
+bool DonationRegistry::IsConsumedLocked(Buffer buffer) const {
   const Consumed* consumed = Lookup(buffer);
-  if (consumed == nullptr) {
-    return {nullptr, 0};
+  return consumed != nullptr && !consumed->donor->status.left_unused;
+}
+
+std::optional<DonationRegistry::ConsumedDonor> DonationRegistry::FindConsumed(const lazy::BackendData* buffer) {
+  MutexLock lock(registry_mutex);
+  const Consumed* consumed = Lookup(buffer);
+  while (consumed != nullptr && consumed->step->status == Step::Status::kRunning) {
+    registry_mutex.Wait(settled_);
+    consumed = Lookup(buffer);
   }
-  const StepPtr step = consumed->step;
-  settled_.wait(lock, [&step] { return step->status != Step::Status::kRunning; });
-  consumed = Lookup(buffer);
-  return consumed == nullptr ? std::pair<DonorPtr, std::uint64_t>{nullptr, 0}
-                             : std::pair<DonorPtr, std::uint64_t>{consumed->donor, step->number};
+  return consumed == nullptr ? std::nullopt
+                             : std::optional(ConsumedDonor{DonorSnapshot(*consumed->donor), consumed->step->number});
 }
 
 void DonationRegistry::RememberWouldBeConsumed(const std::vector<DonorPtr>& donors, std::uint64_t step) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   for (const DonorPtr& donor : donors) {
     const lazy::BackendDataPtr buffer = donor->buffer.lock();
     if (buffer != nullptr) {
@@ -285,24 +328,24 @@ void DonationRegistry::RememberWouldBeConsumed(const std::vector<DonorPtr>& dono
   Refresh();
 }
 
-std::pair<DonorPtr, std::uint64_t> DonationRegistry::FindWouldBeConsumed(const lazy::BackendData* buffer) const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto found = spared_.find(buffer);
-  // Returns a copy, because the caller reads it without the lock.
+std::optional<DonationRegistry::ConsumedDonor> DonationRegistry::FindWouldBeConsumed(
+    const lazy::BackendData* buffer) const {
+  MutexLock lock(registry_mutex);
+  const auto found = spared_.find(buffer);
   return found == spared_.end() || found->second.first->buffer.expired()
-             ? std::pair<DonorPtr, std::uint64_t>{nullptr, 0}
-             : std::pair<DonorPtr, std::uint64_t>{std::make_shared<Donor>(*found->second.first), found->second.second};
+             ? std::nullopt
+             : std::optional(ConsumedDonor{DonorSnapshot(*found->second.first), found->second.second});
 }
 
 void DonationRegistry::ForgetWouldBeConsumed(std::uint64_t step) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   for (auto it = spared_.begin(); it != spared_.end();) {
     it = it->second.second == step ? spared_.erase(it) : std::next(it);
   }
   Refresh();
 }
 
-void DonationRegistry::ForgetConsumed() {
+void DonationRegistry::ForgetConsumed() noexcept {
   for (auto it = spared_.begin(); it != spared_.end();) {
     it = it->second.first->buffer.expired() ? spared_.erase(it) : std::next(it);
   }
@@ -312,53 +355,111 @@ void DonationRegistry::ForgetConsumed() {
   remembered_ = consumed_.size();
 }
 
+// xs.mark_sharding replaces the buffer of an unsharded tensor and adds a sharding. An overwritten tensor is sharded
+// afterwards only if it was before. A tensor that was marked again is a donor.
+bool DonationRegistry::IsResharded(const Donor& donor) const {
+  const std::weak_ptr<void> none;
+  for (const Mark& mark : donor.status.marks) {
+    const std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
+    const bool was_sharded = none.owner_before(mark.sharding) || mark.sharding.owner_before(none);
+    if (tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0 && !was_sharded &&
+        abi::ShardingOf(*tensor) != nullptr) {
+      return true;
+    }
+  }
+  return false;
+}
+
 void DonationRegistry::Sweep() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   ForgetConsumed();
   std::vector<Refusal> lost;
+  for (const auto& [buffer, donor] : pending_) {
+    if (donor->buffer.expired() && abi::IsSpmd(donor->device) && !donor->status.IsForCompiledRun() &&
+        IsResharded(*donor)) {
+      lost.push_back({donor, ReasonCode::kAnotherBuffer, /*notify=*/true});
+    }
+  }
+  ClaimLocked({}, std::move(lost), /*after_backward_thread=*/false);
   for (auto it = pending_.begin(); it != pending_.end();) {
-    Donor& donor = *it->second;
-    if (!donor.buffer.expired()) {
+    if (!it->second->buffer.expired()) {
       ++it;
       continue;
     }
-    // xs.mark_sharding replaces the buffer of an unsharded tensor and adds a sharding. An overwritten tensor is sharded
-    // afterwards only if it was before. A tensor that was marked again is a donor.
-    const auto is_resharded = [this](const Holder& holder) {
-      const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
-      const std::weak_ptr<void> none;
-      const bool was_sharded = none.owner_before(holder.sharding) || holder.sharding.owner_before(none);
-      return tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0 &&
-             !was_sharded && abi::ShardingOf(*tensor) != nullptr;
-    };
-    if (abi::IsSpmd(donor.device) && !donor.IsForCompiledRun() &&
-        std::any_of(donor.holders.begin(), donor.holders.end(), is_resharded)) {
-      lost.push_back({it->second, ReasonCode::kAnotherBuffer, /*notify=*/true});
-    } else {
-      donor.state = DonorState::kCancelled;
+    if (it->second->status.state == DonorState::kPending) {
+      it->second->status.state = DonorState::kCancelled;
     }
     it = pending_.erase(it);
-  }
-  if (!lost.empty()) {
-    ClaimLocked({}, std::move(lost));
   }
   Refresh();
 }
 
-std::vector<std::pair<std::size_t, DonorPtr>> DonationRegistry::PendingAmong(
+std::vector<DonationRegistry::PendingMark> DonationRegistry::PendingAmong(
     const std::vector<lazy::BackendDataPtr>& parameters, const CallSite* call) const {
-  std::vector<std::pair<std::size_t, DonorPtr>> result;
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto is_meant = [call](const Donor& donor) {
-    return call == nullptr ? !donor.IsForCompiledRun() : donor.HolderOf(call) != nullptr;
-  };
+  std::vector<PendingMark> result;
+  MutexLock lock(registry_mutex);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    auto found = pending_.find(parameters[i].get());
-    if (found != pending_.end() && !found->second->buffer.expired() && is_meant(*found->second)) {
-      result.emplace_back(i, found->second);
+    const auto found = pending_.find(parameters[i].get());
+    if (found == pending_.end() || found->second->buffer.expired()) {
+      continue;
+    }
+    const DonorStatus& status = found->second->status;
+    if (call == nullptr ? status.armed || status.IsForCompiledRun() : status.MarkOf(call) == nullptr) {
+      continue;
+    }
+    result.push_back({i, found->second, {}, status.Target()});
+    for (const Mark& mark : status.marks) {
+      if (std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock()) {
+        result.back().tensors.push_back(std::move(tensor));
+      }
     }
   }
   return result;
+}
+
+void DonationRegistry::AddTensorsOf(const Donor& donor, std::vector<std::shared_ptr<abi::TensorData>>& tensors) {
+  const lazy::BackendDataPtr buffer = donor.buffer.lock();
+  for (const Mark& mark : donor.status.marks) {
+    std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
+    if (tensor != nullptr && buffer != nullptr && tensor->handle == buffer) {
+      tensors.push_back(std::move(tensor));
+    }
+  }
+}
+
+std::vector<std::shared_ptr<abi::TensorData>> DonationRegistry::TensorsOf(const std::vector<DonorPtr>& donors) const {
+  std::vector<std::shared_ptr<abi::TensorData>> tensors;
+  MutexLock lock(registry_mutex);
+  for (const DonorPtr& donor : donors) {
+    AddTensorsOf(*donor, tensors);
+  }
+  return tensors;
+}
+
+bool DonationRegistry::Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) {
+  MutexLock lock(registry_mutex);
+  const auto is_pending = [this, call](Buffer buffer) REQUIRES(registry_mutex) {
+    const auto found = pending_.find(buffer);
+    return found != pending_.end() && !found->second->status.armed && found->second->status.MarkOf(call) != nullptr;
+  };
+  for (const lazy::BackendDataPtr& buffer : buffers) {
+    if (!is_pending(buffer.get())) {
+      return false;
+    }
+  }
+  for (const lazy::BackendDataPtr& buffer : buffers) {
+    pending_.find(buffer.get())->second->status.armed = true;
+  }
+  return true;
+}
+
+void DonationRegistry::Disarm(const std::vector<lazy::BackendDataPtr>& buffers) noexcept {
+  MutexLock lock(registry_mutex);
+  for (const lazy::BackendDataPtr& buffer : buffers) {
+    if (const auto found = pending_.find(buffer.get()); found != pending_.end()) {
+      found->second->status.armed = false;
+    }
+  }
 }
 
 }  // namespace torch_xla_donate

@@ -5,9 +5,11 @@
 //
 // Ownership: the registry and the steps share the donors, which hold buffers and tensors weakly, so a mark never keeps
 //   memory alive. Reports can read the last steps, 8 unless SetKeptSteps() says otherwise.
-// Threads: any thread may call any member. One mutex guards everything. No member holds it while it waits for a step,
-//   takes the GIL or runs host code. pthread_atfork handlers keep it usable in a forked child.
-// Errors: throws none itself.
+// Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
+//   step, takes the GIL or runs a graph. pthread_atfork handlers keep it usable in a forked child.
+// Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, so that
+// no
+//   thread waits for ever: without memory, the report misses the step, and says so.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -19,7 +21,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -50,15 +51,18 @@ class DonationRegistry {
   // Returns the index of the first leaf whose buffer a step has claimed, or the number of leaves. Does not wait.
   std::size_t FirstTracked(const std::vector<Leaf>& leaves) const;
 
-  // Marks all leaves. A marked buffer keeps its mark, and gains a holder if the tensor is new, or if the call requests
-  // more for it: a target, or to be stricter.
-  void Mark(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
+  // Marks all leaves. A buffer that is marked already gains a mark if the tensor is new, or if the call requests more
+  // for it: a target, or to be stricter.
+  void AddMarks(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
 
-  // Cancels the mark of each buffer; returns how many were pending.
-  std::size_t Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
+  // Cancels the marks of these buffers. If a step has consumed one of them, or a call is about to, cancels none and
+  // returns its position.
+  std::optional<std::size_t> Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
+  // The same for those whose marks are pending.
+  void CancelPending(const std::vector<lazy::BackendDataPtr>& buffers);
 
   // Cancels the pending marks of one call. A buffer that another call has also marked stays marked.
-  void CancelCall(const CallSite* site);
+  void CancelCall(const CallSite* site) noexcept;
   // Ends the pending marks of one call as unusable, for the reason of the leaf or else the general one.
   void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,
                bool notify);
@@ -83,16 +87,21 @@ class DonationRegistry {
   // The same, but false during the step if the graph did not use the buffer in its last run. Does not wait.
   bool IsConsumed(const lazy::BackendData* buffer) const;
 
-  // Returns the donor and the step that consumed the buffer, or null. Waits for that step to end, because only then the
-  // outcome is certain. The caller must not hold the GIL or a host lock.
-  std::pair<DonorPtr, std::uint64_t> FindConsumed(const lazy::BackendData* buffer);
+  // A donor, and the number of the step that has consumed it.
+  struct ConsumedDonor {
+    DonorSnapshot donor;
+    std::uint64_t step;
+  };
+  // Returns nullopt if no step has consumed the buffer. Waits for the step to end, because only then the outcome is
+  // certain. The caller must not hold the GIL or a host lock.
+  std::optional<ConsumedDonor> FindConsumed(const lazy::BackendData* buffer);
 
   // --- Donors that a step would have consumed if donation were enabled ---
 
   // From now on their uses are reported, until they are marked again or freed.
   void RememberWouldBeConsumed(const std::vector<DonorPtr>& donors, std::uint64_t step);
-  // A copy of the donor, and the step that would have consumed it; null if there is none.
-  std::pair<DonorPtr, std::uint64_t> FindWouldBeConsumed(const lazy::BackendData* buffer) const;
+  // Returns nullopt if no step would have consumed the buffer.
+  std::optional<ConsumedDonor> FindWouldBeConsumed(const lazy::BackendData* buffer) const;
   // The program may use the step's donors, because the step failed or will run again.
   void ForgetWouldBeConsumed(std::uint64_t step);
 
@@ -102,17 +111,41 @@ class DonationRegistry {
   // Called once per step; linear in the number of entries.
   void Sweep();
 
-  // The pending donors among a graph's parameters, with their positions; without a call, those meant for steps.
-  std::vector<std::pair<std::size_t, DonorPtr>> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters,
-                                                             const CallSite* call = nullptr) const;
+  // A marked parameter of a graph, and the tensors that its marks name.
+  struct PendingMark {
+    std::size_t position;
+    DonorPtr donor;
+    c10::SmallVector<std::shared_ptr<abi::TensorData>, 1> tensors;
+    std::shared_ptr<abi::TensorData> target;  // the output that should take the buffer, or null
+  };
+  // The pending marks among a graph's parameters; without a call, those meant for steps.
+  std::vector<PendingMark> PendingAmong(const std::vector<lazy::BackendDataPtr>& parameters,
+                                        const CallSite* call = nullptr) const;
+  // The tensors that hold the donors' buffers, by their marks.
+  std::vector<std::shared_ptr<abi::TensorData>> TensorsOf(const std::vector<DonorPtr>& donors) const;
 
+  // Keeps the call's marks of these buffers from being cancelled until Disarm(). Returns whether all are pending; if
+  // not, it keeps none.
+  bool Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call);
+  void Disarm(const std::vector<lazy::BackendDataPtr>& buffers) noexcept;
+
+  // A donor that a step offers to XLA, with its places in the step's graph.
+  struct Offer {
+    DonorPtr donor;
+    std::optional<std::size_t> parameter, successor;
+  };
   struct Refusal {
     DonorPtr donor;
     Reason reason;
     bool notify;  // false if the user has disabled donation
   };
-  // Moves donors from pending to a new step. They are offered to XLA, or refused with a reason each.
-  StepPtr Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
+  // Moves donors from pending to a new step. They are offered to XLA, or refused with a reason each. Skips marks that
+  // another thread has cancelled meanwhile; so only the step's own list says which donors it has.
+  struct Claimed {
+    StepPtr step;                                           // null if no donor is left
+    std::vector<std::shared_ptr<abi::TensorData>> tensors;  // that hold the donors offered, by their marks
+  };
+  Claimed Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused, bool after_backward_thread = false);
 
   // The step is about to run. If its graph has run before, the outcomes are known now.
   void Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs);
@@ -129,15 +162,18 @@ class DonationRegistry {
   }
 
   // The step has run, or has failed for the reason given. Reads from the buffers whether XLA used them.
-  void Settle(const StepPtr& step, const Reason& failure = {});
+  void RecordOutcome(const StepPtr& step, const Reason& failure = {}) noexcept;
+
+  // Whether the donor's step has ended without using it.
+  bool IsUnusable(const Donor& donor) const;
 
   // The step will not run, so XLA used no donor.
-  void Abandon(const StepPtr& step, const Reason& failure);
+  void Abandon(const StepPtr& step, const Reason& failure) noexcept;
 
   // Automatic donation has skipped a step for this reason.
-  void NoteAutoRefusal(const Reason& reason);
+  void NoteAutoRefusal(const Reason& reason) noexcept;
   // A hook has continued without donation, or without a check, after this error.
-  void NoteError(const char* error);
+  void NoteError(const char* error) noexcept;
 
   // --- For readers ---
 
@@ -148,10 +184,10 @@ class DonationRegistry {
   std::int64_t WarnMinBytes() const noexcept { return warn_min_bytes_.load(std::memory_order_relaxed); }
 
   // Counts the steps that begin from now on, until it is closed. The outcomes of those steps are added later, too.
-  void Open(const std::shared_ptr<StepTally>& tally);
+  void Open(const std::shared_ptr<StepTally>& tally, bool all_threads);
   void Close(const std::shared_ptr<StepTally>& tally);
   // A copy that readers use without the lock, and the steps that it keeps.
-  std::pair<StepTally, std::vector<StepSnapshot>> Read(const StepTally& tally) const;
+  std::pair<TallyCounts, std::vector<StepSnapshot>> Read(const StepTally& tally) const;
 
   std::map<Reason, std::uint64_t> AutoRefusals() const;
   std::map<std::string, std::uint64_t> Errors() const;
@@ -162,7 +198,7 @@ class DonationRegistry {
   // Waits until every step has ended. The caller must not hold the GIL.
   void WaitForSteps();
   std::vector<StepSnapshot> Steps() const;
-  std::vector<Donor> Pending() const;
+  std::vector<DonorSnapshot> Pending() const;
 
   // Returns and clears the steps with unusable donations that were not reported yet, of one device or of all.
   std::vector<StepSnapshot> TakeNotices(const std::optional<lazy::BackendDevice>& device);
@@ -173,45 +209,63 @@ class DonationRegistry {
   Counts Size() const;
 
  private:
+  static constexpr std::size_t kKeptTexts = 64;
+
   DonationRegistry();
   struct Consumed {
     DonorPtr donor;
     StepPtr step;
   };
+  using Buffer = const lazy::BackendData*;
 
-  void Refresh();  // updates the watch word and the atomics after a change
-  void AddStep(const StepPtr& step);
-  void Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers, const std::vector<bool>& used,
-              std::shared_ptr<const GraphOutcome> outcome, const Reason& failure);
-  StepPtr ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread = false);
-  std::vector<DonorPtr> TakeCall(const CallSite* site);
-  StepSnapshot Snapshot(const Step& step) const;
+  static void BeforeFork();
+  static void AfterForkInParent();
+  static void AfterForkInChild();
+
+  // Updates the watch word and the atomics after a change.
+  void Refresh() noexcept REQUIRES(registry_mutex);
+  void AddStep(const StepPtr& step) noexcept REQUIRES(registry_mutex);
+  void Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome, const Reason& failure) noexcept
+      REQUIRES(registry_mutex);
+  std::shared_ptr<GraphOutcome> DescribeOutcome(const Step& step) const EXCLUDES(registry_mutex);
+  static void AddTensorsOf(const Donor& donor, std::vector<std::shared_ptr<abi::TensorData>>& tensors)
+      REQUIRES(registry_mutex);
+  Claimed ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused, bool after_backward_thread)
+      REQUIRES(registry_mutex);
+  static void AddMark(Donor& donor, Mark mark) REQUIRES(registry_mutex);
+  static bool IsMarkedOnlyBy(const Donor& donor, const CallSite* site) REQUIRES(registry_mutex);
+  void RemoveCall(const CallSite* site) noexcept REQUIRES(registry_mutex);
+  bool IsResharded(const Donor& donor) const REQUIRES(registry_mutex);
+  void CancelLocked(Buffer buffer) noexcept REQUIRES(registry_mutex);
+  bool IsConsumedLocked(Buffer buffer) const REQUIRES(registry_mutex);
+  StepSnapshot Snapshot(const Step& step) const REQUIRES(registry_mutex);
   void CountRun(bool is_step);
-  void AddCompilations(std::uint64_t& counter);
-  void ForgetConsumed();  // removes the entries of freed buffers
-  const Consumed* Lookup(const lazy::BackendData* buffer) const;
+  void AddCompilations(std::uint64_t& counter) REQUIRES(registry_mutex);
+  void ForgetConsumed() noexcept REQUIRES(registry_mutex);  // removes the entries of freed buffers
+  const Consumed* Lookup(Buffer buffer) const REQUIRES(registry_mutex);
 
-  mutable std::mutex mutex_;
   std::condition_variable settled_;
   std::atomic<bool> has_notices_{false};
   std::atomic<bool> has_steps_{false};
   std::atomic<std::int64_t> warn_min_bytes_{0};
-  std::uint64_t next_step_ = 1;
-  std::size_t running_ = 0;
-  ska::flat_hash_map<const lazy::BackendData*, DonorPtr> pending_;
-  ska::flat_hash_map<const lazy::BackendData*, Consumed> consumed_;
-  std::size_t remembered_ = 0;  // the size of consumed_ after the last ForgetConsumed()
-  ska::flat_hash_map<const lazy::BackendData*, std::pair<DonorPtr, std::uint64_t>> spared_;
-  std::size_t kept_steps_ = 8;
-  std::deque<StepPtr> steps_;
-  StepPtr last_claimed_;
-  std::uint64_t compilations_;                       // graphs that the steps until now count
-  std::vector<std::shared_ptr<StepTally>> tallies_;  // the open ones
-  std::deque<StepPtr> notices_;
-  std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_;
-  std::deque<std::string> outcome_order_;
-  std::map<Reason, std::uint64_t> auto_refusals_;
-  std::map<std::string, std::uint64_t> errors_;
+  std::uint64_t next_step_ GUARDED_BY(registry_mutex) = 1;
+  std::size_t running_ GUARDED_BY(registry_mutex) = 0;
+  ska::flat_hash_map<Buffer, DonorPtr> pending_ GUARDED_BY(registry_mutex);
+  ska::flat_hash_map<Buffer, Consumed> consumed_ GUARDED_BY(registry_mutex);
+  std::size_t remembered_ GUARDED_BY(registry_mutex) = 0;  // the size of consumed_ after the last ForgetConsumed()
+  ska::flat_hash_map<Buffer, std::pair<DonorPtr, std::uint64_t>> spared_ GUARDED_BY(registry_mutex);
+  std::size_t kept_steps_ GUARDED_BY(registry_mutex) = 8;
+  std::deque<StepPtr> steps_ GUARDED_BY(registry_mutex);
+  StepPtr last_claimed_ GUARDED_BY(registry_mutex);
+  std::uint64_t compilations_ GUARDED_BY(registry_mutex);                       // graphs that the steps until now count
+  std::vector<std::shared_ptr<StepTally>> tallies_ GUARDED_BY(registry_mutex);  // the open ones
+  std::deque<StepPtr> notices_ GUARDED_BY(registry_mutex);
+  std::unordered_map<std::string, std::shared_ptr<const GraphOutcome>> outcomes_ GUARDED_BY(registry_mutex);
+  std::deque<std::string> outcome_order_ GUARDED_BY(registry_mutex);
+  // At most kKeptTexts each; the rest is counted without its text.
+  std::map<Reason, std::uint64_t> auto_refusals_ GUARDED_BY(registry_mutex);
+  std::map<std::string, std::uint64_t> errors_ GUARDED_BY(registry_mutex);
+  std::uint64_t other_errors_ GUARDED_BY(registry_mutex) = 0;
 };
 
 }  // namespace torch_xla_donate

@@ -10,20 +10,30 @@
 #include <thread>
 #include <vector>
 
+#include "registry/thread_safety.h"
+
 namespace torch_xla_donate {
 
 struct Step;
 
-struct StepTally {
-  static constexpr std::size_t kKeptUnusable = 4;
+// The registry's mutex. It guards the marks, and the members of donors, steps and tallies that change.
+inline Mutex registry_mutex;
 
-  std::optional<std::thread::id> thread;  // whose steps it counts; nullopt for all threads
-  std::uint64_t steps = 0;                // with donors
-  std::uint64_t plain_steps = 0;          // without donors, after the first step with donors
+struct TallyCounts {
+  std::uint64_t steps = 0;        // with donors
+  std::uint64_t plain_steps = 0;  // without donors, after the first step with donors
   // Of marked donors and of the automatic ones that an output reused, in steps that have ended.
   std::int64_t offered_bytes = 0;
   std::int64_t donated_bytes = 0;
-  std::vector<std::shared_ptr<Step>> unusable;  // the first steps with a donor that needs a notice
+};
+
+struct StepTally {
+  static constexpr std::size_t kKeptUnusable = 4;
+
+  std::optional<std::thread::id> thread GUARDED_BY(registry_mutex);  // whose steps it counts; nullopt for all threads
+  TallyCounts counts GUARDED_BY(registry_mutex);
+  // The first steps with a donor that needs a notice.
+  std::vector<std::shared_ptr<Step>> unusable GUARDED_BY(registry_mutex);
 };
 
 }  // namespace torch_xla_donate

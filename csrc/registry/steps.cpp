@@ -9,25 +9,26 @@ namespace torch_xla_donate {
 
 namespace {
 
-bool CountsThisThread(const StepTally& tally) {
+bool CountsThisThread(const StepTally& tally) REQUIRES(registry_mutex) {
   return !tally.thread.has_value() || *tally.thread == std::this_thread::get_id();
 }
 
 // Adds the outcomes of a step that has ended.
-void Count(const StepPtr& step) {
+void Count(const StepPtr& step) REQUIRES(registry_mutex) {
   std::int64_t offered = 0, donated = 0;
   bool unusable = false;
   for (const auto* donors : {&step->donors, &step->refused}) {
     for (const DonorPtr& donor : *donors) {
-      const bool used = donor->state == DonorState::kDonated;
+      const DonorStatus& status = donor->status;
+      const bool used = status.state == DonorState::kDonated;
       offered += used || !donor->automatic ? donor->bytes : 0;
       donated += used ? donor->bytes : 0;
-      unusable = unusable || !(used || donor->automatic || donor->reported || donor->IsSmall());
+      unusable = unusable || !(used || donor->automatic || status.reported || status.IsSmall(donor->bytes));
     }
   }
   for (const std::shared_ptr<StepTally>& tally : step->tallies) {
-    tally->offered_bytes += offered;
-    tally->donated_bytes += donated;
+    tally->counts.offered_bytes += offered;
+    tally->counts.donated_bytes += donated;
     if (unusable && tally->unusable.size() < StepTally::kKeptUnusable) {
       tally->unusable.push_back(step);
     }
@@ -35,180 +36,261 @@ void Count(const StepPtr& step) {
   step->tallies.clear();  // a kept step must not keep them alive
 }
 
-}  // namespace
-
-StepPtr DonationRegistry::Claim(std::vector<DonorPtr> asked, std::vector<Refusal> refused, bool after_backward_thread) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return ClaimLocked(std::move(asked), std::move(refused), after_backward_thread);
+bool IsToReport(const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
+  for (const DonorPtr& donor : donors) {
+    const DonorStatus& status = donor->status;
+    if (status.state == DonorState::kUnusable && !status.reported && status.Strict() > Strictness::kOff &&
+        !status.IsSmall(donor->bytes)) {
+      return true;
+    }
+  }
+  return false;
 }
 
-StepPtr DonationRegistry::ClaimLocked(std::vector<DonorPtr> asked, std::vector<Refusal> refused,
-                                      bool after_backward_thread) {
+// A copy whose code stays if there is no memory for its details.
+void Set(Reason& reason, const Reason& value) noexcept {
+  reason.code = value.code;
+  try {
+    reason.details = value.details;
+  } catch (const std::bad_alloc&) {
+    reason.details.clear();
+  }
+}
+
+}  // namespace
+
+DonationRegistry::Claimed DonationRegistry::Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused,
+                                                  bool after_backward_thread) {
+  MutexLock lock(registry_mutex);
+  return ClaimLocked(offers, std::move(refused), after_backward_thread);
+}
+
+DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused,
+                                                        bool after_backward_thread) {
   // Runs of compiled graphs do not call Sweep(), so freed buffers would slow down every look-up.
-  if (consumed_.size() > remembered_ + asked.size()) {
+  if (consumed_.size() > remembered_ + offers.size()) {
     ForgetConsumed();
   }
-  auto step = std::make_shared<Step>();
-  step->number = next_step_++;
+  // Another thread may have cancelled marks since the caller found them.
+  std::vector<const Offer*> left;
+  std::vector<DonorPtr> donors, not_offered;
+  for (const Offer& offer : offers) {
+    if (offer.donor->status.state == DonorState::kPending) {
+      left.push_back(&offer);
+      donors.push_back(offer.donor);
+    }
+  }
+  const auto is_over = [](const Refusal& refusal) REQUIRES(registry_mutex) {
+    return refusal.donor->status.state != DonorState::kPending || refusal.donor->status.armed;
+  };
+  refused.erase(std::remove_if(refused.begin(), refused.end(), is_over), refused.end());
+  for (const Refusal& refusal : refused) {
+    not_offered.push_back(refusal.donor);
+  }
+  if (donors.empty() && not_offered.empty()) {
+    return {};
+  }
+  auto step = std::make_shared<Step>(next_step_, std::move(donors), std::move(not_offered));
   step->after_backward_thread = after_backward_thread;
-  last_claimed_ = step;
-  has_steps_.store(true, std::memory_order_relaxed);
+  step->used.resize(step->donors.size());
   for (const std::shared_ptr<StepTally>& tally : tallies_) {
     if (CountsThisThread(*tally)) {
-      ++tally->steps;
       step->tallies.push_back(tally);
     }
   }
-  for (const DonorPtr& donor : asked) {
-    donor->state = DonorState::kClaimed;
-    if (donor->automatic) {
-      continue;  // no tensor holds it, so no use can be checked
+  std::vector<std::shared_ptr<abi::TensorData>> tensors;
+  for (const DonorPtr& donor : step->donors) {
+    AddTensorsOf(*donor, tensors);
+  }
+  std::size_t noted = 0;
+  try {
+    for (; noted < left.size(); ++noted) {
+      const DonorPtr& donor = left[noted]->donor;
+      if (!donor->automatic) {  // no tensor holds an automatic donor, so no use can be checked
+        consumed_.insert_or_assign(donor->buffer.lock().get(), Consumed{donor, step});
+      }
     }
-    const lazy::BackendData* buffer = donor->buffer.lock().get();
-    pending_.erase(buffer);
-    consumed_[buffer] = {donor, step};
+  } catch (...) {
+    while (noted-- > 0) {
+      consumed_.erase(left[noted]->donor->buffer.lock().get());
+    }
+    throw;
   }
-  for (auto& [donor, reason, notify] : refused) {
-    donor->state = DonorState::kUnusable;
-    donor->reason = std::move(reason);
-    donor->reported = !notify;
-    pending_.erase(donor->buffer.lock().get());
-    step->refused.push_back(std::move(donor));
+  // Nothing throws from here on.
+  ++next_step_;
+  last_claimed_ = step;
+  has_steps_.store(true, std::memory_order_relaxed);
+  for (const std::shared_ptr<StepTally>& tally : step->tallies) {
+    ++tally->counts.steps;
   }
-  step->donors = std::move(asked);
+  for (const Offer* offer : left) {
+    DonorStatus& status = offer->donor->status;
+    status.state = DonorState::kClaimed;
+    status.armed = false;
+    status.parameter = offer->parameter;
+    status.successor = offer->successor;
+    if (!offer->donor->automatic) {
+      pending_.erase(offer->donor->buffer.lock().get());
+    }
+  }
+  for (Refusal& refusal : refused) {
+    DonorStatus& status = refusal.donor->status;
+    status.state = DonorState::kUnusable;
+    status.reason = std::move(refusal.reason);
+    status.reported = !refusal.notify;
+    pending_.erase(refusal.donor->buffer.lock().get());
+  }
   if (step->donors.empty()) {
     step->status = Step::Status::kDone;
     AddStep(step);
   }
   Refresh();
-  return step;
+  return {step, std::move(tensors)};
 }
 
-void DonationRegistry::AddStep(const StepPtr& step) {
-  Count(step);
-  steps_.push_back(step);
-  if (steps_.size() > kept_steps_) {
-    steps_.pop_front();
-  }
-  const auto to_report = [](const DonorPtr& donor) {
-    return donor->state == DonorState::kUnusable && !donor->reported && donor->Strict() > Strictness::kOff &&
-           !donor->IsSmall();
-  };
-  if (std::any_of(step->donors.begin(), step->donors.end(), to_report) ||
-      std::any_of(step->refused.begin(), step->refused.end(), to_report)) {
-    notices_.push_back(step);
+void DonationRegistry::AddStep(const StepPtr& step) noexcept {
+  try {
+    Count(step);
+    steps_.push_back(step);
+    if (steps_.size() > kept_steps_) {
+      steps_.pop_front();
+    }
+    if (IsToReport(step->donors) || IsToReport(step->refused)) {
+      notices_.push_back(step);
+    }
+  } catch (const std::bad_alloc&) {
+    ++other_errors_;  // the report misses the step
   }
 }
 
 void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
                               const std::vector<lazy::BackendDataPtr>& outputs) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
+  const auto known = outcomes_.find(graph_hash);
+  if (known != outcomes_.end() && known->second->used.size() == step->donors.size()) {
+    step->outcome = known->second;
+    for (std::size_t i = 0; i < step->donors.size(); ++i) {
+      step->donors[i]->status.left_unused = !known->second->used[i];
+    }
+  } else {
+    step->outputs.assign(outputs.begin(), outputs.end());
+  }
   step->graph_hash = std::move(graph_hash);
   AddCompilations(step->compilations);
   step->status = Step::Status::kRunning;
   ++running_;
-  auto known = outcomes_.find(step->graph_hash);
-  if (known != outcomes_.end() && known->second->used.size() == step->donors.size()) {
-    step->outcome = known->second;
-  } else {
-    step->outputs.assign(outputs.begin(), outputs.end());
-  }
 }
 
 void DonationRegistry::NoteExecutable(const StepPtr& step,
                                       const std::shared_ptr<const abi::HostCachedComputation>& executable) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   step->executable = executable;
 }
 
 std::optional<std::string> DonationRegistry::GraphText(const std::string& graph_hash) const {
   std::shared_ptr<const abi::HostCachedComputation> executable;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    MutexLock lock(registry_mutex);
     const auto found = outcomes_.find(graph_hash);
     executable = found == outcomes_.end() ? nullptr : found->second->executable.lock();
   }
   return executable == nullptr ? std::nullopt : std::optional(abi::DescribeGraph(*executable).text);
 }
 
-void DonationRegistry::Settle(const StepPtr& step, const Reason& failure) {
+std::shared_ptr<GraphOutcome> DonationRegistry::DescribeOutcome(const Step& step) const {
+  auto outcome = std::make_shared<GraphOutcome>();
+  outcome->used = step.used;
+  std::vector<std::weak_ptr<lazy::BackendData>> outputs;
+  {
+    MutexLock lock(registry_mutex);
+    if (step.outcome != nullptr && step.outcome->used == step.used) {
+      return nullptr;
+    }
+    outcome->executable = step.executable;
+    outputs = step.outputs;
+  }
+  const auto describe = [](const lazy::BackendDataPtr& buffer) {
+    return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
+  };
+  for (const DonorPtr& donor : step.donors) {
+    const std::string array = describe(donor->buffer.lock());
+    outcome->donors.push_back(IsSharded(array) ? array : std::string());
+  }
+  if (std::find(step.used.begin(), step.used.end(), false) != step.used.end()) {
+    for (const auto& weak : outputs) {
+      outcome->outputs.push_back(describe(weak.lock()));
+    }
+  }
+  return outcome;
+}
+
+void DonationRegistry::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
   // Before the lock is taken, because HasValue() calls the host.
-  std::vector<lazy::BackendDataPtr> buffers;
-  std::vector<bool> used;
-  buffers.reserve(step->donors.size());
-  used.reserve(step->donors.size());
-  for (const DonorPtr& donor : step->donors) {
-    buffers.push_back(donor->buffer.lock());
+  for (std::size_t i = 0; i < step->donors.size(); ++i) {
+    const lazy::BackendDataPtr buffer = step->donors[i]->buffer.lock();
     // The running step holds its parameters, so the buffer exists. A missing one could not be used anyway.
-    used.push_back(buffers.back() == nullptr || !buffers.back()->HasValue());
+    step->used[i] = buffer == nullptr || !buffer->HasValue();
   }
-  const bool all_used = std::all_of(used.begin(), used.end(), [](bool value) { return value; });
   std::shared_ptr<GraphOutcome> outcome;
-  if (failure.empty() && (step->outcome == nullptr || step->outcome->used != used)) {
-    outcome = std::make_shared<GraphOutcome>();
-    outcome->used = used;
-    outcome->executable = step->executable;
-    const auto describe = [](const lazy::BackendDataPtr& buffer) {
-      try {
-        return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
-      } catch (const std::exception&) {
-        return std::string();  // a reason may lack a size, but the step must be settled
-      }
-    };
-    for (const lazy::BackendDataPtr& buffer : buffers) {
-      const std::string array = describe(buffer);
-      outcome->donors.push_back(IsSharded(array) ? array : std::string());
-    }
-    if (!all_used) {
-      for (const auto& weak : step->outputs) {
-        outcome->outputs.push_back(describe(weak.lock()));
-      }
-    }
+  try {
+    outcome = failure.empty() ? DescribeOutcome(*step) : nullptr;
+  } catch (const std::exception& error) {  // a reason may lack a size, but the step must end
+    NoteError(error.what());
   }
-
-  Finish(step, buffers, used, std::move(outcome), failure);
+  MutexLock lock(registry_mutex);
+  Finish(step, std::move(outcome), failure);
 }
 
-void DonationRegistry::Abandon(const StepPtr& step, const Reason& failure) {
-  std::vector<lazy::BackendDataPtr> buffers;
-  for (const DonorPtr& donor : step->donors) {
-    buffers.push_back(donor->buffer.lock());
-  }
-  Finish(step, buffers, std::vector<bool>(buffers.size(), false), nullptr, failure);
+bool DonationRegistry::IsUnusable(const Donor& donor) const {
+  MutexLock lock(registry_mutex);
+  return donor.status.state == DonorState::kUnusable;
 }
 
-void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::BackendDataPtr>& buffers,
-                              const std::vector<bool>& used, std::shared_ptr<const GraphOutcome> outcome,
-                              const Reason& failure) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void DonationRegistry::Abandon(const StepPtr& step, const Reason& failure) noexcept {
+  step->used.assign(step->donors.size(), false);
+  MutexLock lock(registry_mutex);
+  Finish(step, nullptr, failure);
+}
+
+void DonationRegistry::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome,
+                              const Reason& failure) noexcept {
+  if (step->status == Step::Status::kDone || step->status == Step::Status::kFailed) {
+    return;  // a run that the host drops may end twice
+  }
   const bool was_running = step->status == Step::Status::kRunning;
   if (!was_running) {
     AddCompilations(step->compilations);  // its compilation may have failed
   }
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
-    Donor& donor = *step->donors[i];
-    donor.state = used[i] ? DonorState::kDonated : DonorState::kUnusable;
-    if (used[i]) {
+    const Donor& donor = *step->donors[i];
+    DonorStatus& status = step->donors[i]->status;
+    status.state = step->used[i] ? DonorState::kDonated : DonorState::kUnusable;
+    status.left_unused = false;
+    if (step->used[i]) {
       continue;
     }
-    consumed_.erase(buffers[i].get());
+    consumed_.erase(donor.buffer.lock().get());
     if (!failure.empty()) {
-      donor.reason = failure;
-      donor.reported = true;  // the failure itself is raised by torch_xla
+      Set(status.reason, failure);
+      status.reported = true;  // the failure itself is raised by torch_xla
     }
   }
   step->status = failure.empty() ? Step::Status::kDone : Step::Status::kFailed;
+  step->outputs.clear();
   if (outcome != nullptr) {
     step->outcome = outcome;
-    if (outcomes_.insert_or_assign(step->graph_hash, outcome).second) {
-      outcome_order_.push_back(step->graph_hash);
-      if (outcome_order_.size() > kKeptOutcomes) {
-        outcomes_.erase(outcome_order_.front());
-        outcome_order_.pop_front();
+    try {
+      if (outcomes_.insert_or_assign(step->graph_hash, std::move(outcome)).second) {
+        outcome_order_.push_back(step->graph_hash);
+        if (outcome_order_.size() > kKeptOutcomes) {
+          outcomes_.erase(outcome_order_.front());
+          outcome_order_.pop_front();
+        }
       }
+    } catch (const std::bad_alloc&) {
+      ++other_errors_;  // the next run of the graph computes the outcome again
     }
   }
-  step->outputs.clear();
   AddStep(step);
   if (was_running) {
     --running_;
@@ -217,29 +299,50 @@ void DonationRegistry::Finish(const StepPtr& step, const std::vector<lazy::Backe
   settled_.notify_all();
 }
 
-void DonationRegistry::NoteAutoRefusal(const Reason& reason) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++auto_refusals_[reason];
+void DonationRegistry::NoteAutoRefusal(const Reason& reason) noexcept {
+  MutexLock lock(registry_mutex);
+  try {
+    const bool fits = auto_refusals_.size() < kKeptTexts || auto_refusals_.count(reason) != 0;
+    ++auto_refusals_[fits ? reason : Reason(reason.code)];
+  } catch (const std::bad_alloc&) {
+    ++other_errors_;
+  }
 }
 
 std::map<Reason, std::uint64_t> DonationRegistry::AutoRefusals() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   return auto_refusals_;
 }
 
-void DonationRegistry::NoteError(const char* error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ++errors_[error];
+void DonationRegistry::NoteError(const char* error) noexcept {
+  MutexLock lock(registry_mutex);
+  try {
+    if (const auto known = errors_.find(error); known != errors_.end()) {
+      ++known->second;
+    } else if (errors_.size() < kKeptTexts) {
+      errors_.emplace(error, 1);
+    } else {
+      ++other_errors_;
+    }
+  } catch (const std::bad_alloc&) {
+    ++other_errors_;
+  }
 }
 
 std::map<std::string, std::uint64_t> DonationRegistry::Errors() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return errors_;
+  MutexLock lock(registry_mutex);
+  std::map<std::string, std::uint64_t> errors = errors_;
+  if (other_errors_ > 0) {
+    errors.emplace("errors without a text, for lack of memory or because there are too many", other_errors_);
+  }
+  return errors;
 }
 
 void DonationRegistry::WaitForSteps() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  settled_.wait(lock, [this] { return running_ == 0; });
+  MutexLock lock(registry_mutex);
+  while (running_ != 0) {
+    registry_mutex.Wait(settled_);
+  }
 }
 
 StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
@@ -252,11 +355,10 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.compilations = step.compilations;
   snapshot.plain_steps = step.plain_steps;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());
-  for (const DonorPtr& donor : step.donors) {
-    snapshot.donors.push_back(*donor);
-  }
-  for (const DonorPtr& donor : step.refused) {
-    snapshot.donors.push_back(*donor);
+  for (const auto* donors : {&step.donors, &step.refused}) {
+    for (const DonorPtr& donor : *donors) {
+      snapshot.donors.emplace_back(*donor);
+    }
   }
   if (step.outcome != nullptr) {
     snapshot.outputs = step.outcome->outputs;
@@ -268,7 +370,7 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
 }
 
 std::vector<StepSnapshot> DonationRegistry::Steps() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   std::vector<StepSnapshot> result;
   for (const StepPtr& step : steps_) {
     result.push_back(Snapshot(*step));
@@ -277,7 +379,7 @@ std::vector<StepSnapshot> DonationRegistry::Steps() const {
 }
 
 void DonationRegistry::SetKeptSteps(std::size_t count) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   kept_steps_ = std::max<std::size_t>(count, 1);
   while (steps_.size() > kept_steps_) {
     steps_.pop_front();
@@ -291,7 +393,7 @@ void DonationRegistry::AddCompilations(std::uint64_t& counter) {
 }
 
 void DonationRegistry::CountRun(bool is_step) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   std::deque<std::uint64_t>& plain = last_claimed_->plain_steps;
   if (is_step) {
     plain.push_back(0);
@@ -304,56 +406,59 @@ void DonationRegistry::CountRun(bool is_step) {
     return;
   }
   for (const std::shared_ptr<StepTally>& tally : tallies_) {
-    if (tally->steps > 0 && CountsThisThread(*tally)) {
-      ++tally->plain_steps;
+    if (tally->counts.steps > 0 && CountsThisThread(*tally)) {
+      ++tally->counts.plain_steps;
     }
   }
 }
 
-void DonationRegistry::Open(const std::shared_ptr<StepTally>& tally) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void DonationRegistry::Open(const std::shared_ptr<StepTally>& tally, bool all_threads) {
+  MutexLock lock(registry_mutex);
+  tally->thread = all_threads ? std::nullopt : std::optional(std::this_thread::get_id());
   tallies_.push_back(tally);
 }
 
 void DonationRegistry::Close(const std::shared_ptr<StepTally>& tally) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   tallies_.erase(std::remove(tallies_.begin(), tallies_.end(), tally), tallies_.end());
 }
 
-std::pair<StepTally, std::vector<StepSnapshot>> DonationRegistry::Read(const StepTally& tally) const {
-  std::lock_guard<std::mutex> lock(mutex_);
+std::pair<TallyCounts, std::vector<StepSnapshot>> DonationRegistry::Read(const StepTally& tally) const {
+  MutexLock lock(registry_mutex);
   std::vector<StepSnapshot> unusable;
   for (const StepPtr& step : tally.unusable) {
     unusable.push_back(Snapshot(*step));
   }
-  return {tally, std::move(unusable)};
+  return {tally.counts, std::move(unusable)};
 }
 
-std::vector<Donor> DonationRegistry::Pending() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<Donor> result;
+std::vector<DonorSnapshot> DonationRegistry::Pending() const {
+  MutexLock lock(registry_mutex);
+  std::vector<DonorSnapshot> result;
   for (const auto& entry : pending_) {
     if (!entry.second->buffer.expired()) {
-      result.push_back(*entry.second);
+      result.emplace_back(*entry.second);
     }
   }
   return result;
 }
 
 std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy::BackendDevice>& device) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   std::vector<StepSnapshot> result;
-  std::deque<StepPtr> others;
+  std::deque<StepPtr> taken, others;
   for (const StepPtr& step : notices_) {
     const auto& donors = step->donors.empty() ? step->refused : step->donors;
-    if (device.has_value() && !(donors.front()->device == *device)) {
-      others.push_back(step);
-      continue;
+    const bool is_other = device.has_value() && !(donors.front()->device == *device);
+    (is_other ? others : taken).push_back(step);
+    if (!is_other) {
+      result.push_back(Snapshot(*step));
     }
-    result.push_back(Snapshot(*step));
+  }
+  for (const StepPtr& step : taken) {
     for (const auto* donors : {&step->donors, &step->refused}) {
       for (const DonorPtr& donor : *donors) {
-        donor->reported = true;
+        donor->status.reported = true;
       }
     }
   }
@@ -363,7 +468,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy
 }
 
 DonationRegistry::Counts DonationRegistry::Size() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  MutexLock lock(registry_mutex);
   return {pending_.size(), consumed_.size(), spared_.size(), steps_.size(), outcomes_.size()};
 }
 

@@ -23,10 +23,10 @@ struct StackFrame {
 struct HookCallbacks {
   PyObject* donated_buffer_error = nullptr;  // exception type, never freed
   // Returns the message for a use of a consumed buffer. Called without locks; may take the GIL and throw.
-  std::function<std::string(const Donor&, std::uint64_t step)> describe_use;
+  std::function<std::string(const DonorSnapshot&, std::uint64_t step)> describe_use;
   // Called when the program uses a buffer that a step would have consumed if donation were enabled. Called without
   // locks; may take the GIL and throw.
-  std::function<void(const Donor&, std::uint64_t step)> report_reuse;
+  std::function<void(const DonorSnapshot&, std::uint64_t step)> report_reuse;
   // Called before the first list of live tensors for automatic donation, to verify its assumptions. Returns why this
   // process cannot donate automatically; empty if it can. Several threads may call it at a time. May take the GIL and
   // throw. Then the step does not begin. The next step retries.

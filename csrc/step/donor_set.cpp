@@ -24,25 +24,21 @@ Reason ReasonOf(Obstacle obstacle) {
 
 }  // namespace
 
-void ForgetCachedValues(const Donor& donor) {
-  const lazy::BackendDataPtr buffer = donor.buffer.lock();
-  for (const Holder& holder : donor.holders) {
-    const std::shared_ptr<abi::TensorData> tensor = holder.tensor.lock();
-    if (tensor != nullptr && buffer != nullptr && tensor->handle == buffer) {
-      tensor->ir_value = lazy::Value();
-      tensor->tensor_data.reset();
-    }
+void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& tensors) noexcept {
+  for (const std::shared_ptr<abi::TensorData>& tensor : tensors) {
+    tensor->ir_value = lazy::Value();
+    tensor->tensor_data.reset();
   }
 }
 
 // ---- Claim ----
 
 Claim::~Claim() {
-  GiveInfosBack();
+  RestoreInfos();
   ReleaseOutputs(moved_);
 }
 
-void Claim::GiveInfosBack() {
+void Claim::RestoreInfos() noexcept {
   for (RewrittenInfo& info : rewritten_) {
     if (info.buffer->info() == info.ours.get()) {
       info.buffer->SetInfo(std::move(info.before));
@@ -53,11 +49,11 @@ void Claim::GiveInfosBack() {
 
 void Claim::Compiled() {
   compiled_ = true;
-  GiveInfosBack();
+  RestoreInfos();
 }
 
-void Claim::Abandon(const Reason& why) {
-  GiveInfosBack();
+void Claim::Abandon(const Reason& why) noexcept {
+  RestoreInfos();
   ReleaseOutputs(moved_);
   if (const StepPtr step = std::exchange(step_, nullptr)) {
     DonationRegistry::Get().Abandon(step, why);
@@ -68,11 +64,25 @@ void Claim::Commit(RunContext& run, std::string graph_hash) {
   run.graph = graph_hash;
   DonationRegistry::Get().Commit(step_, std::move(graph_hash), run.run.tensors_data);
   run.OnEnd([step = step_, settled = settled_](const Reason& failure) {
-    DonationRegistry::Get().Settle(step, failure);
+    DonationRegistry::Get().RecordOutcome(step, failure);
     if (failure.empty() && settled) {
       settled();
     }
   });
+}
+
+void Claim::CommitCompiled(RunContext& run, const std::vector<DonationRegistry::Offer>& offers,
+                           std::string graph_hash) {
+  compiled_ = true;
+  auto [step, tensors] = DonationRegistry::Get().Claim(offers, {});
+  step_ = std::move(step);
+  ForgetCachedValues(tensors);
+  try {
+    Commit(run, std::move(graph_hash));
+  } catch (...) {
+    Abandon(ReasonCode::kGivenUp);
+    throw;
+  }
 }
 
 void Claim::NoteExecutable(const abi::Executor::Async& run) const {
@@ -112,37 +122,31 @@ void DonorSet::Triage() {
     return;
   }
   std::vector<const void*> buffers;
-  for (const Asked& asked : asked_) {
-    buffers.push_back(asked.buffer.get());
+  for (const Proposed& proposed : proposed_) {
+    buffers.push_back(context_.graph->parameters_data[proposed.mark.position].get());
   }
   std::vector<BufferHolder> holders;
   for (const auto& data : live_) {
-    if (!asked_.empty() && data != nullptr && data->handle != nullptr) {
+    if (!proposed_.empty() && data != nullptr && data->handle != nullptr) {
       holders.push_back({data.get(), data->handle.get(), abi::HasView(*data)});
     }
   }
   const auto obstacles = FindObstacles(buffers, holders, [this](std::size_t i, const void* tensor) {
-    return asked_[i].donor->HeldBy(static_cast<const abi::TensorData*>(tensor));
+    const auto& marked = proposed_[i].mark.tensors;
+    return std::any_of(marked.begin(), marked.end(), [tensor](const auto& data) { return data.get() == tensor; });
   });
-  for (std::size_t i = 0; i < asked_.size(); ++i) {
-    asked_[i].refusal = ReasonOf(obstacles[i]);
-    const abi::DeviceDataInfo* info = abi::InfoOf(*asked_[i].buffer);
-    if (asked_[i].refusal.empty() && info != nullptr && info->read_only) {
-      asked_[i].refusal = ReasonCode::kConstant;
+  for (std::size_t i = 0; i < proposed_.size(); ++i) {
+    Proposed& proposed = proposed_[i];
+    proposed.refusal = ReasonOf(obstacles[i]);
+    const abi::DeviceDataInfo* info = abi::InfoOf(*context_.graph->parameters_data[proposed.mark.position]);
+    if (proposed.refusal.empty() && info != nullptr && info->read_only) {
+      proposed.refusal = ReasonCode::kConstant;
     }
   }
 }
 
-DonorSet::DonorsByBuffer DonorSet::ByBuffer(const std::vector<DonorPtr>& donors) {
-  DonorsByBuffer result;
-  for (const DonorPtr& donor : donors) {
-    result.emplace(donor->buffer.lock().get(), donor);
-  }
-  return result;
-}
-
 // The planner's request. Without `reach` no unmarked input may become a donor.
-PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optional<Liveness>& reach) const {
+PlanRequest DonorSet::Request(const std::vector<PendingMark>& marks, const std::optional<Liveness>& reach) const {
   const abi::Executor::PostOrderData& graph = *context_.graph;
   const lazy::BackendDevice& device = context_.collection.device;
   const std::size_t count = graph.parameters_data.size();
@@ -162,20 +166,23 @@ PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optiona
                       /*donors=*/std::vector<bool>(count, false),
                       /*own=*/std::vector<bool>(count, false),
                       /*wanted=*/std::vector<std::optional<std::size_t>>(count)};
+  for (const PendingMark& mark : marks) {
+    request.donors[mark.position] = true;
+    const auto target = output_of_tensor.find(mark.target.get());
+    if (target != output_of_tensor.end()) {
+      request.wanted[mark.position] = target->second;
+    }
+  }
   for (std::size_t i = 0; i < count; ++i) {
     const lazy::BackendData& buffer = *graph.parameters_data[i];
     const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
     const auto own = ids_.ReplacementOf(buffer);
     request.own[i] = own.has_value();
-    if (const auto found = donor_of.find(&buffer); found != donor_of.end()) {
-      request.donors[i] = true;
-      const auto target = output_of_tensor.find(found->second->Target().get());
-      request.wanted[i] = target != output_of_tensor.end() ? std::optional(target->second) : own;
-    } else if (info == nullptr ? buffer.info() != nullptr : info->read_only) {
+    if (!request.donors[i] && (info == nullptr ? buffer.info() != nullptr : info->read_only)) {
       request.barred[i] = true;
-    } else if (own.has_value()) {
+    } else if (request.donors[i] || own.has_value()) {
       request.donors[i] = true;
-      request.wanted[i] = own;
+      request.wanted[i] = request.wanted[i].has_value() ? request.wanted[i] : own;
     }
     if (!(buffer.device() == device)) {
       request.barred[i] = true;
@@ -184,74 +191,66 @@ PlanRequest DonorSet::Request(const DonorsByBuffer& donor_of, const std::optiona
   return request;
 }
 
-// Adds the inputs that the planner chooses to the marks. Orders parameters and outputs so that XLA gives each donor to
-// the output computed from it. Returns all donors in the order of the parameters.
-std::vector<DonorPtr> DonorSet::Plan(const std::vector<DonorPtr>& marks, Claim& claim) {
+// Adds the inputs that the planner chooses to the marks. Orders the parameters, and prepares an order of the outputs,
+// so that XLA gives each donor to the output computed from it.
+DonorSet::Donation DonorSet::Plan(const std::vector<PendingMark>& marks) const {
   abi::Executor::PostOrderData& graph = *context_.graph;
-  DonorsByBuffer donor_of = ByBuffer(marks);
-  const PlanRequest request = Request(donor_of, find_reach_ ? find_reach_(*this) : std::nullopt);
+  const PlanRequest request = Request(marks, find_reach_ ? find_reach_(*this) : std::nullopt);
   const PlanResult result = DonorPlanner::Get().Choose(request);
   const DonorChoice& choice = *result.choice;
+  Donation donation;
+  ska::flat_hash_map<const lazy::BackendData*, Offer> offer_of;
+  for (const PendingMark& mark : marks) {
+    offer_of.emplace(graph.parameters_data[mark.position].get(), Offer{mark.donor, std::nullopt, std::nullopt});
+  }
   std::vector<DonorPtr> inputs;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
-    const lazy::BackendDataPtr& buffer = graph.parameters_data[choice.pairs.chosen[i]];
-    auto donor = std::make_shared<Donor>(*choice.prototypes[i]);
-    donor->device = context_.collection.device;  // another device may have had this graph before
-    donor->buffer = buffer;
-    inputs.push_back(donor);
-    donor_of.emplace(buffer.get(), std::move(donor));
+    DonorArray array = choice.prototypes[i];
+    array.device = context_.collection.device;  // another device may have had this graph before
+    array.buffer = graph.parameters_data[choice.pairs.chosen[i]];
+    inputs.push_back(std::make_shared<Donor>(std::move(array)));
+    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(),
+                     Offer{inputs.back(), std::nullopt, std::nullopt});
   }
-  if (settled_ && !inputs.empty()) {
-    claim.settled_ = [settled = settled_, result, inputs = std::move(inputs)] { settled(result, inputs); };
-  }
-  claim.moved_ = MoveOutputs(choice.pairs.output_order, context_.roots, live_, context_.collection);
+  donation.move = PrepareMove(choice.pairs.output_order, context_.roots, live_, context_.collection);
   std::vector<std::size_t> place_of(context_.roots.size());
   for (std::size_t place = 0; place < place_of.size(); ++place) {
-    place_of[claim.moved_.empty() ? place : choice.pairs.output_order[place]] = place;
+    place_of[donation.move.has_value() ? choice.pairs.output_order[place] : place] = place;
   }
   const std::size_t count = graph.parameters_data.size();
   for (std::size_t i = 0; i < count; ++i) {
     const auto successor = choice.pairs.successor[i];
-    if (const auto found = donor_of.find(graph.parameters_data[i].get()); found != donor_of.end() && successor) {
-      found->second->successor = place_of[*successor];
+    if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end() && successor) {
+      found->second.successor = place_of[*successor];
     }
   }
+  if (settled_ && !inputs.empty()) {
+    donation.settled = [settled = settled_, result, inputs = std::move(inputs)] { settled(result, inputs); };
+  }
+  donation.offers.reserve(offer_of.size());
   PutFirst(choice.pairs.parameter_order, graph, context_.collection);
-  std::vector<DonorPtr> donors;
   for (std::size_t i = 0; i < count; ++i) {
-    if (const auto found = donor_of.find(graph.parameters_data[i].get()); found != donor_of.end()) {
-      found->second->parameter = i;
-      donors.push_back(std::move(found->second));
-      donor_of.erase(found);
+    if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end()) {
+      found->second.parameter = i;
+      donation.offers.push_back(std::move(found->second));
     }
   }
-  return donors;
+  return donation;
 }
 
-// The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
-void DonorSet::Rewrite(const std::vector<DonorPtr>& donors, Claim& claim) const {
-  const auto ours = donors.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), false);
-  claim.rewritten_.reserve(donors.size());
-  for (const DonorPtr& donor : donors) {
-    const lazy::BackendDataPtr buffer = donor->buffer.lock();
-    if (!ids_.ReplacementOf(*buffer).has_value()) {
-      claim.rewritten_.push_back({buffer, ours, nullptr});
-      claim.rewritten_.back().before = buffer->SetInfo(ours);
-    }
-  }
-}
-
-void DonorSet::EndDryRun(const std::vector<DonorPtr>& donors, std::uint64_t step) const {
+void DonorSet::EndDryRun(const std::vector<PendingMark>& marks, std::uint64_t step) const {
   const std::vector<lazy::BackendDataPtr>& parameters = context_.graph->parameters_data;
-  const DonorsByBuffer donor_of = ByBuffer(donors);
-  const PlanResult plan = DonorPlanner::Get().Choose(Request(donor_of, /*reach=*/std::nullopt));
+  const PlanRequest request = Request(marks, /*reach=*/std::nullopt);
+  const PlanResult plan = DonorPlanner::Get().Choose(request);
   DryRun result{&context_.collection, step, {}};
+  std::vector<DonorPtr> donor_at(parameters.size());
+  for (const PendingMark& mark : marks) {
+    donor_at[mark.position] = mark.donor;
+  }
   std::vector<bool> added(parameters.size());
   const auto add = [&](std::size_t i) {
-    const auto found = donor_of.find(parameters[i].get());
-    const bool is_asked = found != donor_of.end();
-    if (!added[i] && (is_asked || ids_.ReplacementOf(*parameters[i]).has_value())) {
-      result.parameters.push_back({parameters[i], is_asked ? found->second : nullptr});
+    if (!added[i] && request.donors[i]) {
+      result.parameters.push_back({parameters[i], donor_at[i]});
     }
     added[i] = true;
   };
@@ -266,7 +265,7 @@ void DonorSet::EndDryRun(const std::vector<DonorPtr>& donors, std::uint64_t step
 }
 
 // Before the graph gets another order.
-void DonorSet::Watch(const std::vector<DonorPtr>& marks) const {
+void DonorSet::Watch(const std::vector<PendingMark>& marks) const {
   const std::optional<Liveness> reach = find_watched_(*this);
   if (!reach.has_value() || outputs_.empty()) {
     return;
@@ -274,62 +273,69 @@ void DonorSet::Watch(const std::vector<DonorPtr>& marks) const {
   std::vector<std::int64_t> outputs;
   std::transform(outputs_.begin(), outputs_.end(), std::back_inserter(outputs),
                  [](const abi::TensorData* output) { return abi::AliasId(*output); });
-  note_(Request(ByBuffer(marks), reach), outputs, context_.gate.reason);
+  note_(Request(marks, reach), outputs, context_.gate.reason);
 }
 
-std::shared_ptr<Claim> DonorSet::Commit() {
-  if (asked_.empty() && !find_reach_ && !note_) {
-    return nullptr;
-  }
+bool DonorSet::Commit(Claim& claim) {
   FindOutputs();
   Triage();
   DonationRegistry& registry = DonationRegistry::Get();
   const Gate& gate = context_.gate;
   const bool donates = gate.verdict == Gate::Verdict::kDonate;
-  std::vector<DonorPtr> fit;
+  std::vector<PendingMark> fit;
   std::vector<DonationRegistry::Refusal> refused;
-  for (const Asked& asked : asked_) {
-    const bool is_fit = asked.refusal.empty() && gate.verdict != Gate::Verdict::kRefuse;
-    if (is_fit) {
-      fit.push_back(asked.donor);
-    }
+  for (Proposed& proposed : proposed_) {
+    const bool is_fit = proposed.refusal.empty() && gate.verdict != Gate::Verdict::kRefuse;
     if (!donates) {
-      refused.push_back({asked.donor, gate.reason, gate.notify});
+      refused.push_back({proposed.mark.donor, gate.reason, gate.notify});
     } else if (!is_fit) {
-      refused.push_back({asked.donor, asked.refusal, /*notify=*/true});
+      refused.push_back({proposed.mark.donor, proposed.refusal, /*notify=*/true});
+    }
+    if (is_fit) {
+      fit.push_back(std::move(proposed.mark));
     }
   }
   if (note_) {
     Watch(fit);
   }
-  const auto claim = std::make_shared<Claim>();
-  std::vector<DonorPtr> donors;
+  Donation donation;
   if (!donates && find_reach_) {
     registry.NoteAutoRefusal(gate.reason);
   } else if (donates && (find_reach_ || !fit.empty())) {
     try {
-      donors = Plan(fit, *claim);
+      donation = Plan(fit);
     } catch (const std::exception& error) {  // donates the marks without a plan
-      donors = fit;
       registry.NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
+      donation = {};
+      for (const PendingMark& mark : fit) {
+        donation.offers.push_back({mark.donor, std::nullopt, std::nullopt});
+      }
     }
-    Rewrite(donors, *claim);
   }
-  if (!donors.empty() || !refused.empty()) {
-    const StepPtr step = registry.Claim(std::move(donors), std::move(refused), context_.after_backward_thread);
-    recorded_ = true;
-    if (!donates && !fit.empty()) {
-      EndDryRun(fit, step->number);
+  // The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
+  const auto ours =
+      donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);
+  claim.rewritten_.reserve(donation.offers.size());
+  const auto [step, tensors] = registry.Claim(donation.offers, std::move(refused), context_.after_backward_thread);
+  // Nothing throws from here on, or XLA would get another graph than the one planned.
+  for (std::size_t i = 0; step != nullptr && i < step->donors.size(); ++i) {
+    const lazy::BackendDataPtr buffer = step->donors[i]->buffer.lock();
+    if (!ids_.ReplacementOf(*buffer).has_value()) {
+      claim.rewritten_.push_back({buffer, ours, nullptr});
+      claim.rewritten_.back().before = buffer->SetInfo(ours);
     }
-    claim->step_ = step->donors.empty() ? nullptr : step;
   }
-  if (claim->step_ == nullptr && claim->moved_.empty()) {
-    return nullptr;
+  if (donation.move.has_value()) {
+    claim.moved_ = Apply(std::move(*donation.move), context_.roots, context_.collection);
   }
-  for (const DonorPtr& donor : fit) {
-    ForgetCachedValues(*donor);
+  recorded_ = step != nullptr;
+  claim.step_ = recorded_ && !step->donors.empty() ? step : nullptr;
+  claim.settled_ = std::move(donation.settled);
+  ForgetCachedValues(tensors);
+  if (recorded_ && !donates && !fit.empty()) {
+    EndDryRun(fit, step->number);
   }
-  return claim;
+  return claim.step_ != nullptr || !claim.moved_.empty();
 }
 
 }  // namespace torch_xla_donate

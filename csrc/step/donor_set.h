@@ -11,7 +11,9 @@
 // Ownership: a DonorSet lives inside RunPostOrder. The thread's step, the guard on the executor's stack and the run
 //   share a Claim. The last of them restores infos and releases arrays.
 // Threads: belongs to one thread. The end of a run, on another thread, only settles the step.
-// Errors: Commit() throws none itself. If the planner fails, the marks are donated in the order of the graph.
+// Errors: if the planner fails, the marks are donated in the order of the graph. If Commit() throws, for lack of
+// memory,
+//   it has changed at most the order of the graph's parameters, which the graph's hash has, too.
 #pragma once
 
 #include <functional>
@@ -32,15 +34,13 @@ namespace torch_xla_donate {
 
 using LiveTensors = LiveTensorList<abi::TensorData, lazy::BackendData>;
 
-// Makes the next op on the donor, or the next read, reach the hooks. Otherwise an op would use the tensor's graph node,
-// and a read the host's copy of the value.
-void ForgetCachedValues(const Donor& donor);
+// Makes the next op on these tensors, or the next read, reach the hooks. Otherwise an op would use the tensor's graph
+// node, and a read the host's copy of the value.
+void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& tensors) noexcept;
 
 class Claim {
  public:
   Claim() = default;
-  // For a compiled graph, whose donors were fixed when it was compiled.
-  explicit Claim(StepPtr step) : step_(std::move(step)), compiled_(true) {}
   ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -49,12 +49,14 @@ class Claim {
   bool IsCompiled() const { return compiled_; }
   void Compiled();
   void Scheduled() { moved_.clear(); }  // from here on torch_xla keeps the outputs
-  // The step is about to run. The end of the run settles it.
+  // The step is about to run. The end of the run records its outcome.
   void Commit(RunContext& run, std::string graph_hash);
+  // Claims the donors of a compiled graph, which were fixed when it was compiled, and commits them.
+  void CommitCompiled(RunContext& run, const std::vector<DonationRegistry::Offer>& offers, std::string graph_hash);
   // For the report, which reads the executable's text on request.
   void NoteExecutable(const abi::Executor::Async& run) const;
   // The step will not run. Does nothing if the run has begun.
-  void Abandon(const Reason& why);
+  void Abandon(const Reason& why) noexcept;
 
  private:
   friend class DonorSet;
@@ -62,7 +64,7 @@ class Claim {
     lazy::BackendDataPtr buffer;
     std::shared_ptr<lazy::BackendData::Info> ours, before;
   };
-  void GiveInfosBack();
+  void RestoreInfos() noexcept;
 
   StepPtr step_;  // null if the claim has only moved outputs
   std::vector<RewrittenInfo> rewritten_;
@@ -80,8 +82,9 @@ class DonorSet {
   // The live tensors, in the executor's order. Known when Commit() begins.
   const std::vector<std::shared_ptr<abi::TensorData>>& Live() const { return live_; }
 
+  using PendingMark = DonationRegistry::PendingMark;
   // Proposes a marked parameter.
-  void Ask(lazy::BackendDataPtr buffer, DonorPtr donor) { asked_.push_back({std::move(buffer), std::move(donor), {}}); }
+  void Propose(PendingMark mark) { proposed_.push_back({std::move(mark), {}}); }
   // Proposes unmarked inputs. If the step donates, `find` returns those that the program can reach, nullopt if unknown.
   using FindReach = std::function<std::optional<Liveness>(const DonorSet&)>;
   // `settled` is called after the run with the planner's answer and its donors.
@@ -98,31 +101,35 @@ class DonorSet {
     note_ = std::move(note);
   }
 
-  // Returns the claim, or null if the step needs none.
-  std::shared_ptr<Claim> Commit();
+  bool IsEmpty() const { return proposed_.empty() && !find_reach_ && !note_; }
+  // Claims the donors. Returns whether the step needs the claim.
+  bool Commit(Claim& claim);
   // Whether the registry has a step for the graph.
   bool IsRecorded() const { return recorded_; }
 
  private:
-  struct Asked {
-    lazy::BackendDataPtr buffer;
-    DonorPtr donor;
+  struct Proposed {
+    PendingMark mark;
     Reason refusal;  // empty if it may be donated
   };
-  using DonorsByBuffer = ska::flat_hash_map<const lazy::BackendData*, DonorPtr>;
+  using Offer = DonationRegistry::Offer;
+  // What Commit() is going to do.
+  struct Donation {
+    std::vector<Offer> offers;  // in the order of the parameters
+    std::optional<OutputMove> move;
+    std::function<void()> settled;
+  };
 
-  static DonorsByBuffer ByBuffer(const std::vector<DonorPtr>& donors);
   void FindOutputs();
   void Triage();
-  PlanRequest Request(const DonorsByBuffer& donor_of, const std::optional<Liveness>& reach) const;
-  std::vector<DonorPtr> Plan(const std::vector<DonorPtr>& marks, Claim& claim);
-  void Rewrite(const std::vector<DonorPtr>& donors, Claim& claim) const;
-  void Watch(const std::vector<DonorPtr>& marks) const;
-  void EndDryRun(const std::vector<DonorPtr>& donors, std::uint64_t step) const;
+  PlanRequest Request(const std::vector<PendingMark>& marks, const std::optional<Liveness>& reach) const;
+  Donation Plan(const std::vector<PendingMark>& marks) const;
+  void Watch(const std::vector<PendingMark>& marks) const;
+  void EndDryRun(const std::vector<PendingMark>& marks, std::uint64_t step) const;
 
   GraphContext& context_;
   const LiveTensors& list_;
-  std::vector<Asked> asked_;
+  std::vector<Proposed> proposed_;
   FindReach find_reach_;
   Settled settled_;
   FindReach find_watched_;

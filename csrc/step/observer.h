@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -77,6 +78,7 @@ struct RunContext {
   bool stopped = false;                                   // an observer will stop it in AtStart()
   std::shared_ptr<Claim> claim = nullptr;                 // the claim on its donors
   std::string graph = {};                                 // its hash in the registry, if it has donors
+  std::exception_ptr failure = nullptr;                   // the run must not begin; torch_xla raises this error
 
   // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
   // success. If the run never begins, the context drops the functions.
@@ -101,7 +103,8 @@ class StepObserver {
   virtual void DryRunEnded(const DryRun&) {}
 
   // A thread waits for the device, as before each read, step and run.
-  virtual void AtBarrier(const lazy::LazyGraphExecutor&) {}
+  // A thread that has locked the device must not take the GIL, because a thread with the GIL may wait for the device.
+  virtual void AtBarrier(const lazy::LazyGraphExecutor&, bool /*has_locked_device*/) {}
   virtual void CheckRun(const std::vector<lazy::BackendDataPtr>& /*parameters*/) {}
   virtual void BeforeRun(RunContext&) {}
   virtual void AtStart(RunContext&) {}

@@ -66,64 +66,64 @@ void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
   // Two programs may differ only in the node of each parameter, because two tensors may share a buffer. The executor
   // distinguishes them by the sequence it has found. So the hash gets that sequence before it is replaced.
   const lazy::hash_t order = lazy::HashCombine(lazy::Hash(graph.parameter_sequence), lazy::Hash(new_number));
-  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), order));
-
   std::vector<lazy::BackendDataPtr> parameters(count);
+  // Both keep their sizes, so from here on nothing throws.
+  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), order));
   for (std::size_t i = 0; i < count; ++i) {
     parameters[new_number[i]] = std::move(graph.parameters_data[i]);
   }
   graph.parameters_data = std::move(parameters);
-  graph.post_order.clear();
-  graph.parameter_sequence.clear();
-  for (const Leaf& leaf : leaves) {
-    graph.post_order.push_back(leaf.node);
-    graph.parameter_sequence.push_back(leaf.parameter);
+  for (std::size_t i = 0; i < leaves.size(); ++i) {
+    graph.post_order[i] = leaves[i].node;
+    graph.parameter_sequence[i] = leaves[i].parameter;
   }
-  graph.post_order.insert(graph.post_order.end(), others.begin(), others.end());
+  std::copy(others.begin(), others.end(), graph.post_order.begin() + leaves.size());
 }
 
-MovedOutputs MoveOutputs(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
-                         const std::vector<std::shared_ptr<abi::TensorData>>& live,
-                         abi::Executor::SyncTensorCollection& collection) {
+std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
+                                      const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                                      const abi::Executor::SyncTensorCollection& collection) {
   if (order.empty() || order.size() != roots.size() || collection.indices.size() != roots.size()) {
-    return {};
+    return std::nullopt;
   }
+  OutputMove move;
   // torch_xla keeps the array of a tensor that has one already.
-  MovedOutputs moved;
-  std::vector<lazy::BackendDataPtr> arrays;
   for (std::size_t k = 0; k < order.size(); ++k) {
+    move.roots.push_back(roots[order[k]]);
+    move.indices.push_back(collection.indices[order[k]]);
     if (order[k] == k) {
       continue;
     }
-    const std::string array = abi::DescribeNode(roots[order[k]]);
+    const std::string array = abi::DescribeNode(move.roots.back());
     const auto dtype = ElementType(array);
     if (!dtype.has_value()) {
-      return {};
+      return std::nullopt;
     }
     const lazy::BackendDataPtr made =
         lazy::getBackend()->CreateDataPlaceholder(collection.device, lazy::Shape(*dtype, SizesOf(array)));
     if (WithoutLayout(abi::DescribeBuffer(*made)) != array) {
-      return {};
+      return std::nullopt;
     }
-    arrays.push_back(made);
-    moved.push_back(live[collection.indices[order[k]]]);
+    move.arrays.push_back(made);
+    move.moved.push_back(live[move.indices.back()]);
   }
-  // The executor's own vector, which it reads again after this hook: the caller is its only user.
-  auto& values = const_cast<std::vector<lazy::Value>&>(roots);
-  const std::vector<lazy::Value> old_values = values;
-  const std::vector<std::size_t> old_indices = collection.indices;
-  for (std::size_t k = 0; k < order.size(); ++k) {
-    values[k] = old_values[order[k]];
-    collection.indices[k] = old_indices[order[k]];
-  }
-  for (std::size_t i = 0; i < moved.size(); ++i) {
-    abi::GiveArray(*moved[i], arrays[i]);
-  }
-  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOutputSalt), lazy::Hash(order)));
-  return moved;
+  move.hash = lazy::HashCombine(lazy::MHash(kOutputSalt), lazy::Hash(order));
+  return move;
 }
 
-void ReleaseOutputs(MovedOutputs& outputs) {
+MovedOutputs Apply(OutputMove move, const std::vector<lazy::Value>& roots,
+                   abi::Executor::SyncTensorCollection& collection) noexcept {
+  // The executor's own vector, which it reads again after this hook: the caller is its only user.
+  const_cast<std::vector<lazy::Value>&>(roots).swap(move.roots);
+  collection.indices.swap(move.indices);
+  collection.hash = lazy::HashCombine(collection.hash, move.hash);
+  for (std::size_t i = 0; i < move.moved.size(); ++i) {
+    abi::GiveArray(*move.moved[i], std::move(move.arrays[i]));
+  }
+  return std::move(move.moved);
+}
+
+void ReleaseOutputs(MovedOutputs& outputs) noexcept {
   for (const auto& output : outputs) {
     output->handle = nullptr;
   }

@@ -3,11 +3,13 @@
 // torch_xla orders outputs by the age of their tensors, and parameters by the traversal of the graph. Parameters depend
 // on nothing, so any order of them is valid.
 //
-// Threads: works on a step's own data. Errors: throws none; leaves an unexpected graph unchanged.
+// Threads: works on a step's own data. Errors: only std::bad_alloc, which leaves everything unchanged, as does an
+//   unexpected graph.
 #pragma once
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "host/symbols.h"
@@ -22,14 +24,25 @@ namespace lazy = torch::lazy;
 void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
               abi::Executor::SyncTensorCollection& collection);
 
-// Reorders the outputs: order[k] becomes the k-th. `live` are the live tensors, in the executor's order. torch_xla has
-// already made an array for each place, so a moved output gets a new one. Returns the moved outputs, for
-// ReleaseOutputs(). Changes nothing, and returns nothing, if the order is empty or an array cannot be made.
+// A new order of the outputs: order[k] becomes the k-th. torch_xla has already made an array for each place, so a moved
+// output gets a new one.
 using MovedOutputs = std::vector<std::shared_ptr<abi::TensorData>>;
-MovedOutputs MoveOutputs(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
-                         const std::vector<std::shared_ptr<abi::TensorData>>& live,
-                         abi::Executor::SyncTensorCollection& collection);
+struct OutputMove {
+  std::vector<lazy::Value> roots;
+  std::vector<std::size_t> indices;
+  MovedOutputs moved;
+  std::vector<lazy::BackendDataPtr> arrays;  // of the moved outputs
+  lazy::hash_t hash;
+};
+// `live` are the live tensors, in the executor's order. Returns nullopt if the order is empty or an array cannot be
+// made.
+std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
+                                      const std::vector<std::shared_ptr<abi::TensorData>>& live,
+                                      const abi::Executor::SyncTensorCollection& collection);
+// Returns the moved outputs, for ReleaseOutputs().
+MovedOutputs Apply(OutputMove move, const std::vector<lazy::Value>& roots,
+                   abi::Executor::SyncTensorCollection& collection) noexcept;
 // For a step that will not run: releases the arrays of the moved outputs.
-void ReleaseOutputs(MovedOutputs& outputs);
+void ReleaseOutputs(MovedOutputs& outputs) noexcept;
 
 }  // namespace torch_xla_donate

@@ -2,6 +2,7 @@
 #include "step/thread_step.h"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -41,6 +42,30 @@ bool Notify(Member member) {
   return succeeded;
 }
 
+// Without memory for the hash of the edges, a number that no other graph has keeps the graph from running as another.
+lazy::hash_t WiringOf(const abi::Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots) noexcept {
+  static std::atomic<std::uint64_t> unique{0};
+  try {
+    return HashWiring(graph.post_order, roots);
+  } catch (const std::bad_alloc& error) {
+    DonationRegistry::Get().NoteError(error.what());
+    return lazy::MHash(unique.fetch_add(1, std::memory_order_relaxed));
+  }
+}
+
+// Ends the marks that a step reads and does not donate after an error.
+void RefuseMarks(const abi::Executor::PostOrderData& graph) noexcept {
+  try {
+    std::vector<DonationRegistry::Refusal> refused;
+    for (const auto& mark : DonationRegistry::Get().PendingAmong(graph.parameters_data)) {
+      refused.push_back({mark.donor, ReasonCode::kGivenUp, /*notify=*/true});
+    }
+    DonationRegistry::Get().Claim({}, std::move(refused));
+  } catch (const std::bad_alloc& error) {
+    DonationRegistry::Get().NoteError(error.what());
+  }
+}
+
 // print(), .item() and .cpu() clear sync_ltc_data, a warm-up clears force_ltc_data. Only a step sets both.
 bool RunsAll(const abi::Executor::SyncTensorCollection& collection) {
   return collection.config.force_ltc_data && collection.config.sync_ltc_data;
@@ -53,8 +78,10 @@ ThreadStep& ThreadStep::Get() {
   return step;
 }
 
-void ThreadStep::GiveUp(const Reason& why) {
+void ThreadStep::GiveUp(const Reason& why) noexcept {
   run_.reset();
+  failed_run_ = nullptr;
+  failure_ = nullptr;
   if (const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr)) {
     claim->Abandon(why);
   }
@@ -112,9 +139,9 @@ ThreadStep::Graph::Graph(const lazy::LazyGraphExecutor& executor, const std::vec
   }
 }
 
-void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) {
+void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) noexcept {
   context_.graph = &graph;
-  context_.collection.hash = lazy::HashCombine(context_.collection.hash, HashWiring(graph.post_order, context_.roots));
+  context_.collection.hash = lazy::HashCombine(context_.collection.hash, WiringOf(graph, context_.roots));
   Notify([this](StepObserver& observer) { observer.GraphKnown(context_); });
   if (context_.is_step) {
     try {
@@ -123,6 +150,7 @@ void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) {
       // such as out of memory: the step must continue, without donation
       DonationRegistry::Get().NoteError(error.what());
       Get().GiveUp();
+      RefuseMarks(graph);
     }
   }
   Get().list_.Reset(false);
@@ -138,12 +166,10 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
   for (StepObserver* observer : Observers()) {
     observer->ProposeDonors(donors);
   }
-  const std::shared_ptr<Claim> claim = donors.Commit();
-  recorded_ = donors.IsRecorded();
-  if (claim == nullptr) {
+  if (donors.IsEmpty()) {
     return;
   }
-  claim_ = claim;
+  const auto claim = std::make_shared<Claim>();
   // A guard in the host's own stack frame. If the host throws before the step is scheduled, it destroys the collection.
   context.collection.unlocker.emplace_back([claim](lazy::ExceptionCleanup::StatusType&&) {
     if (!claim->IsCompiled()) {
@@ -154,12 +180,27 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
       claim->Abandon(ReasonCode::kNotCompiled);
     }
   });
+  bool is_claimed = false;
+  try {
+    is_claimed = donors.Commit(*claim);
+  } catch (...) {
+    context.collection.unlocker.pop_back();
+    throw;
+  }
+  recorded_ = donors.IsRecorded();
+  if (is_claimed) {
+    claim_ = claim;
+  } else {
+    context.collection.unlocker.pop_back();
+  }
 }
 
 void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
                              const std::function<void()>& pass) {
+  const std::size_t ours = phase_ == StepPhase::kClaimed ? 1 : 0;  // our guard, see ClaimDonors()
+  const bool has_locked_device = collection.unlocker.size() > ours;
   for (StepObserver* observer : Observers()) {
-    observer->AtBarrier(executor);
+    observer->AtBarrier(executor, has_locked_device);
   }
   if (phase_ != StepPhase::kOrdering) {
     list_.Reset(false);
@@ -187,7 +228,18 @@ void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Execu
   }
 }
 
-void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) {
+void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept {
+  // The run owns the device's lock by now, and the caller of this constructor would not release it for an exception.
+  try {
+    PrepareRun(run, collection);
+  } catch (...) {
+    GiveUp();
+    failed_run_ = &run.mwait;
+    failure_ = std::current_exception();
+  }
+}
+
+void ThreadStep::PrepareRun(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) {
   run_ = std::make_unique<RunContext>(RunContext{run, &collection, RunsAll(collection)});
   run_->recorded = std::exchange(recorded_, false);
   if (phase_ == StepPhase::kCompiled) {
@@ -198,6 +250,9 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
       observer.BeforeRun(*run_);
     }
   });
+  if (run_->failure != nullptr) {
+    std::rethrow_exception(run_->failure);
+  }
   if (run_->stopped) {
     return;
   }
@@ -211,22 +266,67 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
   phase_ = StepPhase::kPrepared;
 }
 
+namespace {
+
+// The functions to call at the end of a run. If the host drops the run, its end counts as given up.
+class RunEnd {
+ public:
+  explicit RunEnd(std::vector<std::function<void(const Reason&)>> functions) : functions_(std::move(functions)) {}
+  ~RunEnd() { Call(ReasonCode::kGivenUp); }
+  RunEnd(const RunEnd&) = delete;
+  RunEnd& operator=(const RunEnd&) = delete;
+
+  // Only the first call counts.
+  void Call(const Reason& failure) noexcept {
+    for (const auto& function : functions_) {
+      try {
+        function(failure);
+      } catch (const std::exception& error) {  // the run itself has not failed
+        DonationRegistry::Get().NoteError(error.what());
+      }
+    }
+    functions_.clear();
+  }
+
+ private:
+  std::vector<std::function<void(const Reason&)>> functions_;
+};
+
+Reason FailureOf(const std::exception& error) noexcept {
+  try {
+    return {ReasonCode::kFailed, error.what()};
+  } catch (const std::bad_alloc&) {
+    return ReasonCode::kFailedForeign;
+  }
+}
+
+}  // namespace
+
 std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::function<void()> run) {
+  if (failed_run_ == runner && failure_ != nullptr) {
+    failed_run_ = nullptr;
+    std::rethrow_exception(std::exchange(failure_, nullptr));
+  }
   if (run_ == nullptr || &run_->run.mwait != runner) {
     return run;
   }
-  const std::unique_ptr<RunContext> context = std::move(run_);
+  std::unique_ptr<RunContext> context = std::move(run_);
   claim_ = nullptr;
   phase_ = StepPhase::kIdle;
+  const std::shared_ptr<Claim> claim = context->claim;
   try {
-    for (StepObserver* observer : Observers()) {
-      observer->AtStart(*context);
-    }
+    return StartRun(std::move(run), std::move(context));
   } catch (...) {
-    if (context->claim != nullptr) {
-      context->claim->Abandon(ReasonCode::kGivenUp);
+    if (claim != nullptr) {
+      claim->Abandon(ReasonCode::kGivenUp);
     }
     throw;
+  }
+}
+
+std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::unique_ptr<RunContext> context) {
+  for (StepObserver* observer : Observers()) {
+    observer->AtStart(*context);
   }
   if (context->claim != nullptr) {
     context->claim->NoteExecutable(context->run);
@@ -234,22 +334,18 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
   if (context->ends.empty()) {
     return run;
   }
-  return [run = std::move(run), ends = std::move(context->ends)] {
-    const auto end = [&ends](const Reason& failure) {
-      for (const auto& function : ends) {
-        function(failure);
-      }
-    };
+  const auto end = std::make_shared<RunEnd>(std::move(context->ends));
+  return [run = std::move(run), end] {
     try {
       run();
     } catch (const std::exception& error) {
-      end({ReasonCode::kFailed, error.what()});
+      end->Call(FailureOf(error));
       throw;
     } catch (...) {
-      end(ReasonCode::kFailedForeign);
+      end->Call(ReasonCode::kFailedForeign);
       throw;
     }
-    end({});
+    end->Call({});
   };
 }
 

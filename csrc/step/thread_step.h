@@ -12,9 +12,13 @@
 //
 // Ownership: the thread's step owns the list, and the claim until the run begins. Then the run owns the claim.
 // Threads: belongs to one thread.
-// Errors: an observer's exception is caught where torch_xla cannot handle it, and the step runs without donation.
+// Errors: an exception of an observer, or a lack of memory, is caught where torch_xla cannot handle it. Before the
+// donors
+//   are claimed, the step then runs without donation. After that, its run does not begin, and torch_xla raises the
+//   error.
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -55,7 +59,7 @@ class ThreadStep {
    public:
     Graph(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
           abi::Executor::SyncTensorCollection& collection);
-    void Known(abi::Executor::PostOrderData& graph);
+    void Known(abi::Executor::PostOrderData& graph) noexcept;
     ~Graph();
     Graph(const Graph&) = delete;
     Graph& operator=(const Graph&) = delete;
@@ -65,12 +69,12 @@ class ThreadStep {
   };
   void PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
                    const std::function<void()>& pass);
-  void Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection);
+  void Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept;
   std::function<void()> Start(const lazy::MultiWait* runner, std::function<void()> run);
   void End(const lazy::BackendDevice& device);
 
   // Ends a step or run that was claimed on this thread and not finished, because the host threw.
-  void GiveUp(const Reason& why = ReasonCode::kGivenUp);
+  void GiveUp(const Reason& why = ReasonCode::kGivenUp) noexcept;
 
   const LiveTensors& List() const { return list_; }
   // The device of this thread's last step, or the device that the program has named since.
@@ -78,12 +82,17 @@ class ThreadStep {
 
  private:
   void ClaimDonors(GraphContext& context);
+  void PrepareRun(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection);
+  std::function<void()> StartRun(std::function<void()> run, std::unique_ptr<RunContext> context);
 
   StepPhase phase_ = StepPhase::kIdle;
   LiveTensors list_;
   std::shared_ptr<Claim> claim_;     // from kClaimed to kCompiled
   std::unique_ptr<RunContext> run_;  // made by Prepare(), taken by Start()
-  bool recorded_ = false;            // the registry has a step for the graph made last
+  // The run that could not be prepared, and why. Start() raises the error.
+  const lazy::MultiWait* failed_run_ = nullptr;  // compared only, never dereferenced
+  std::exception_ptr failure_;
+  bool recorded_ = false;  // the registry has a step for the graph made last
 };
 
 inline void NoteDevice(const lazy::BackendDevice& device) { ThreadStep::Get().last_device = device; }

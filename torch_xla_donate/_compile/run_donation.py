@@ -12,7 +12,7 @@ import torch_xla
 
 from torch_xla_donate import _C, _host, _report
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
-from torch_xla_donate._errors import DonationError
+from torch_xla_donate._errors import DonationError, see
 
 _numbers = itertools.count(1)
 
@@ -101,7 +101,11 @@ class RunDonation:
         if not donors:
             yield
             return
-        _C.arm_run(self._call, donors, graph, places)
+        if not _C.arm_run(self._call, donors, graph, places):
+            raise DonationError(
+                "another thread has called cancel_donation for an argument while a compiled function was about to "
+                f"donate it. Cancel a donation before the call. Nothing was donated. {see('donate_buffer')}"
+            )
         try:
             yield
         finally:

@@ -110,11 +110,12 @@ def cancel_donation(tensors: Any) -> None:
 
     Raises:
         TypeError: a leaf is not a tensor.
-        DonationError: a step has consumed a leaf. No mark is cancelled then.
+        DonationError: a step has consumed a leaf, or a call of a compiled function on another thread is about to. No
+            mark is cancelled then.
     """
     body = current_body()
     arguments: list[int] = []
-    found: list[torch.Tensor] = []
+    found: list[tuple[int, torch.Tensor]] = []
     leaves, names = _trees.flatten(tensors)
     for index, leaf in enumerate(leaves):
         if leaf is None:
@@ -126,16 +127,16 @@ def cancel_donation(tensors: Any) -> None:
         if argument is not None:
             arguments.append(argument)
             continue
-        state = _C.state(tensor)
-        if state == "donated":
-            name = _trees.qualified_name("tensors", names.name(index))
-            raise DonationError(
-                f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
-                f"No mark was cancelled. {see('donate_buffer')}"
-            )
-        if state == "marked":
-            found.append(tensor)
-    _C.cancel(found)
+        if _C.state(tensor) in ("donated", "marked"):
+            found.append((index, tensor))
+    taken = _C.cancel([tensor for _, tensor in found])  # a step on another thread may have begun meanwhile
+    if taken is not None:
+        index, tensor = found[taken]
+        name = _trees.qualified_name("tensors", names.name(index))
+        raise DonationError(
+            f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
+            f"No mark was cancelled. {see('donate_buffer')}"
+        )
     if body is not None:
         body.cancel(arguments)
 
