@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo llama test test-fast test-all test-cpp coverage lint format bench soak fuzz docs build env clean
+.PHONY: help demo llama test test-fast test-all test-cpp coverage faults lint format bench soak fuzz docs build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -51,6 +51,14 @@ coverage: build  ## which of our Python and C++ lines `make test` runs; writes i
 	  -DTORCH_XLA_DONATE_COVERAGE=ON -DTORCH_XLA_DONATE_BUILD_TESTS=ON
 	$(BIN)/cmake --build build-coverage
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python test/line_coverage/run.py $(PYTEST_ARGS)
+
+# A build of its own, whose linker sends operator new to test/faults/faults.cpp.
+faults: build  ## fail each allocation of the hooks in turn, throw and interrupt in each phase of a step
+	$(BIN)/cmake -S . -B build-faults -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/build-faults/module \
+	  -DTORCH_XLA_DONATE_FAULTS=ON > build/faults.log
+	$(BIN)/cmake --build build-faults > build/faults.log || { cat build/faults.log; exit 1; }
+	$(BIN)/python test/faults/run.py
 
 lint: env  ## ruff, mypy, clang-format and our words; changes nothing
 	$(BIN)/ruff check .
@@ -115,4 +123,4 @@ $(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv
-	rm -rf build build-coverage torch_xla_donate/_C*.so $(VENV)/configured
+	rm -rf build build-coverage build-faults torch_xla_donate/_C*.so $(VENV)/configured

@@ -1,6 +1,12 @@
 // The features, in the order in which they observe a step. A feature is one file and one line here.
 #include "step/observer.h"
 
+#ifdef TORCH_XLA_DONATE_FAULTS
+#define TORCH_XLA_DONATE_TEST_FEATURES(FEATURE) FEATURE(FaultsFeature) /* test/faults */
+#else
+#define TORCH_XLA_DONATE_TEST_FEATURES(FEATURE)
+#endif
+
 #define TORCH_XLA_DONATE_FEATURES(FEATURE)                                              \
   FEATURE(OutdatedTensorsFeature) /* before the list, which must not have old values */ \
   FEATURE(RunProbeFeature)        /* before features that count or claim the run */     \
@@ -16,7 +22,8 @@
   FEATURE(EagerMarksFeature)                                                            \
   FEATURE(CompiledRunFeature)                                                           \
   FEATURE(DonatedCopiesFeature)                                                         \
-  FEATURE(RunLogFeature) /* after the features that claim donors */
+  FEATURE(RunLogFeature) /* after the features that claim donors */                     \
+  TORCH_XLA_DONATE_TEST_FEATURES(FEATURE)
 
 namespace torch_xla_donate {
 

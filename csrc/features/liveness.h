@@ -10,6 +10,7 @@
 
 #include <c10/util/flat_hash_map.h>
 
+#include <memory>
 #include <unordered_set>
 #include <vector>
 
@@ -32,7 +33,8 @@ class Liveness {
   const std::vector<bool>& Read() const { return read_; }
 
  private:
-  ska::flat_hash_map<const lazy::BackendData*, std::size_t> position_of_;
+  // Behind a pointer, because moving such a map takes memory and must not fail.
+  std::unique_ptr<ska::flat_hash_map<const lazy::BackendData*, std::size_t>> position_of_;
   std::vector<bool> held_, read_;
   std::unordered_set<const lazy::Node*> seen_;
 };

@@ -91,7 +91,7 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
 
 Call MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
                 const py::dict& targets) {
-  DeferredDecrefs::Get().Run();
+  RunDeferredDecrefs();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
@@ -126,7 +126,7 @@ Call MarkLeaves(const py::sequence& leaves, const std::string& where, int strict
 
 Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, int strict,
                    bool for_compiled_run, py::object names) {
-  DeferredDecrefs::Get().Run();
+  RunDeferredDecrefs();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<DonationRegistry::Leaf> resolved;
   std::vector<std::uint32_t> constants;

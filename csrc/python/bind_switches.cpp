@@ -1,5 +1,4 @@
 // Contexts, and the switches that keep a thread or the process from donating.
-#include <c10/util/ScopeExit.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -91,8 +90,8 @@ class DisablingScope {
 
 // A context that an interrupt cannot leave half entered or half left. Python checks for signals between calls and at
 // the start of each function. So it may interrupt a context manager written in Python before `with` knows that it has
-// been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If an interrupt stops
-// `leave`, they call it again, so `leave` must allow that. `depth` shows it what is left to undo.
+// been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If an interrupt or a lack of
+// memory stops `leave`, they call it again, so `leave` must allow that. `depth` shows it what is left to undo.
 struct Scope {
   // Unlike std::thread::id, no later thread gets it again.
   static std::uint64_t ThisThread() { return PyThreadState_GetID(PyThreadState_Get()); }
@@ -117,28 +116,33 @@ struct Scope {
 
 void Leave(const py::object& self, bool raised) {
   constexpr int kAttempts = 10;
-  const auto release = c10::make_scope_exit([&self] {
-    Scope& scope = self.cast<Scope&>();
-    const auto depth = scope.depths.find(Scope::ThisThread());
-    if (depth != scope.depths.end() && --depth->second == 0) {
-      scope.depths.erase(depth);
-    }
-    scope.Release();
-  });
-  std::optional<py::error_already_set> interrupt;
+  std::optional<py::error_already_set> failure;
   for (int attempt = 1; attempt <= kAttempts; ++attempt) {
     try {
       self.attr("leave")(raised);
       break;
     } catch (py::error_already_set& error) {
-      if (error.matches(PyExc_Exception)) {
-        throw;
+      failure.emplace(error);
+      if (error.matches(PyExc_Exception) && !error.matches(PyExc_MemoryError)) {
+        break;
       }
-      interrupt.emplace(error);
     }
   }
-  if (interrupt.has_value()) {
-    throw py::error_already_set(*interrupt);
+  Scope& scope = self.cast<Scope&>();
+  const auto depth = scope.depths.find(Scope::ThisThread());
+  if (depth != scope.depths.end() && --depth->second == 0) {
+    scope.depths.erase(depth);
+  }
+  try {
+    scope.Release();
+  } catch (py::error_already_set& error) {
+    if (!failure.has_value()) {
+      throw;
+    }
+    error.discard_as_unraisable("leaving a context");
+  }
+  if (failure.has_value()) {
+    throw py::error_already_set(*failure);
   }
 }
 

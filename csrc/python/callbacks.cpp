@@ -89,7 +89,9 @@ std::string NamesOf(const DonorSnapshot& donor) {
       if (!error.matches(PyExc_Exception)) {
         throw;
       }
-    } catch (const py::cast_error&) {
+      DonationRegistry::Get().NoteError(error.what());
+    } catch (const py::cast_error& error) {
+      DonationRegistry::Get().NoteError(error.what());
     }
   }
   std::string result;

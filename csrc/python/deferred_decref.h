@@ -1,44 +1,40 @@
 // Defers the release of Python objects whose last owner has no GIL.
+//
+// Threads: any; a stack without a lock, so that a forked child can use it. Errors: only Share() throws.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <memory>
-#include <mutex>
-#include <vector>
 
 namespace torch_xla_donate {
 
 namespace py = pybind11;
 
 // A call's `names` object may lose its last owner on a thread without the GIL. The next call that marks tensors then
-// releases it.
-struct DeferredDecrefs {
-  std::mutex mutex;
-  std::vector<PyObject*> objects;
-
-  static DeferredDecrefs& Get() {
-    static DeferredDecrefs* decrefs = new DeferredDecrefs();
-    return *decrefs;
-  }
-  void Defer(PyObject* object) {
-    std::lock_guard<std::mutex> lock(mutex);
-    objects.push_back(object);
-  }
-  void Run() {
-    std::vector<PyObject*> taken;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      taken.swap(objects);
-    }
-    for (PyObject* object : taken) {
-      Py_DECREF(object);
-    }
-  }
+// releases it. The memory for that is taken here, because a destructor cannot fail.
+struct DeferredDecref {
+  PyObject* object;
+  DeferredDecref* next = nullptr;
 };
+inline std::atomic<DeferredDecref*> deferred_decrefs{nullptr};
+
+inline void RunDeferredDecrefs() {
+  for (DeferredDecref* one = deferred_decrefs.exchange(nullptr); one != nullptr;) {
+    const std::unique_ptr<DeferredDecref> taken(one);
+    one = taken->next;
+    Py_DECREF(taken->object);
+  }
+}
 
 inline std::shared_ptr<void> Share(py::object names) {
-  return {names.release().ptr(), [](void* object) { DeferredDecrefs::Get().Defer(static_cast<PyObject*>(object)); }};
+  auto* own = new DeferredDecref{names.ptr()};
+  return {names.release().ptr(), [own](void*) {
+            own->next = deferred_decrefs.load();
+            while (!deferred_decrefs.compare_exchange_weak(own->next, own)) {
+            }
+          }};
 }
 
 }  // namespace torch_xla_donate

@@ -99,6 +99,41 @@ def test_an_error_while_a_scope_is_left_is_raised_once():
     assert calls == [False]
 
 
+@in_process
+def test_a_lock_that_cannot_be_released_raises():
+    """An exception from a C++ destructor would end the process."""
+
+    class Lock:
+        def acquire(self):
+            pass
+
+        def release(self):
+            raise ValueError("not released")
+
+    class Failing(_C.Scope):
+        def leave(self, raised):
+            raise KeyError("not left")
+
+    scope = _C.Scope(Lock())
+    with pytest.raises(ValueError, match="not released"), scope:
+        pass
+    assert scope.depth == 0
+    # The first error counts; the second one goes to sys.unraisablehook.
+    with pytest.raises(KeyError, match="not left"), Failing(Lock()):
+        pass
+
+
+@in_process
+def test_the_texts_of_errors_are_bounded():
+    """A message with an address or a number in it is another text each time."""
+    before = sum(_C.hook_errors().values())
+    for number in range(200):
+        _C.note_error(f"error {number}")
+        _C.note_auto_refusal(_C.Reason("failed", f"error {number}"))
+    assert len(_C.hook_errors()) <= 65 and sum(_C.hook_errors().values()) == before + 200
+    assert len(_C.auto_refusals()) <= 65
+
+
 @in_process()
 def test_there_is_no_executor_before_the_first_step():
     with pytest.raises(RuntimeError, match="no executor has passed the barrier"):

@@ -429,3 +429,16 @@ def test_a_failed_call_leaves_an_earlier_mark(make):
         fail(t)
     assert [mark.outcome for mark in donation_report().pending] == ["pending"]
     cancel_donation(t)
+
+
+def test_repeated_requests_for_a_pair_are_one_mark(make):
+    """A loop that asks again at each iteration does not grow."""
+    t = make(6)
+    out = t + 1
+    for _ in range(50):
+        donate_buffer(t, into=out)
+    (pending,) = _C.pending()
+    assert len(pending["holders"]) == 1
+    torch_xla.sync()
+    (donor,) = donation_report(steps=1).donors
+    assert donor.into_kept and out.tolist() == [1, 2, 3, 4, 5, 6]

@@ -27,6 +27,7 @@ from torch_xla_donate import (
     DonatedBufferError,
     DonationError,
     _host,
+    cancel_donation,
     donate_buffer,
     donation_disabled,
     donation_report,
@@ -1067,3 +1068,40 @@ def test_an_argument_that_is_kept_is_named_as_an_argument(make):
     kept = []
     with pytest.raises(DonationError, match=r"it gets the argument float32\[3\], which something outside the function"):
         pure(lambda x: (kept.append(x), x + 1)[1])(make(3))
+
+
+# --- Other threads ---
+
+
+def test_a_mark_cancelled_before_the_run_is_not_consumed(make, monkeypatch):
+    """The graph was compiled with the donor, so the call raises before anything runs."""
+    double = give_away(lambda t: t * 2)
+    double(make(4))
+    t = make(4)
+    arm_run = _C.arm_run
+
+    def cancel_then_arm(*arguments):  # as another thread would, between the choice of the graph and its run
+        cancel_donation(t)
+        return arm_run(*arguments)
+
+    monkeypatch.setattr(_C, "arm_run", cancel_then_arm)
+    with pytest.raises(DonationError, match=r"another thread has called cancel_donation .*Nothing was donated"):
+        double(t)
+    monkeypatch.undo()
+    assert not is_donated(t) and t.tolist() == [0, 1, 2, 3]
+    assert double(t).tolist() == [0, 2, 4, 6] and is_donated(t)
+
+
+def test_a_mark_whose_run_begins_cannot_be_cancelled(make, monkeypatch):
+    double = give_away(lambda t: t * 2)
+    t = make(4)
+    arm_run = _C.arm_run
+
+    def arm_then_cancel(*arguments):
+        armed = arm_run(*arguments)
+        with pytest.raises(DonationError, match=r"a step has consumed it\. .*No mark was cancelled"):
+            cancel_donation(t)
+        return armed
+
+    monkeypatch.setattr(_C, "arm_run", arm_then_cancel)
+    assert double(t).tolist() == [0, 2, 4, 6] and is_donated(t)
