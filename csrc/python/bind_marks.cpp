@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -89,8 +90,9 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   }
 }
 
-Call MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
-                const py::dict& targets) {
+// Takes the memory for its result before it marks, as the marks would stay if it could not return.
+std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
+                                 const py::dict& targets) {
   RunDeferredDecrefs();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
@@ -98,7 +100,7 @@ Call MarkLeaves(const py::sequence& leaves, const std::string& where, int strict
   resolved.reserve(static_cast<std::size_t>(count));
   for (py::ssize_t i = 0; i < count; ++i) {
     const auto refuse = [i](const char* obstacle) {
-      return Call({static_cast<std::size_t>(i), obstacle, std::nullopt});
+      return std::make_unique<Call>(Refusal{static_cast<std::size_t>(i), obstacle, std::nullopt});
     };
     if (items[i] == Py_None) {
       continue;
@@ -116,11 +118,11 @@ Call MarkLeaves(const py::sequence& leaves, const std::string& where, int strict
                         static_cast<std::uint32_t>(i),
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
-  Call call(SiteOf(where, strict, std::move(names)));
+  auto call = std::make_unique<Call>(SiteOf(where, strict, std::move(names)));
   for (const DonationRegistry::Leaf& leaf : resolved) {
-    call.buffers.push_back(leaf.buffer);
+    call->buffers.push_back(leaf.buffer);
   }
-  Commit(resolved, items, call.site);
+  Commit(resolved, items, call->site);
   return call;
 }
 

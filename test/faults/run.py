@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torch_xla_donate._C"
@@ -283,6 +284,7 @@ def attempt(scenario: Callable[[], Attempt], begin: Callable[[], None], end: Cal
         begin()
         try:
             one.run()
+            xm.wait_device_ops()  # a signal at the end of a run interrupts here
         except Errors as error:
             raised = error
         finally:
