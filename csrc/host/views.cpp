@@ -18,6 +18,15 @@ struct Open {
 };
 template struct Open<&at::FunctionalTensorWrapper::generation_>;
 
+struct Value {
+  friend at::Tensor& ValueOf(Value, at::FunctionalTensorWrapper& tensor);
+};
+template <at::Tensor at::FunctionalTensorWrapper::* member>
+struct OpenValue {
+  friend at::Tensor& ValueOf(Value, at::FunctionalTensorWrapper& tensor) { return tensor.*member; }
+};
+template struct OpenValue<&at::FunctionalTensorWrapper::value_>;
+
 // The same for a storage's noted updates.
 using Group = at::functionalization::FunctionalStorageImpl;
 struct Noted {
@@ -53,7 +62,9 @@ void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
     group.apply_updates();
   } catch (...) {
     DropLastWrite(Noted(), group);
-    CounterOf(Generation(), written) = group.generation() - 1;  // it has the value of the dropped write
+    // It has the value of the dropped write, which an alias would show. It gets another one when it is computed again.
+    ValueOf(Value(), written) = group.base();
+    CounterOf(Generation(), written) = group.generation() - 1;
     throw;
   }
 }

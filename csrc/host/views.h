@@ -16,7 +16,7 @@ lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
 // Declares the tensor's value up to date with its storage, so that torch does not compute it again.
 void SetUpToDate(at::FunctionalTensorWrapper& tensor);
 // Applies the storage's last noted write to the base. If that fails, the storage and the other views are unchanged, and
-// the next use of `written` raises, too.
+// the next use of `written` or of an alias of it raises, too.
 void ApplyLastWrite(at::FunctionalTensorWrapper& written);
 // The same as SetUpToDate for any resolved tensor.
 void KeepValue(const at::Tensor& tensor);

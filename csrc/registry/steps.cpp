@@ -166,14 +166,13 @@ void DonationRegistry::AddStep(const StepPtr& step) noexcept {
 void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
                               const std::vector<lazy::BackendDataPtr>& outputs) {
   MutexLock lock(registry_mutex);
+  step->outputs.assign(outputs.begin(), outputs.end());
   const auto known = outcomes_.find(graph_hash);
   if (known != outcomes_.end() && known->second->used.size() == step->donors.size()) {
     step->outcome = known->second;
     for (std::size_t i = 0; i < step->donors.size(); ++i) {
       step->donors[i]->status.left_unused = !known->second->used[i];
     }
-  } else {
-    step->outputs.assign(outputs.begin(), outputs.end());
   }
   step->graph_hash = std::move(graph_hash);
   AddCompilations(step->compilations);

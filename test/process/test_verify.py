@@ -207,6 +207,11 @@ def different_graphs() -> None:
     for i in range(2):
         w = w * w.sum(i)
         torch_xla.sync()  # dimensions
+    for i in (0, 4):
+        w[i : i + 4] = cache[0]
+        torch_xla.sync()  # positions
+    for result in torch.sort(make(8)):
+        print(result)  # results
 
 
 def test_the_table_shows_how_graphs_of_one_line_differ(tmp_path):
@@ -217,6 +222,8 @@ def test_the_table_shows_how_graphs_of_one_line_differ(tmp_path):
         ("numbers", 3, "numbers. A Python number"),
         ("operations", 2, "operations. A branch, or"),
         ("dimensions", 2, "operations. A branch, or"),
+        ("positions", 2, "numbers. A Python number"),
+        ("results", 2, "results. Each read of a result"),
     ):
         site = line_of(different_graphs, f"# {comment}")
         (place,) = [i for i, text in enumerate(shown) if text.endswith(f"at {site.rpartition('/')[2]}")]

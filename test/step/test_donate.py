@@ -836,6 +836,24 @@ def test_memory_that_dlpack_sees_is_not_changed(make):
     assert torch.equal(out.cpu(), before * 2)
 
 
+def test_an_exported_buffer_has_its_reason_in_a_known_graph(make):
+    """The graph has donated before, and its outcome is remembered."""
+    from torch_xla.utils import dlpack
+
+    for exported in (False, True):
+        t = make(1023)
+        seen = torch.utils.dlpack.from_dlpack(dlpack.to_dlpack(t)) if exported else None
+        donate_buffer(t)
+        out = t * 3
+        if exported:
+            with pytest.warns(DonationWarning, match="the buffer is exported"):
+                torch_xla.sync(wait=True)
+            assert torch.equal(seen * 3, out.cpu())
+        else:
+            torch_xla.sync(wait=True)
+        assert is_donated(t) != exported
+
+
 def test_a_host_array_that_was_not_copied_is_not_changed():
     """torch_xla took it over without a copy."""
     from torch_xla.utils import dlpack

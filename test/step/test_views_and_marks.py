@@ -347,3 +347,22 @@ def test_sharded_tensors_have_views_that_keep_their_value():
         for view, value in zip(taken, expected):
             assert torch.equal(view.cpu(), value), (spec, view.shape)
         assert torch.equal(result.cpu(), copy * 2)
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [torch.Tensor.detach, lambda v: v.view(2), lambda v: v[0:1], lambda v: v.data, lambda v: v + 0],
+    ids=["detach", "view", "slice", "data", "operation"],
+)
+def test_aliases_of_a_failed_update_do_not_show_it(make, alias):
+    t = make(4)
+    donate_buffer(t)
+    view = t[:2]
+    out = t + 1
+    torch_xla.sync()
+    with pytest.raises(DonatedBufferError):
+        view.add_(10)
+    with pytest.raises(RuntimeError):  # of a view of another size, torch may find the size first
+        alias(view).tolist()
+    t.copy_(torch.ones(4))  # usable again, and with it its views
+    assert alias(view).tolist() == [1, 1][: alias(view).numel()] and out.tolist() == [1, 2, 3, 4]

@@ -21,9 +21,12 @@ _PIECE = 1 << 20
 # The header of a module of 100,000 parameters takes less.
 _LONGEST_HEADER = 1 << 24
 _SIGNATURE = re.compile(r" parameter\(|^\s*ROOT ")
-# Numbers of the program in a graph: constants, and the positions of slices.
+# Numbers of the program in a graph: constants, and the positions of slices, which torch_xla pads for a write.
 _CONSTANT = re.compile(r" constant\(.*", re.DOTALL)
-_SLICE = re.compile(r"\bslice=\{[^}]*\}")
+_SLICE = re.compile(r"\bslice=\{[^}]*\}|\bpadding=[\d_x]+")
+# The result that a line of the entry computation takes from an operation with several, and the graph's results.
+_ELEMENT = re.compile(r" get-tuple-element\(.*(index=\d+)")
+_ROOT = re.compile(r"\s*ROOT ")
 # All numbers but those in names of types and of parameters.
 _NUMBER = re.compile(r"(?:\b|_)\d+")
 _DIMENSIONS = re.compile(r"dim\w*=(?:\{[^}]*\}|\d+)")
@@ -40,7 +43,7 @@ class ModuleFile:
         module: the module of the header.
         copied: bytes that it copies, by number of the parameter.
         digest: equal for equal texts.
-        operations, shapes: as of `StepSummary`.
+        operations, results, shapes: as of `StepSummary`.
     """
 
     path: Path
@@ -48,6 +51,7 @@ class ModuleFile:
     copied: dict[int, int]
     digest: bytes
     operations: str
+    results: str
     shapes: str
 
 
@@ -141,8 +145,8 @@ def read_module(path: Path) -> ModuleFile:
     text = (
         header if "entry_computation_layout=" in header else f"{header}ENTRY entry {{\n{''.join(entry.signature)}}}\n"
     )
-    operations, shapes = entry.operations.hexdigest(), entry.shapes.hexdigest()
-    return ModuleFile(path, hlo.parse(text), copied, digest.digest(), operations, shapes)
+    differences = f"{entry.operations:x}", entry.results.hexdigest(), entry.shapes.hexdigest()
+    return ModuleFile(path, hlo.parse(text), copied, digest.digest(), *differences)
 
 
 def signature_of(module: hlo.HloModule) -> int:
@@ -159,7 +163,7 @@ class _Entry:
     Attributes:
         is_closed: whether the computation had an end.
         signature: its parameters and its root.
-        operations, shapes: the digests of `StepSummary`, of the whole text.
+        operations, results, shapes: the digests of `StepSummary`, of the whole text.
     """
 
     def __init__(self, file: TextIO, digest: hashlib.blake2b) -> None:
@@ -167,13 +171,21 @@ class _Entry:
         self._digest = digest
         self.is_closed = False
         self.signature: list[str] = []
-        self.operations, self.shapes = (hashlib.blake2b(digest_size=8) for _ in range(2))
+        self.operations = 0  # a sum over the lines, whose order depends on the results
+        self.results, self.shapes = (hashlib.blake2b(digest_size=8) for _ in range(2))
 
-    def _note(self, piece: str) -> None:
+    def _note(self, piece: str, is_inside: bool) -> None:
         """Adds a piece of a line to the digests, without the program's numbers."""
         text = _SLICE.sub("", _CONSTANT.sub(" constant", piece))
         self.shapes.update(text.encode())
-        self.operations.update(" ".join([_NUMBER.sub("", text), *_DIMENSIONS.findall(text)]).encode())
+        operation = " ".join([_NUMBER.sub("", text), *_DIMENSIONS.findall(text)]).encode()
+        if is_inside and (element := _ELEMENT.search(piece)):
+            self.results.update(element[1].encode())
+        if ENTRY.match(piece) or (is_inside and _ROOT.match(piece)):
+            self.results.update(operation)
+        else:
+            line = hashlib.blake2b(operation, digest_size=8).digest()
+            self.operations = (self.operations + int.from_bytes(line, "little")) % (1 << 64)
 
     def __iter__(self) -> Iterator[str]:
         is_inside, is_start, is_constant = False, True, False
@@ -181,7 +193,7 @@ class _Entry:
             self._digest.update(piece.encode())
             is_constant = (is_start and " constant(" in piece) or (is_constant and not is_start)
             if is_start or not is_constant:
-                self._note(piece)
+                self._note(piece, is_inside)
             if is_start and ENTRY.match(piece):
                 is_inside = True
             elif is_start and is_inside and piece.startswith("}"):
@@ -236,6 +248,7 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
         aliases=0 if after is None else len(after.module.aliases),
         memory=None if after is None else read_memory(after.path),
         operations=files[0].operations,
+        results=files[0].results,
         shapes=files[0].shapes,
     )
 

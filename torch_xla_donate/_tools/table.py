@@ -74,10 +74,14 @@ def _alike(steps: Sequence[StepSummary]) -> str:
     text = f"{_count(len(steps), 'graph')} were compiled for it"
     if not all(step.shapes for step in steps):
         return f"{text}. Their operations, the shapes of their arrays, or numbers of the program differ."
-    operations, shapes = len({step.operations for step in steps}), len({step.shapes for step in steps})
+    operations = len({step.operations for step in steps})
+    results = len({(step.operations, step.results) for step in steps})
+    shapes = len({(step.operations, step.results, step.shapes) for step in steps})
     remedies = {
         "operations": operations > 1 and "A branch, or a first step that differs from the others, makes other graphs.",
-        "shapes": shapes > operations and "Pad arrays whose sizes change to a few sizes.",
+        "results": results > operations
+        and "Each read of a result is a graph, so call torch_xla.sync() before the program reads several.",
+        "shapes": shapes > results and "Pad arrays whose sizes change to a few sizes.",
         "numbers": len(steps) > shapes
         and "A Python number is a constant of a graph, so pass one that changes, such as a position, as a tensor.",
     }
