@@ -94,6 +94,10 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
 [[gnu::noinline]] void FollowedViewConstructor(FunctionalTensorWrapper* self, const at::Tensor& value,
                                                const FunctionalTensorWrapper* base, const void* meta) {
   view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
+  // After a write that failed, the source has the value that the write would have given.
+  if (!base->is_up_to_date() && IsXla(*self)) {
+    abi::SetOutOfDate(*self);
+  }
   try {
     TakeValue(*self, *base);
     if (HidesBase(value, *base)) {

@@ -18,15 +18,6 @@ struct Open {
 };
 template struct Open<&at::FunctionalTensorWrapper::generation_>;
 
-struct Value {
-  friend at::Tensor& ValueOf(Value, at::FunctionalTensorWrapper& tensor);
-};
-template <at::Tensor at::FunctionalTensorWrapper::* member>
-struct OpenValue {
-  friend at::Tensor& ValueOf(Value, at::FunctionalTensorWrapper& tensor) { return tensor.*member; }
-};
-template struct OpenValue<&at::FunctionalTensorWrapper::value_>;
-
 // The same for a storage's noted updates.
 using Group = at::functionalization::FunctionalStorageImpl;
 struct Noted {
@@ -56,15 +47,17 @@ void SetUpToDate(at::FunctionalTensorWrapper& tensor) {
   CounterOf(Generation(), tensor) = GroupOf(tensor).generation();
 }
 
+void SetOutOfDate(at::FunctionalTensorWrapper& tensor) {
+  CounterOf(Generation(), tensor) = GroupOf(tensor).generation() - 1;
+}
+
 void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
   Group& group = GroupOf(written);
   try {
     group.apply_updates();
   } catch (...) {
     DropLastWrite(Noted(), group);
-    // It has the value of the dropped write, which an alias would show. It gets another one when it is computed again.
-    ValueOf(Value(), written) = group.base();
-    CounterOf(Generation(), written) = group.generation() - 1;
+    SetOutOfDate(written);  // it has the value of the dropped write
     throw;
   }
 }

@@ -15,6 +15,8 @@ lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
 lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor);
 // Declares the tensor's value up to date with its storage, so that torch does not compute it again.
 void SetUpToDate(at::FunctionalTensorWrapper& tensor);
+// The opposite: torch computes it at the next use.
+void SetOutOfDate(at::FunctionalTensorWrapper& tensor);
 // Applies the storage's last noted write to the base. If that fails, the storage and the other views are unchanged, and
 // the next use of `written` or of an alias of it raises, too.
 void ApplyLastWrite(at::FunctionalTensorWrapper& written);
