@@ -2,9 +2,9 @@
 #include "step/observer.h"
 
 #ifdef TORCH_XLA_DONATE_FAULTS
-#define TORCH_XLA_DONATE_TEST_FEATURES(FEATURE) FEATURE(FaultsFeature) /* test/faults */
+#define TORCH_XLA_DONATE_TEST_FEATURES(ADD) ADD(FaultsFeature) /* test/faults */
 #else
-#define TORCH_XLA_DONATE_TEST_FEATURES(FEATURE)
+#define TORCH_XLA_DONATE_TEST_FEATURES(ADD)
 #endif
 
 #define TORCH_XLA_DONATE_FEATURES(FEATURE)                                              \

@@ -93,7 +93,7 @@ struct DonorStatus {
 
 struct Donor : DonorArray {
   explicit Donor(DonorArray array) : DonorArray(std::move(array)) {
-    status.reported = automatic;  // nobody has asked for it
+    status.reported = automatic;  // no call has asked for it
   }
 
   DonorStatus status GUARDED_BY(registry_mutex);

@@ -113,7 +113,7 @@ class DonorSet {
     Reason refusal;  // empty if it may be donated
   };
   using Offer = DonationRegistry::Offer;
-  // What Commit() is going to do.
+  // The result of the plan, before anything is changed.
   struct Donation {
     std::vector<Offer> offers;  // in the order of the parameters
     std::optional<OutputMove> move;

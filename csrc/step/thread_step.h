@@ -89,7 +89,7 @@ class ThreadStep {
   LiveTensors list_;
   std::shared_ptr<Claim> claim_;     // from kClaimed to kCompiled
   std::unique_ptr<RunContext> run_;  // made by Prepare(), taken by Start()
-  // The run that could not be prepared, and why. Start() raises the error.
+  // The run that could not be prepared, and the error, which Start() raises.
   const lazy::MultiWait* failed_run_ = nullptr;  // compared only, never dereferenced
   std::exception_ptr failure_;
   bool recorded_ = false;  // the registry has a step for the graph made last

@@ -2,8 +2,8 @@
 
     make faults
 
-`make faults` builds the module with faults.cpp in build-faults/ and runs this program. Each scenario has a process of
-its own. In an attempt the n-th allocation of one step fails, for n = 0, 1, 2, ... until a step needs fewer; then each
+`make faults` builds the module with faults.cpp in build-faults/ and runs this program. Each scenario has a separate
+process. In an attempt the n-th allocation of one step fails, for n = 0, 1, 2, ... until a step needs fewer; then each
 phase of the step throws, and then gets a signal. After each attempt a fresh step must donate and compute right values,
 nothing may wait, no mark may be left, and the exception or the report must say what happened. The exit code is 1 if an
 attempt fails.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib.abc
 import importlib.util
@@ -208,7 +209,10 @@ def logged() -> Attempt:
     return marks()
 
 
-SCENARIOS = {f.__name__: f for f in (marks, unusable, moved, automatic, disabled, lazy, pure, openxla, marking, reporting, logged)}
+SCENARIOS = {
+    f.__name__: f
+    for f in (marks, unusable, moved, automatic, disabled, lazy, pure, openxla, marking, reporting, logged)
+}
 
 
 def sync() -> None:
@@ -226,8 +230,8 @@ class Faults:
         self._fail = library.torch_xla_donate_fail_allocation
         self._fail.argtypes, self._fail.restype = [ctypes.c_long], ctypes.c_long
         self._fault = library.torch_xla_donate_fault_at
-        # pybind11 registers a new object outside its handlers, so an exception there would pass through Python's frames.
-        # What it allocates to call a binding, such as the exit of a context, comes before our code.
+        # pybind11 registers a new object outside its handlers, so an exception there would pass through Python's
+        # frames. Its allocations for a call of a binding, such as the exit of a context, come before our code.
         symbols = subprocess.run(["nm", "-CS", str(file)], capture_output=True, text=True, check=True).stdout
         pattern = r"^(\w+) (\w+) \w .*pybind11::(?:class_<.*>::init_instance|cpp_function::dispatcher)"
         found = re.findall(pattern, symbols, re.MULTILINE)
@@ -273,7 +277,7 @@ def assert_fresh_steps_are_right() -> None:
     assert not _C.disabled() and not _C.auto_donates() and not _C.refuses_runs(), "a switch is left on"
 
 
-def attempt(scenario: Callable[[], Attempt], begin: Callable[[], None], end: Callable[[], bool]) -> bool:
+def attempt(scenario: Callable[[], Attempt], begin: Callable[[], object], end: Callable[[], bool]) -> bool:
     """Runs one attempt. Returns whether the fault has happened."""
     signal.alarm(TIMEOUT)
     with warnings.catch_warnings():
@@ -302,7 +306,7 @@ def attempt(scenario: Callable[[], Attempt], begin: Callable[[], None], end: Cal
 def fail_allocations(scenario: Callable[[], Attempt], faults: Faults) -> int:
     count = 0
     try:
-        while attempt(scenario, lambda: faults.allocation(count), lambda: faults.allocation(-1) < 0):
+        while attempt(scenario, functools.partial(faults.allocation, count), lambda: faults.allocation(-1) < 0):
             count += 1
     except BaseException:
         print(f"after {count} allocations", file=sys.stderr)
@@ -324,7 +328,7 @@ def attempt_at(scenario: Callable[[], Attempt], faults: Faults, phase: str, acti
         # A signal is raised in Python's next bytecode, and needs no report.
         return attempt(
             scenario,
-            lambda: bool(faults.at(phase, action)) and None,
+            lambda: faults.at(phase, action),
             lambda: not faults.at("", 0) and action == THROW,
         )
     except BaseException as error:

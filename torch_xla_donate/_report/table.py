@@ -95,8 +95,8 @@ def notes(found: DonationReport) -> list[str]:
         texts.append(f"torch_xla compiled {found.compilations} graphs, at {compiled} of {len(found.steps)} steps.")
     if found.crossed:
         texts.append(
-            f"{found.crossed} donor{'s' if found.crossed > 1 else ''} crossed. XLA gave the memory to another output of "
-            "the same size than the one computed from the donor most directly, so these values move at every step."
+            f"{found.crossed} donor{'s' if found.crossed > 1 else ''} crossed. XLA gave the memory to another output "
+            "of the same size than the one computed from the donor most directly, so these values move at every step."
         )
     if found.copied_bytes:
         texts.append(
