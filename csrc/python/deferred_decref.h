@@ -4,8 +4,9 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "registry/process_mutex.h"
 
 namespace torch_xla_donate {
 
@@ -14,7 +15,7 @@ namespace py = pybind11;
 // A call's `names` object may lose its last owner on a thread without the GIL. The next call that marks tensors then
 // releases it.
 struct DeferredDecrefs {
-  std::mutex mutex;
+  std::mutex& mutex = ProcessMutex(MutexOf::kDeferredDecrefs);
   std::vector<PyObject*> objects;
 
   static DeferredDecrefs& Get() {
