@@ -48,7 +48,7 @@ test-cpp: build  ## the C++ tests of the ELF part
 coverage: build  ## which of our Python and C++ lines `make test` runs; writes it to the README
 	$(BIN)/cmake -S . -B build-coverage -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/build-coverage/module \
-	  -DTORCH_XLA_DONATE_COVERAGE=ON -DTORCH_XLA_DONATE_BUILD_TESTS=ON
+	  -DTORCH_XLA_DONATE_ASSERTIONS=ON -DTORCH_XLA_DONATE_COVERAGE=ON -DTORCH_XLA_DONATE_BUILD_TESTS=ON
 	$(BIN)/cmake --build build-coverage
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python test/line_coverage/run.py $(PYTEST_ARGS)
 
@@ -104,7 +104,8 @@ build: env $(VENV)/configured
 
 $(VENV)/configured: $(VENV)/installed CMakeLists.txt third_party/torch.cmake third_party/query_torch.py
 	$(BIN)/cmake -S . -B build -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/torch_xla_donate
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/torch_xla_donate \
+	  -DTORCH_XLA_DONATE_ASSERTIONS=ON
 	@touch $@
 
 env: $(VENV)/installed

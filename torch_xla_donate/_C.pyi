@@ -88,6 +88,8 @@ class _Sizes(TypedDict):
     auto_plans: int
     bases: int
     outdated: int
+    looked_at: int
+    logged: int
 
 def set_callbacks(
     donated_buffer_error: type[BaseException],

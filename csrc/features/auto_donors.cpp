@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -14,6 +13,7 @@
 #include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
+#include "registry/process_mutex.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 #include "step/observer.h"
@@ -28,9 +28,8 @@ std::atomic<bool> multi_process{false};
 
 // Counts the requests for automatic donation in the process.
 void CountWish(int change) {
-  static std::mutex* mutex = new std::mutex();
   static int wishes = 0;
-  std::lock_guard<std::mutex> lock(*mutex);
+  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kAutomaticWishes));
   wishes += change;
   SetWatch(kAutomatic, wishes > 0 ? kAutomatic : Watch{});
 }

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "host/graphs.h"
+#include "registry/weak_keys.h"
 #include "step/donor_set.h"
 #include "step/observer.h"
 
@@ -17,6 +18,7 @@ std::atomic<bool> looks{false};
 
 struct ThreadState {
   std::set<std::weak_ptr<const abi::HostCachedComputation>, std::owner_less<>> seen;
+  Pruner pruner;
   bool has_new = false;
 };
 ThreadState& State() {
@@ -30,6 +32,7 @@ class DonatedCopies : public StepObserver {
       return;
     }
     try {
+      State().pruner.Prune(State().seen);
       if (State().seen.insert(abi::ExecutableOf(context.run)).second) {
         State().has_new = true;
       }
@@ -47,5 +50,6 @@ StepObserver& DonatedCopiesFeature() { return TheOnly<DonatedCopies>(); }
 void LookForCopies() { looks = true; }
 bool HasNewGraphs() { return State().has_new; }
 void ForgetNewGraphs() { State().has_new = false; }
+std::size_t GraphsLookedAt() { return State().seen.size(); }
 
 }  // namespace torch_xla_donate

@@ -13,13 +13,13 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "host/graphs.h"
+#include "registry/process_mutex.h"
 #include "registry/registry.h"
 #include "step/graph_arrays.h"
 
@@ -109,7 +109,7 @@ class DonorPlanner {
     std::unordered_map<std::size_t, std::weak_ptr<const lazy::BackendData>> buffers;  // of these
   };
 
-  mutable std::mutex mutex_;
+  std::mutex& mutex_ = ProcessMutex(MutexOf::kDonorPlans);
   std::map<lazy::BackendDevice, Left> last_left_;
   std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;

@@ -2,7 +2,6 @@
 #include "features/outdated_tensors.h"
 
 #include <c10/core/InferenceMode.h>
-#include <pthread.h>
 #include <torch/csrc/Exceptions.h>
 
 #include <algorithm>
@@ -180,11 +179,6 @@ std::vector<Hook> FunctionalHooks() {
 OutdatedTensors& OutdatedTensors::Get() {
   static OutdatedTensors* tensors = new OutdatedTensors();
   return *tensors;
-}
-
-OutdatedTensors::OutdatedTensors() {
-  // Without these handlers, a fork while another thread holds the mutex would leave it locked in the child.
-  pthread_atfork([] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); }, [] { Get().mutex_.unlock(); });
 }
 
 OutdatedTensors::Tag::Tag(const FunctionalTensorWrapper& owner)

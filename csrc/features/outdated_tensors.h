@@ -21,12 +21,12 @@
 
 #include <atomic>
 #include <cstddef>
-#include <mutex>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
 #include "host/symbols.h"
+#include "registry/process_mutex.h"
 #include "step/hooks.h"
 #include "step/watch.h"
 
@@ -66,7 +66,7 @@ class OutdatedTensors {
   Counts Size() const;
 
  private:
-  OutdatedTensors();
+  OutdatedTensors() = default;
 
   // The metadata of a noted tensor. Torch destroys it with the tensor, or when the tensor becomes another one. A weak
   // pointer instead would keep the tensor's contents, and torch.utils.swap_tensors refuses tensors that have one.
@@ -87,7 +87,7 @@ class OutdatedTensors {
   void Forget(const Tag& tag);
   void RemoveBase(const Tag& tag);
 
-  mutable std::mutex mutex_;
+  std::mutex& mutex_ = ProcessMutex(MutexOf::kOutdatedTensors);
   std::unordered_multimap<const c10::StorageImpl*, Tag*> bases_;  // by storage
   std::vector<Tag*> outdated_;
   std::atomic<bool> has_outdated_{false};

@@ -2,11 +2,11 @@
 #include "features/placeholders.h"
 
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <unordered_map>
 #include <vector>
 
+#include "registry/process_mutex.h"
 #include "step/observer.h"
 #include "step/watch.h"
 
@@ -15,7 +15,7 @@ namespace torch_xla_donate {
 namespace {
 
 struct Known {
-  std::mutex mutex;
+  std::mutex& mutex = ProcessMutex(MutexOf::kPlaceholders);
   std::unordered_map<const lazy::BackendData*, std::weak_ptr<lazy::BackendData>> arrays;
 };
 Known& Placeholders() {

@@ -5,11 +5,12 @@
 #include <limits>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <unordered_set>
 #include <utility>
 
 #include "host/graphs.h"
+#include "registry/process_mutex.h"
+#include "registry/weak_keys.h"
 #include "step/graph_arrays.h"
 #include "step/observer.h"
 
@@ -28,9 +29,11 @@ std::atomic<bool> logs{false};
 std::atomic<void*> list_arena{nullptr};  // the executor's only one
 
 struct Log {
-  std::mutex mutex;
+  std::mutex& mutex = ProcessMutex(MutexOf::kRunLog);
   std::vector<LoggedRun> runs;
   std::map<Executable, Known, std::owner_less<>> executables;
+  std::uint64_t last_number = 0;  // of an executable
+  Pruner pruner;
 };
 Log& TheLog() {
   static Log* log = new Log();
@@ -95,8 +98,11 @@ class RunLog : public StepObserver {
       LoggedRun run{0, context.graph, has_donors, "", "", LiveBytes(context.run), Stack()};
       Log& log = TheLog();
       std::unique_lock<std::mutex> lock(log.mutex);
-      // Entries of a map stay where they are.
-      Known& known = log.executables.try_emplace(executable, Known{log.executables.size() + 1}).first->second;
+      log.pruner.Prune(log.executables);
+      // Entries of a map stay where they are, and this run holds its executable.
+      const auto [entry, is_new] = log.executables.try_emplace(executable, Known{log.last_number + 1});
+      log.last_number += is_new ? 1 : 0;
+      Known& known = entry->second;
       run.executable = known.number;
       if (!known.described) {
         lock.unlock();  // the text takes long, and its length is that of the HLO
@@ -132,6 +138,11 @@ void LogRuns() { logs = true; }
 std::vector<LoggedRun> TakeLoggedRuns() {
   const std::lock_guard<std::mutex> lock(TheLog().mutex);
   return std::exchange(TheLog().runs, {});
+}
+
+std::size_t LoggedExecutables() {
+  const std::lock_guard<std::mutex> lock(TheLog().mutex);
+  return TheLog().executables.size();
 }
 
 }  // namespace torch_xla_donate

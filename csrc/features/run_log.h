@@ -3,6 +3,7 @@
 // Ownership: the log holds texts and numbers, no tensor. Threads: any. Errors: throws none itself.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -26,5 +27,7 @@ struct LoggedRun {
 void LogRuns();
 // Returns and clears the log, oldest first.
 std::vector<LoggedRun> TakeLoggedRuns();
+// How many executables the log distinguishes.
+std::size_t LoggedExecutables();
 
 }  // namespace torch_xla_donate

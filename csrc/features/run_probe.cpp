@@ -76,10 +76,15 @@ void GraphRecord::Add(std::shared_ptr<const abi::HostCachedComputation> graph) {
 }
 
 std::vector<abi::CompiledGraph> GraphRecord::Take() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::shared_ptr<const abi::HostCachedComputation>> graphs;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    graphs.assign(graphs_.begin() + static_cast<std::ptrdiff_t>(taken_), graphs_.end());
+    taken_ = graphs_.size();
+  }
   std::vector<abi::CompiledGraph> result;
-  for (; taken_ < graphs_.size(); ++taken_) {
-    result.push_back(abi::DescribeGraph(*graphs_[taken_]));
+  for (const auto& graph : graphs) {  // without the mutex: a text takes long
+    result.push_back(abi::DescribeGraph(*graph));
   }
   return result;
 }

@@ -6,12 +6,12 @@
 
 #include <cstddef>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <vector>
 
 #include "host/graphs.h"
+#include "registry/process_mutex.h"
 
 namespace torch_xla_donate {
 
@@ -33,7 +33,7 @@ class GraphRecord : public std::enable_shared_from_this<GraphRecord> {
   std::vector<abi::CompiledGraph> Take();
 
  private:
-  std::mutex mutex_;  // a thread may take what another one adds
+  std::mutex& mutex_ = ProcessMutex(MutexOf::kGraphRecords);  // a thread may take what another one adds
   // Held, so that another graph cannot get an address seen before.
   std::vector<std::shared_ptr<const abi::HostCachedComputation>> graphs_;
   std::size_t taken_ = 0;

@@ -2,10 +2,10 @@
 #include "features/switches.h"
 
 #include <atomic>
-#include <mutex>
 #include <utility>
 
 #include "features/output_check.h"
+#include "registry/process_mutex.h"
 #include "step/observer.h"
 
 namespace torch_xla_donate {
@@ -23,7 +23,7 @@ Depths& ThisThread() {
 }
 
 struct Setting {
-  std::mutex mutex;
+  std::mutex& mutex = ProcessMutex(MutexOf::kSwitchedOff);
   Reason reason;
 };
 Setting& TheSetting() {

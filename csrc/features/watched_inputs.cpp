@@ -3,12 +3,13 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "features/outdated_tensors.h"
 #include "host/graphs.h"
+#include "registry/process_mutex.h"
+#include "registry/weak_keys.h"
 #include "step/graph_arrays.h"
 #include "step/size_pairing.h"
 #include "step/watch.h"
@@ -25,16 +26,10 @@ std::optional<WatchedStep>& Last() {
 // Whether an earlier call had the buffer. Weak pointers, as a new buffer may get the address of a freed one.
 bool WasSeen(const lazy::BackendDataPtr& buffer) {
   using Buffers = std::set<std::weak_ptr<const lazy::BackendData>, std::owner_less<>>;
-  static std::mutex* mutex = new std::mutex();
   static Buffers* seen = new Buffers();
-  static std::size_t prune_at = 1024;
-  std::lock_guard<std::mutex> lock(*mutex);
-  if (seen->size() >= prune_at) {
-    for (auto it = seen->begin(); it != seen->end();) {
-      it = it->expired() ? seen->erase(it) : std::next(it);
-    }
-    prune_at = 2 * seen->size() + 1024;
-  }
+  static Pruner pruner;
+  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kWatchedInputs));
+  pruner.Prune(*seen);
   return !seen->insert(buffer).second;
 }
 

@@ -1,8 +1,10 @@
 // Counts by which tests check that nothing is left behind.
 #include <string>
 
+#include "features/donated_copies.h"
 #include "features/donor_plans.h"
 #include "features/outdated_tensors.h"
+#include "features/run_log.h"
 #include "python/bind.h"
 #include "registry/registry.h"
 
@@ -25,9 +27,11 @@ void BindTesting(py::module_& m) {
         result["auto_plans"] = DonorPlanner::Get().Size();
         result["bases"] = OutdatedTensors::Get().Size().bases;
         result["outdated"] = OutdatedTensors::Get().Size().outdated;
+        result["looked_at"] = GraphsLookedAt();
+        result["logged"] = LoggedExecutables();
         return result;
       },
-      "How many entries the registry holds.");
+      "How many entries the registry and the features hold.");
 }
 
 }  // namespace torch_xla_donate

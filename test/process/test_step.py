@@ -27,6 +27,7 @@ from torch_xla_donate import (
     DonatedBufferError,
     DonationError,
     DonationWarning,
+    _locks,
     auto_donate,
     cancel_donation,
     donate_buffer,
@@ -34,6 +35,7 @@ from torch_xla_donate import (
     donation_report,
     is_donated,
 )
+from torch_xla_donate._host import switches
 
 
 def infos(*tensors: torch.Tensor) -> object:
@@ -360,6 +362,67 @@ def test_the_registry_survives_a_fork_while_other_threads_use_it():
         for thread in threads:
             thread.join()
     cancel_donation(t)
+
+
+def acquire_every_lock() -> None:
+    assert all(lock.acquire(blocking=False) for lock in _locks._locks)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@in_process
+def test_locks_that_another_thread_holds_are_free_after_a_fork():
+    assert switches.compiling in _locks._locks
+    held, ended = threading.Event(), threading.Event()
+
+    def hold():
+        with contextlib.ExitStack() as locks:
+            for lock in _locks._locks:
+                locks.enter_context(lock)
+            held.set()
+            ended.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    try:
+        assert succeeds_in_a_fork(acquire_every_lock)
+        assert not switches.compiling.acquire(blocking=False)
+    finally:
+        ended.set()
+        holder.join()
+
+
+def the_lock_is_still_ours() -> None:
+    switches.compiling.release()
+    with pytest.raises(RuntimeError):
+        switches.compiling.release()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@in_process
+def test_a_lock_of_the_forking_thread_stays_its_own_in_the_child():
+    with switches.compiling:
+        assert succeeds_in_a_fork(the_lock_is_still_ours)
+
+
+# --- What the hooks remember ---
+
+
+@in_process(env={"XLA_COMPILATION_CACHE_SIZE": "1"})
+def test_executables_that_torch_xla_has_freed_are_forgotten():
+    _C.look_for_copies()
+    _C.log_runs(_C.take_runs)
+    known = []
+    for size in range(1, 81):
+        t = make(size)
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync(wait=True)
+        known.append((_C.sizes()["looked_at"], _C.sizes()["logged"]))
+        assert is_donated(t) and out[0].item() == 1
+    # Entries of freed executables go when their number has doubled.
+    assert max(looked_at for looked_at, _ in known) < 50
+    assert max(logged for _, logged in known) < 50
 
 
 # --- Warnings, listings, and other modes ---

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
-    {"_errors", "_config", "_frames", "_numbers"},
+    {"_errors", "_config", "_frames", "_locks", "_numbers"},
     {"_checks", "hlo"},
     {"_C"},
     {"_host", "_trees"},
@@ -61,3 +62,25 @@ def test_no_frame_is_read_by_f_locals() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "f_locals"
     ]
     assert wrong == []
+
+
+def test_every_lock_of_the_package_is_usable_after_a_fork() -> None:
+    makers = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in {"Lock", "RLock", "Condition", "Semaphore"}
+    }
+    assert makers == {"_locks.py"}
+
+
+def test_every_mutex_of_the_module_is_usable_after_a_fork() -> None:
+    """`ProcessMutex` is. The registry has its own handlers of a fork; hooks are installed by the import."""
+    csrc = PACKAGE.parent / "csrc"
+    own = re.compile(r"^ *(static |mutable )*std::(recursive_|shared_)?mutex\*? \w+(;| = new|\{)", re.MULTILINE)
+    owners = {
+        str(path.relative_to(csrc))
+        for path in csrc.rglob("*")
+        if path.suffix in (".h", ".cpp") and own.search(path.read_text(encoding="utf-8"))
+    }
+    assert owners <= {"elf/patch.cpp", "registry/registry.h", "registry/thread_safety.h", "step/hooks.cpp"}

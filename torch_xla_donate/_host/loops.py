@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,10 +18,11 @@ from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import runtime
 from torch_xla_donate._host.switches import is_tracing
 from torch_xla_donate._host.tensors import placeholder
+from torch_xla_donate._locks import make_lock
 
 # torch.fx patches torch.nn for the whole process while it traces, and fails if two threads trace at once. It is not the
 # lock `compiling`: a function is traced under that one, while autograd traces its recomputation on another thread.
-_tracing_loops = threading.RLock()
+_tracing_loops = make_lock()
 _PATIENCE = 60.0  # seconds; longer than a trace takes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +15,11 @@ from torch_xla_donate import _C
 from torch_xla_donate._host.interrupts import Replaced
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import in_eager_mode
+from torch_xla_donate._locks import make_lock
 
 # torch_xla's switches for compiling without a step belong to the whole process. The threads of `torch_xla.launch`, one
 # for each device, take turns. A thread with this lock never waits for a device.
-compiling = threading.RLock()
+compiling = make_lock()
 
 
 class DonorFlags(_C.Scope):

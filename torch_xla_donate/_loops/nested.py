@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xla_donate import _host
 from torch_xla_donate._errors import see
+from torch_xla_donate._locks import make_lock
 
 # (carry, slices) -> (carry, outputs), all lists of tensors
 Flat = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
@@ -74,8 +74,7 @@ def _defined() -> Callable[..., list[torch.Tensor]]:
 
 
 _keep: list[torch.library.Library] = []  # the destructor of a library removes its operations
-_defining = threading.Lock()
-_lock = threading.Lock()
+_defining, _lock = make_lock(), make_lock()
 _holders: list[list[object]] = []
 _patch = contextlib.ExitStack()
 

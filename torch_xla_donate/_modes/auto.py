@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 import weakref
 
 from torch_xla_donate import _C, _config, _host
 from torch_xla_donate._errors import see
 from torch_xla_donate._frames import is_for_with
+from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.context import ThreadMode
 
 
@@ -106,7 +106,7 @@ class _Call:
                 later.default, later.before = self.default, self.before
 
 
-_lock = threading.RLock()  # a signal's handler may take it again
+_lock = make_lock()  # a signal's handler may take it again
 _calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that their objects may still take back
 
 

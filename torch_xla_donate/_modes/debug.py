@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_xla_donate import _C, _config, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
+from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.disabled import donation_disabled
 
 
@@ -82,7 +83,7 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
 
 StepListener = Callable[[_C.WatchedStep], None]
 _listeners: list[StepListener] = []
-_listening = threading.Lock()
+_listening = make_lock()
 
 
 def listen(listener: StepListener) -> None:

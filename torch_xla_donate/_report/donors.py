@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_xla_donate import _C, hlo
+from torch_xla_donate._locks import make_lock
 from torch_xla_donate._report.explain import Explanation, StepSizes, split_sharding
 from torch_xla_donate._report.pairs import pair_kept
 from torch_xla_donate._report.predict import Prediction, StepPrediction
@@ -105,7 +105,7 @@ def facts_of(step: Mapping[str, Any]) -> _Facts | None:
 
 
 _KEPT_FACTS = 64
-_facts_lock = threading.Lock()
+_facts_lock = make_lock()
 
 
 def _facts_in(text: str) -> _Facts:

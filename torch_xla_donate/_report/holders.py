@@ -17,6 +17,7 @@ import torch
 
 from torch_xla_donate import _C
 from torch_xla_donate._frames import is_internal
+from torch_xla_donate._locks import make_lock
 
 UNKNOWN = "unknown holder"
 _SEARCHED = 16  # buffers, or graphs; each needs several walks over all objects
@@ -25,7 +26,7 @@ _REFERRERS = 32  # of one object
 _SCANS = 256  # for referrers in a search; objects that refer to each other have countless paths
 _NODES = 20000  # of all graphs of autograd
 # Held during a search for names or holders. A search would find the lists of another one, and take them for holders.
-searching = threading.RLock()
+searching = make_lock()
 
 
 def holders_of(buffers: Sequence[int]) -> dict[int, str]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_xla_donate import _C, _frames
+from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._report.holders import searching
 from torch_xla_donate._tools import edits
@@ -56,7 +57,7 @@ class Recorder:
         self._codes: dict[str, types.CodeType] = {}  # that end steps, by site
         self._main: tuple[str, int] | None = None  # the first line of the main module that runs steps
         self._thread = _ThreadState()
-        self._lock = threading.Lock()
+        self._lock = make_lock()
         self.call: Call | None = None
 
     def __enter__(self) -> Recorder:
