@@ -1,7 +1,8 @@
 """Loops on several threads of one process.
 
-Under load the threads have stopped twice without an end. The cause is unknown: 97 runs on a busy machine did not stop.
-The report of a timeout shows where each rank stands.
+On a busy machine the threads have twice not ended within the limit of 300 seconds. The cause is not known, and
+docs/loops.md says what was tried. The report of a timeout shows where each rank stands in Python. Before you believe
+that a process has stopped, look at its `/proc/PID/task/*/schedstat`: a thread that still waits for a processor is slow.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch_xla_donate import is_donated, scan, scan_layers
 
 @in_process(env={"CPU_NUM_DEVICES": "4"})
 def test_every_thread_of_a_launch_may_scan():
-    # torch.fx traces for one thread at a time; torch_xla's own scan fails in some of them.
+    # Scans take turns; torch_xla's own scan fails in some of the threads.
     meet = threading.Barrier(4)
 
     def rank_main(rank):

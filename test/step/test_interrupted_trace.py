@@ -71,7 +71,7 @@ def state():
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
         "graph name": _XLAC._get_current_graph_name(),
         "bridge": (dynamo_bridge.extract_graph_helper, dynamo_bridge.SpecialReturnHandler),
-        "locks": (_host.switches.compiling._is_owned(), _modes.auto._lock._is_owned()),
+        "locks": [lock._is_owned() for lock in (_host.switches.compiling, _host.loops._scanning, _modes.auto._lock)],
     }
 
 
@@ -167,6 +167,7 @@ CONTEXTS = {
     "restored": lambda: _host.interrupts.Restored(),
     "later": _report.later,
     "unreported": _report.reuse.suppress_reuse_warnings,
+    "a scan": lambda: _host.OneScan(),
     "replaced": lambda: _host.switches.replaced(dynamo_bridge, "extract_graph_helper", None),
 }
 

@@ -754,7 +754,7 @@ def test_the_bodys_own_frame_keeps_its_values_in_an_error(make):
 
 
 @in_process
-def test_scans_on_two_threads_do_not_wait_for_each_other():
+def test_the_contexts_of_two_scans_end_in_any_order():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
@@ -774,6 +774,109 @@ def test_scans_on_two_threads_do_not_wait_for_each_other():
     third.start()
     third.join()
     assert free == [True]
+
+
+class TellingLock:
+    """The lock of the scans. It calls `asked` in each thread that is about to wait for it."""
+
+    def __init__(self, asked):
+        self._lock, self._asked = threading.RLock(), asked
+
+    def acquire(self):
+        self._asked()
+        return self._lock.acquire()
+
+    def release(self):
+        self._lock.release()
+
+
+def test_a_thread_waits_with_its_scan_while_another_lowers_one(make, monkeypatch):
+    """torch_xla lowers a loop after it has traced the body."""
+    bodies, results, reached = [], [], threading.Event()
+    lower, own, (init, xs) = host_module._scan_impl_flat, threading.get_ident(), (make(3), make(4, 3))
+
+    def at_the_lock():
+        if threading.get_ident() != own:
+            reached.set()
+
+    def body(carry, x):
+        bodies.append(threading.get_ident())
+        if threading.get_ident() != own:
+            reached.set()  # without having waited
+        return carry + x, carry * 2
+
+    def lower_slowly(*args, **options):
+        if threading.get_ident() == own:
+            other.start()
+            assert reached.wait(100)
+            assert set(bodies) == {own}
+        return lower(*args, **options)
+
+    monkeypatch.setattr(_host.loops, "_scanning", TellingLock(at_the_lock))
+    monkeypatch.setattr(host_module, "_scan_impl_flat", lower_slowly)
+    other = threading.Thread(target=lambda: results.append(scan(body, init * 2, xs)))
+    results.append(scan(body, init, xs))
+    other.join()
+    torch_xla.sync()
+    assert [final.tolist() for final, _ in results] == [[18, 23, 28], [18, 24, 30]]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_scan_that_fails_lets_other_threads_scan(make, error):
+    def fails(carry, x):
+        raise error
+
+    def try_lock():
+        free.append(_host.loops._scanning.acquire(blocking=False))
+        _host.loops._scanning.release()
+
+    with pytest.raises(error):
+        scan(lambda carry, x: scan(fails, carry, x), make(3), make(2, 4, 3))
+    free, other = [], threading.Thread(target=try_lock)
+    other.start()
+    other.join()
+    assert free == [True] and torch._C._is_multithreading_enabled()
+    torch_xla.sync()
+
+
+class Scanning(torch.autograd.Function):
+    """Its backward pass scans."""
+
+    @staticmethod
+    def forward(ctx, init, xs):
+        ctx.save_for_backward(xs)
+        return init.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        final, _ = scan(lambda carry, x: (carry * 2, carry + x), gradient, *ctx.saved_tensors)
+        return final, None
+
+
+@in_process
+def test_a_scan_ends_while_a_backward_pass_waits_to_scan():
+    """Autograd has one thread for the device, which scans. The trace of another scan must not need it."""
+    init, xs = torch.ones(3).to("xla").requires_grad_(), torch.ones(4, 3).to("xla")
+    torch_xla.sync()
+    result, started, reached = [], threading.Event(), threading.Event()
+
+    def at_the_lock():
+        if torch._C._current_graph_task_id() != -1:
+            reached.set()
+
+    def slow(carry, x):
+        started.set()
+        assert reached.wait(100)
+        return carry + x, carry * 2
+
+    _host.loops._scanning = TellingLock(at_the_lock)
+    other = threading.Thread(target=lambda: result.extend(scan(slow, init.detach(), xs)))
+    other.start()
+    started.wait()
+    Scanning.apply(init, xs).sum().backward()
+    other.join()
+    torch_xla.sync()
+    assert init.grad.tolist() == [16, 16, 16] and result[0].tolist() == [5, 5, 5]
 
 
 def test_an_inner_scan_without_outputs_is_refused():

@@ -34,6 +34,7 @@ from torch_xla_donate._host.graphs import (
 from torch_xla_donate._host.hooks import install_hooks, uninstall_hooks, verify_layouts
 from torch_xla_donate._host.jax import call_jax, import_jax, jax_environment, jit_donation, paired
 from torch_xla_donate._host.loops import (
+    OneScan,
     accumulate,
     is_traced,
     nested_scans,

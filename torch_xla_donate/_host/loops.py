@@ -20,10 +20,28 @@ from torch_xla_donate._host.switches import is_tracing
 from torch_xla_donate._host.tensors import placeholder
 from torch_xla_donate._locks import make_lock
 
-# torch.fx patches torch.nn for the whole process while it traces, and fails if two threads trace at once. It is not the
-# lock `compiling`: a function is traced under that one, while autograd traces its recomputation on another thread.
-_tracing_loops = make_lock()
-_PATIENCE = 60.0  # seconds; longer than a trace takes
+# torch.fx patches torch.nn for the whole process while it traces, and fails if two threads trace at once. A scan holds
+# the lock also while it is lowered: four scanning threads have stopped twice, and the cause is not known.
+_scanning = make_lock()
+
+
+class OneScan(_C.Scope):
+    """One thread at a time is inside. It may enter again.
+
+    Another thread waits without the GIL, and no scan holds a lock of a device. Inside, a backward pass runs on the
+    thread itself: torch_xla traces a body with one, and autograd's thread of the device may be waiting to scan.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_scanning)
+
+    def enter(self) -> None:
+        self._backward_threads = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
+        torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
+
+    def leave(self, raised: bool) -> None:
+        if hasattr(self, "_backward_threads"):
+            torch._C._set_multithreading_enabled(self._backward_threads)  # type: ignore[attr-defined]
 
 
 def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
@@ -55,14 +73,8 @@ def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
             with _disable_current_modes():
                 init, xs = pytree.tree_unflatten([_placeholder_for(leaf) for leaf in leaves], structure)
                 return trace(fn, init, xs, *args, **options)
-        # A tracing thread may wait for a backward pass, so autograd's threads must not wait for their turn for ever.
-        in_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
-        is_our_turn = _tracing_loops.acquire(timeout=_PATIENCE if in_backward else -1)
-        try:
+        with OneScan():  # this thread may call torch_xla's own scan
             return trace(fn, init, xs, *args, **options)
-        finally:
-            if is_our_turn:
-                _tracing_loops.release()
 
     # Not `replaced`, which holds a lock: the first thread enters this context, and the last one leaves it.
     host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned

@@ -115,7 +115,7 @@ def scan(
     chosen = chosen_arguments(donate, _ARGUMENTS)
     body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
-    with nested.allowed(body.loops):
+    with nested.allowed(body.loops), _host.OneScan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:
