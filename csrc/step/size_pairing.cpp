@@ -162,11 +162,11 @@ class Matching {
     }
   }
 
-  // Finds the donor that XLA should give to each output, size by size. The order stays empty if XLA does so anyway.
+  // Finds the donor that XLA should give to each output, size by size. XLA compares only the order of the donors of one
+  // size. So these change places among themselves, and every other parameter keeps its number, because XLA may round
+  // differently in a graph with another order. The order stays empty if no donor moves.
   void OrderParameters() {
-    const auto& order = pairs_.output_order;
-    std::vector<Place> donor_at(request_.output_bytes.size());  // by new place of the output
-    bool as_it_is = true;
+    const auto& output_order = pairs_.output_order;
     std::vector<bool> is_chosen(request_.bytes.size(), false);
     for (const std::size_t i : pairs_.chosen) {
       is_chosen[i] = true;
@@ -177,35 +177,32 @@ class Matching {
         donors_of[*request_.bytes[i]].push_back(i);
       }
     }
+    std::vector<std::size_t> order(request_.bytes.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::vector<bool> placed(request_.bytes.size(), false);
     for (const auto& [bytes, donors] : donors_of) {
       const std::vector<std::size_t>& places = classes_[bytes].outputs;
       const std::size_t count = std::min(places.size(), donors.size());
-      const auto wanted_at = [&](std::size_t k) { return donor_of_[order.empty() ? places[k] : order[places[k]]]; };
+      std::vector<Place> wanted;
+      for (std::size_t k = 0; k < count; ++k) {
+        wanted.push_back(donor_of_[output_order.empty() ? places[k] : output_order[places[k]]]);
+        if (wanted.back().has_value()) {
+          placed[*wanted.back()] = true;
+        }
+      }
       // XLA will use the first `count` places. A donor whose output comes later cannot take it, so it fills a gap.
-      std::vector<bool> placed(request_.bytes.size(), false);
-      for (std::size_t k = 0; k < count; ++k) {
-        if (const Place donor = wanted_at(k)) {
-          placed[*donor] = true;
-        }
-      }
+      wanted.resize(donors.size());
       auto spare = donors.begin();
-      for (std::size_t k = 0; k < count; ++k) {
-        Place donor = wanted_at(k);
-        if (!donor.has_value()) {
+      for (std::size_t k = 0; k < donors.size(); ++k) {
+        if (!wanted[k].has_value()) {
           spare = std::find_if(spare, donors.end(), [&placed](std::size_t i) { return !placed[i]; });
-          donor = *spare++;
+          wanted[k] = *spare++;
         }
-        donor_at[places[k]] = donor;
-        as_it_is = as_it_is && donors[k] == *donor;
+        order[donors[k]] = *wanted[k];
       }
     }
-    if (as_it_is) {
-      return;
-    }
-    for (const Place& donor : donor_at) {
-      if (donor.has_value()) {
-        pairs_.parameter_order.push_back(*donor);
-      }
+    if (!std::is_sorted(order.begin(), order.end())) {
+      pairs_.parameter_order = std::move(order);
     }
   }
 

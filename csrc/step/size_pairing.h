@@ -56,9 +56,9 @@ struct PairRequest {
 struct DonorPairs {
   std::vector<std::size_t> chosen;                    // of the offered ones, sorted
   std::vector<std::optional<std::size_t>> successor;  // by parameter: the output wanted or computed from it
-  std::vector<std::size_t> parameter_order;           // the parameters to put first; empty to keep the order
-  std::vector<std::size_t> output_order;  // by new place, the output that moves there; empty to keep the order
-  std::vector<std::int64_t> room;         // sizes of the outputs without a donor
+  std::vector<std::size_t> parameter_order;  // by new place, the parameter that moves there; empty to keep the order
+  std::vector<std::size_t> output_order;     // by new place, the output that moves there; empty to keep the order
+  std::vector<std::int64_t> room;            // sizes of the outputs without a donor
 };
 
 DonorPairs PairDonors(const PairRequest& request);

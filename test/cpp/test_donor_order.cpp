@@ -77,6 +77,16 @@ TEST(donors_in_the_order_of_their_outputs_stay_where_they_are) {
   CHECK(plan.parameter_order.empty() && plan.output_order.empty() && plan.chosen.empty() && plan.room.empty());
 }
 
+TEST(only_donors_of_a_size_that_crosses_change_places) {
+  // Inputs of 4 bytes cross; 1 and 4 are not donors, and those of 8 bytes are in order.
+  Step step{{4, 4, 8, 4, 4, 8}, {4, 4, 8, 8}, {{3}, {0}, {2}, {5}}};
+  step.donors = {true, false, true, true, false, true};
+  const DonorPairs plan = step.Pair();
+  CHECK_EQ(Text(plan.parameter_order), "3 1 2 0 4 5 ");
+  const std::vector<Place> pairs = AsXlaPairs(step, plan);
+  CHECK(pairs[3] == Place(0) && pairs[0] == Place(1) && pairs[2] == Place(2) && pairs[5] == Place(3));
+}
+
 TEST(crossed_donors_are_put_into_the_order_of_their_outputs) {
   Step step{{4, 4}, {4, 4}, {{1}, {0}}};
   step.donors = {true, true};
