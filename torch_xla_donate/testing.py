@@ -265,7 +265,7 @@ class no_unusable_donation(ThreadMode[_C.StepTally]):
 
 def _leaves(tensors: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with a text for each."""
-    leaves, names = _trees.flatten(tensors)
+    leaves, names = _trees.flatten(tensors, "tensors")
     found = []
     for index, leaf in enumerate(leaves):
         tensor = _trees.without_wrapper(leaf)

@@ -27,6 +27,7 @@ void BindRuns(py::module_& m) {
       .def_readonly("memory", &abi::CompiledGraph::memory, "Its memory statistics.");
   py::class_<Signature>(m, "Signature", "The properties of inputs that a compiled graph depends on.")
       .def_readonly("key", &Signature::key, "Bytes that differ if the graphs traced for the tensors differ.")
+      .def_readonly("devices", &Signature::devices, "As devices() of the tensors.")
       .def_readonly("pending", &Signature::pending, "Whether a tensor has no value yet.")
       .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of a tensor.")
       .def_readonly("others", &Signature::others, "The leaves that are not tensors.");
@@ -137,13 +138,16 @@ void BindRuns(py::module_& m) {
   m.def("runs_begun", &RunsBegun, "How many graphs this thread has begun to run.");
   m.def("barriers_passed", &BarriersPassed,
         "How often this thread has waited for a device while its runs were refused, as for a read or a step.");
-  m.def("flatten", &Flatten, py::arg("tree"),
-        "Leaves and structure (hashable) of dicts, lists and tuples, in the order of torch's pytrees; None if the tree "
-        "has anything else.");
+  m.def("flatten", &Flatten, py::arg("tree"), py::arg("exact") = py::none(),
+        "Leaves and structure of dicts, lists and tuples, in the order of torch's pytrees; None if the tree has "
+        "anything else, contains itself or is more than 100 containers deep. exact(keys) stands for the keys of a dict "
+        "if `==` may not distinguish them from others.");
   m.def("unflatten", &Unflatten, py::arg("leaves"), py::arg("tokens"),
-        "The tree of a structure that flatten returned, with other leaves.");
+        "The tree of a structure that flatten returned without exact, with other leaves.");
   m.def("signature", &SignatureOf, py::arg("leaves"),
         "The properties of these inputs that a compiled graph depends on.");
+  m.def("devices", &DevicesOf, py::arg("leaves"),
+        "The indices of the XLA devices of the tensors among these leaves, each once.");
 }
 
 }  // namespace torch_xla_donate

@@ -4,6 +4,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -14,49 +15,76 @@ namespace torch_xla_donate {
 
 namespace {
 
-// Appends the leaves of a builtin container; false if the tree has anything else. The tokens identify the structure:
-// types, keys and sizes in preorder.
-bool FlattenInto(PyObject* tree, py::list& leaves, py::list& tokens) {
-  if (THPVariable_Check(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree)) {
-    leaves.append(py::handle(tree));
-    tokens.append(py::none());
-    return true;
+// A tree that is deeper, or contains itself, goes to torch's pytree, which raises RecursionError if it cannot walk it.
+constexpr int kMaxDepth = 100;
+
+// Whether no other key equals this one, in a table of hashes.
+bool IsUnique(PyObject* key) {
+  if (PyTuple_CheckExact(key)) {
+    PyObject** items = PySequence_Fast_ITEMS(key);
+    return std::all_of(items, items + PyTuple_GET_SIZE(key), IsUnique);
   }
-  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(tree));
-  if (PyDict_CheckExact(tree)) {
-    tokens.append(py::handle(type));
-    tokens.append(py::tuple(py::reinterpret_steal<py::list>(PyDict_Keys(tree))));
+  return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || key == Py_None ||
+         Py_TYPE(key)->tp_richcompare == PyBaseObject_Type.tp_richcompare ||  // which compares by identity
+         THPVariable_Check(key);                                              // which has its id as its hash
+}
+
+struct Walk {
+  py::handle exact;  // as for Flatten(); may be null
+  py::list leaves, tokens;
+
+  // Appends the leaves of a builtin container; false if the tree has anything else. The tokens identify the structure:
+  // types, keys and sizes in preorder.
+  bool Into(PyObject* tree, int depth) {
+    if (THPVariable_Check(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree) ||
+        PyUnicode_CheckExact(tree) || PyBool_Check(tree)) {
+      leaves.append(py::handle(tree));
+      tokens.append(py::none());
+      return true;
+    }
+    const bool is_dict = PyDict_CheckExact(tree);
+    if (depth == kMaxDepth || !(is_dict || PyList_CheckExact(tree) || PyTuple_CheckExact(tree))) {
+      return false;
+    }
+    // An allocation may collect garbage, and `exact` may run code of the keys. Either may change the containers.
+    const auto held = py::reinterpret_borrow<py::object>(tree);
+    tokens.append(py::handle(reinterpret_cast<PyObject*>(Py_TYPE(tree))));
+    return is_dict ? IntoDict(tree, depth) : IntoSequence(tree, depth);
+  }
+
+  bool IntoDict(PyObject* tree, int depth) {
+    const py::tuple keys(py::reinterpret_steal<py::list>(PyDict_Keys(tree)));
+    PyObject** first = PySequence_Fast_ITEMS(keys.ptr());
+    tokens.append(!exact || std::all_of(first, first + keys.size(), IsUnique) ? py::object(keys) : exact(keys));
     PyObject *key = nullptr, *value = nullptr;
-    for (py::ssize_t position = 0; PyDict_Next(tree, &position, &key, &value) != 0;) {
-      if (!FlattenInto(value, leaves, tokens)) {
+    std::size_t count = 0;
+    for (py::ssize_t position = 0; PyDict_Next(tree, &position, &key, &value) != 0; ++count) {
+      if (!Into(value, depth + 1)) {
         return false;
       }
     }
-    return true;
+    return count == keys.size();
   }
-  if (PyList_CheckExact(tree) || PyTuple_CheckExact(tree)) {
+
+  bool IntoSequence(PyObject* tree, int depth) {
     const py::ssize_t count = PySequence_Fast_GET_SIZE(tree);
-    tokens.append(py::handle(type));
     tokens.append(count);
-    PyObject** items = PySequence_Fast_ITEMS(tree);
     for (py::ssize_t i = 0; i < count; ++i) {
+      if (PySequence_Fast_GET_SIZE(tree) != count) {
+        return false;
+      }
+      PyObject** items = PySequence_Fast_ITEMS(tree);
       // Far enough ahead for a long list of tensors, none of which is in the cache after a step.
       if (i + 16 < count) {
         __builtin_prefetch(items[i + 16]);
       }
-      if (!FlattenInto(items[i], leaves, tokens)) {
+      if (!Into(items[i], depth + 1)) {
         return false;
       }
     }
     return true;
   }
-  if (PyUnicode_CheckExact(tree) || PyBool_Check(tree)) {
-    leaves.append(py::handle(tree));
-    tokens.append(py::none());
-    return true;
-  }
-  return false;
-}
+};
 
 // The inverse. Reads tokens from `token` on, and leaves from `leaf` on.
 py::object UnflattenFrom(const py::list& leaves, const py::tuple& tokens, py::ssize_t& leaf, py::ssize_t& token) {
@@ -82,14 +110,23 @@ py::object UnflattenFrom(const py::list& leaves, const py::tuple& tokens, py::ss
   return result;
 }
 
+void AddDevice(const at::Tensor& tensor, std::vector<int>& devices) {
+  const at::Device device = tensor.device();
+  if (device.is_xla() && device.has_index() &&
+      std::find(devices.begin(), devices.end(), device.index()) == devices.end()) {
+    devices.push_back(device.index());
+  }
+}
+
 }  // namespace
 
-py::object Flatten(py::handle tree) {
-  py::list leaves, tokens;
-  if (!FlattenInto(tree.ptr(), leaves, tokens)) {
+py::object Flatten(py::handle tree, const py::object& exact) {
+  Walk walk;
+  walk.exact = exact.is_none() ? nullptr : exact.ptr();
+  if (!walk.Into(tree.ptr(), 0)) {
     return py::none();
   }
-  return py::make_tuple(leaves, py::tuple(tokens));
+  return py::make_tuple(walk.leaves, py::tuple(walk.tokens));
 }
 
 py::object Unflatten(const py::list& leaves, const py::tuple& tokens) {
@@ -121,6 +158,7 @@ Signature SignatureOf(const py::list& leaves) {
       continue;
     }
     const at::Tensor& tensor = THPVariable_Unpack(item);
+    AddDevice(tensor, signature.devices);
     const abi::Resolution resolved = abi::Resolve(tensor);
     if (resolved.state == abi::TensorState::kDynamic) {
       signature.dynamic = true;
@@ -142,6 +180,16 @@ Signature SignatureOf(const py::list& leaves) {
   }
   signature.key = py::bytes(key);
   return signature;
+}
+
+std::vector<int> DevicesOf(const py::list& leaves) {
+  std::vector<int> devices;
+  for (py::handle leaf : leaves) {
+    if (THPVariable_Check(leaf.ptr())) {
+      AddDevice(THPVariable_Unpack(leaf.ptr()), devices);
+    }
+  }
+  return devices;
 }
 
 }  // namespace torch_xla_donate

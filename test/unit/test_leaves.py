@@ -58,7 +58,7 @@ class Alike:
 
 
 def names_of(tree):
-    leaves, names = _trees.flatten(tree)
+    leaves, names = _trees.flatten(tree, "tree")
     return [names.name(i) for i in range(len(leaves))]
 
 
@@ -99,7 +99,7 @@ def test_a_module_is_its_tensors_with_every_name_of_a_tied_one():
 
 def test_names_keep_no_tensor_alive():
     tensor = torch.ones(3)
-    names = _trees.flatten({"a": [tensor]})[1]
+    names = _trees.flatten({"a": [tensor]}, "tree")[1]
     watch = weakref.ref(tensor)
     del tensor
     gc.collect()
@@ -141,7 +141,7 @@ def test_a_key_of_tensors_or_long_text_shows_as_number_and_type():
 
 def test_names_keep_no_key_alive():
     key = torch.nn.Parameter(torch.ones(3))
-    names = _trees.flatten({key: torch.ones(3)})[1]
+    names = _trees.flatten({key: torch.ones(3)}, "tree")[1]
     watch = weakref.ref(key)
     del key
     gc.collect()
@@ -151,7 +151,7 @@ def test_names_keep_no_key_alive():
 
 def test_keys_of_one_class_have_places_of_their_own():
     first, second = Alike(), Alike()
-    one, other = (_trees.flatten(tree)[1] for tree in ({first: 1, second: 2}, {second: 2, first: 1}))
+    one, other = (_trees.flatten(tree, "tree")[1] for tree in ({first: 1, second: 2}, {second: 2, first: 1}))
     assert (one.name(0), one.name(1)) == ("[key 0: Alike]", "[key 1: Alike]") == (other.name(0), other.name(1))
     assert one.place(0) == other.place(1) != one.place(1) == other.place(0)
     assert not one.is_like(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,9 @@ class Argument(NamedTuple):
         """The argument's value in a call."""
         return kwargs[self.key] if isinstance(self.key, str) else args[self.key]
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.place})"
+
 
 class ArgumentRoles(NamedTuple):
     """The arguments of a call, by their role.
@@ -55,12 +58,16 @@ class CallArguments(NamedTuple):
     def values(self, arguments: Iterable[Argument]) -> list[Any]:
         return [argument.value(self.args, self.kwargs) for argument in arguments]
 
+    def flattened(self, arguments: Iterable[Argument]) -> list[tuple[list[Any], Hashable]]:
+        """`_trees.flatten_fast` for each of these arguments."""
+        return [_trees.flatten_fast(argument.value(self.args, self.kwargs), argument) for argument in arguments]
+
     def leaves(self, arguments: Iterable[Argument]) -> tuple[list[Any], CallNames]:
         """The leaves of these arguments, and their names."""
         leaves: list[Any] = []
         parts = []
         for argument in arguments:
-            found, names = _trees.flatten(argument.value(self.args, self.kwargs))
+            found, names = _trees.flatten(argument.value(self.args, self.kwargs), argument)
             leaves += found
             parts.append((argument, len(found), names))
         return leaves, CallNames(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import functools
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _config, _frames, _marks, _modes, _report, _trees
+from torch_xla_donate import _C, _config, _frames, _host, _marks, _modes, _report, _trees
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import Argument, Arguments, CallArguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
@@ -157,10 +158,31 @@ class Compiled:
 
     def note_signature(self, call: CallArguments, where: str) -> None:
         """Counts a signature. Warns at the tenth."""
-        leaves, names = call.leaves(call.roles.nonstatic)
-        texts = [f"{argument.name} ({argument.place})" for argument in call.roles.static]
-        static = zip(texts, call.values(call.roles.static))
+        try:
+            leaves, names = call.leaves(call.roles.nonstatic)
+        except RecursionError:  # a function that donates nothing may take such an argument
+            return
+        static = zip(map(str, call.roles.static), call.values(call.roles.static))
         self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
+
+    def on_device(self, call: CallArguments, devices: Sequence[int]) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the device of the call's arguments is the current one, because graphs run on that.
+
+        devices: those of the arguments, from `_C.devices`.
+
+        Raises ValueError if there are several.
+        """
+        if len(devices) < 2:
+            return _host.on_device(devices)
+        leaves, names = call.leaves(call.roles.nonstatic)
+        tensors = [(leaf.device, names.name(i)) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        name_on = {device: name for device, name in reversed(tensors) if device.type == "xla"}
+        places = [f"{name} is on {device}" for device, name in reversed(name_on.items())]
+        raise ValueError(
+            f"a compiled graph runs on one device, but {', and '.join(places[:2])}. Move the arguments of "
+            f'{self.function} to one device, or use backend="lazy" without pure=True. Nothing was donated. '
+            f"{see('compile')}"
+        )
 
     def strictness(self) -> _config.Strictness:
         """The effect of an unusable donation of this function."""
@@ -183,8 +205,11 @@ class Compiled:
 
 def _names_of_outputs(call: CallArguments, result: Any) -> dict[int, str]:
     """The names of a call's outputs by their buffers: paths in the result, or arguments that it updated in place."""
-    leaves, names = call.leaves(call.roles.nonstatic)
-    results, paths = _trees.flatten(result)
+    try:
+        leaves, names = call.leaves(call.roles.nonstatic)
+        results, paths = _trees.flatten(result, "the result")
+    except RecursionError:
+        return {}
     named = [
         *((leaf, names.name(index)) for index, leaf in enumerate(leaves)),
         *((leaf, _trees.qualified_name("result", paths.name(index))) for index, leaf in enumerate(results)),
@@ -209,6 +234,6 @@ def _check_static(argument: Argument, value: Any) -> None:
         hash(value)
     except TypeError:
         raise ValueError(
-            f"{argument.name} ({argument.place}) is static, but {type(value).__name__} cannot be hashed. Pass a "
+            f"{argument} is static, but {type(value).__name__} cannot be hashed. Pass a "
             f"hashable value, such as a tuple. {see('compile_errors')}"
         ) from None

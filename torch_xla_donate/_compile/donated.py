@@ -14,7 +14,7 @@ NOT_READ = _C.Reason("not_read")
 
 def leaves_of_call(call: CallArguments) -> tuple[list[Any], list[tuple[list[Any], Hashable]]]:
     """The leaves of donated arguments, then those of kept ones; and for each argument `_trees.flatten_fast`."""
-    parts = [_trees.flatten_fast(value) for value in call.values(call.roles.nonstatic)]
+    parts = call.flattened(call.roles.nonstatic)
     leaves = [leaf for found, _ in parts for leaf in found]
     return [_trees.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves, parts
 
@@ -25,12 +25,8 @@ class DonatedArguments:
     parts: the result of `_trees.flatten_fast` for each argument, first the donated ones, then the kept ones.
     """
 
-    def __init__(
-        self, compiled: Compiled, call: CallArguments, parts: Sequence[tuple[list[Any], Hashable]] | None = None
-    ) -> None:
+    def __init__(self, compiled: Compiled, call: CallArguments, parts: Sequence[tuple[list[Any], Hashable]]) -> None:
         self._compiled, self._call = compiled, call
-        if parts is None:
-            parts = [_trees.flatten_fast(value) for value in call.values(call.roles.nonstatic)]
         count = len(call.roles.donated)
         self.leaves = [leaf for leaves, _ in parts[:count] for leaf in leaves]
         self._kept = [leaf for leaves, _ in parts[count:] for leaf in leaves]

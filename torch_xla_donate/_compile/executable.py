@@ -57,8 +57,8 @@ class Types:
 
     def check(self, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises TypeError unless the arguments have these types."""
-        spec = pytree.tree_structure((args, kwargs))
-        if self._spec != spec:
+        _, spec = pytree.tree_flatten((args, kwargs))
+        if _trees.structure_key(self._spec) != _trees.structure_key(spec):
             raise TypeError(
                 f"{function} was compiled for arguments of the structure {self._spec}, but this call has {spec}. Call "
                 f"the function itself, or lower() it for these arguments. {see('ahead')}"
@@ -67,7 +67,7 @@ class Types:
         differing = []
         for index, (info, leaf) in enumerate(zip(self._infos, found)):
             now: Any = _info(leaf, getattr(info, "donated", False))
-            if now != info and not (self._inputs[index] and _numbers.is_float(leaf)):
+            if _trees.exact(now) != _trees.exact(info) and not (self._inputs[index] and _numbers.is_float(leaf)):
                 _, key, *path = map(str, paths.place(index))
                 place = f"argument {key[1:-1]}{''.join(path)}"
                 differing.append(f"{place}: compiled for {info}, called with {now}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch_xla
 
-from torch_xla_donate import _C, _config, _trees
+from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
@@ -23,8 +23,12 @@ class LazyCompiled(Compiled):
 
     def _run(self, call: CallArguments, where: str) -> Any:
         marked: list[_C.Call] = []
+        parts = call.flattened(call.roles.nonstatic) if call.roles.donated else None
+        devices = _C.devices([leaf for leaves, _ in parts or () for leaf in leaves])
         try:
-            result = self._step(call, where, marked)
+            # The step runs on the current device. It can donate no other device's buffers.
+            with _host.on_device(devices if len(devices) == 1 else ()):
+                result = self._step(call, where, marked, parts)
         except BaseException:
             # f has returned, but torch_xla refused its step (max_different_graphs) or the step failed.
             for marks in marked:
@@ -34,11 +38,18 @@ class LazyCompiled(Compiled):
             _C.end_call(marks, {}, NOT_READ, notify=True)
         return result
 
-    def _trace(self, call: CallArguments, where: str, marked: list[_C.Call]) -> Any:
+    def _trace(
+        self,
+        call: CallArguments,
+        where: str,
+        marked: list[_C.Call],
+        parts: list[tuple[list[Any], Hashable]] | None,
+    ) -> Any:
         # torch_xla has just run all pending work, so marks made here are for the step of this function.
-        if not call.roles.donated:
+        if parts is None:
             return self._f(*call.args, **call.kwargs)
-        marks = DonatedArguments(self, call).mark(where, for_compiled_run=False)
+        marks = DonatedArguments(self, call, parts).mark(where, for_compiled_run=False)
+        parts.clear()  # the function may drop an argument
         try:
             result = self._f(*call.args, **call.kwargs)
         except BaseException:

@@ -28,6 +28,7 @@ class Lowered:
     def __init__(self, compiled: Compiled, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._compiled = compiled
         self._roles = roles
+        CallArguments(roles, args, kwargs).flattened(roles.nonstatic)  # may raise
         _refuse_others(compiled.function, [*args, *kwargs.values()])
         # Placeholders replace the arguments. The trace then neither holds nor changes these.
         made = Placeholders()
@@ -49,7 +50,7 @@ class Lowered:
         function = self._compiled.function
         call = CallArguments(self._roles, self._args, self._kwargs)
         donated, kept = (
-            [leaf for value in call.values(arguments) for leaf in _trees.leaves_of(value)]
+            [leaf for leaves, _ in call.flattened(arguments) for leaf in leaves]
             for arguments in (self._roles.donated, self._roles.kept)
         )
         floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
@@ -63,7 +64,7 @@ class Lowered:
                 with interrupts.Restored(), _trace.Restoring(observer):
                     with _trace.host_reads_refused(function, refusal), observer.reads, observer:
                         _C.refuse_reads(True)
-                        results = pytree.tree_leaves(self._compiled.body(*call.args, **call.kwargs))
+                        results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
                         _C.refuse_reads(False)
                     given_floats = {id(one) for one in numbers}
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
@@ -211,6 +212,13 @@ class Observer(_trace.Recorder):
     def replaced(self) -> list[torch.Tensor]:
         """The buffers of tensors with new values. torch_xla donates them automatically."""
         return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
+
+
+def _leaves_of_result(function: str, result: Any) -> list[Any]:
+    try:
+        return pytree.tree_leaves(result)
+    except RecursionError:
+        raise _trees.refuse_depth(f"the result of {function}") from None
 
 
 @contextmanager

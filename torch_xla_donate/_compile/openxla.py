@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import operator
 import types
@@ -17,7 +18,7 @@ from torch._guards import TracingContext
 from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
+from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments, leaves_of_call
 from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
@@ -48,6 +49,10 @@ class Graph:
         self._variants: dict[Any, Variant] = {}
 
     def __call__(self, *args: Any) -> Any:
+        with _on_device_of(args):
+            return self._call(args)
+
+    def _call(self, args: Sequence[Any]) -> Any:
         donation = _donation.value
         if donation is not None and donation.unread.code in ("no_graph", "not_read"):
             donation.unread = self._unread
@@ -60,8 +65,10 @@ class Graph:
             if donation is not None and self._refusal:  # set at the start, or by _extract
                 donation.refuse(args, self._refusal)
             positions = donation.positions(args) if donation is not None else ()
-            # XLA makes one parameter of arguments that share memory. torch.compile has no guard for that.
-            key = (positions, signature_of(list(args)).key, *_host.graph_key(args))
+            # XLA makes one parameter of arguments that share memory, and torch_xla's bridge compiles again for other
+            # numbers and shardings. torch.compile guards none of these.
+            found = signature_of(list(args))
+            key = (positions, found.key, _trees.exact(found.others), _host.shardings(args))
             variant = self._variants.get(key)
             if variant is None:
                 variant = self._variants[key] = self._extract(args, positions)
@@ -96,6 +103,17 @@ class Graph:
             # consumed.
             self._refusal = _C.Reason("host_operations")
         return Variant(new_graph_name(), _kept_apart(graph.run, self._model), graph.returned, graph.places)
+
+
+def _on_device_of(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the device of a graph's inputs is the current one. Raises ValueError if there are several."""
+    devices = _C.devices(list(args))
+    if len(devices) > 1:
+        raise ValueError(
+            f"torch.compile has captured a graph with inputs on xla:{devices[0]} and xla:{devices[1]}, but a compiled "
+            f'graph runs on one device. Move them to one device, or use backend="lazy". {see("torch_compile")}'
+        )
+    return _host.on_device(devices)
 
 
 class Variant(NamedTuple):
@@ -154,7 +172,13 @@ class OpenxlaCompiled(Compiled):
     def _run(self, call: CallArguments, where: str) -> Any:
         if not call.roles.donated:
             return self._compiled(*call.args, **call.kwargs)
-        donation = RunDonation(DonatedArguments(self, call), where)
+        leaves, parts = leaves_of_call(call)
+        with self.on_device(call, _C.devices(leaves)):
+            donation = RunDonation(DonatedArguments(self, call, parts), where)
+            del leaves, parts  # the function may drop an argument
+            return self._run_donating(call, donation)
+
+    def _run_donating(self, call: CallArguments, donation: RunDonation) -> Any:
         donation.unread = _C.Reason("no_graph")  # until a graph runs
         try:
             with _donation.replaced(donation):
@@ -189,7 +213,16 @@ class OpenxlaCompiled(Compiled):
             why = _C.Reason("unknown_outputs" if kept is None else "none")
             return make_boxed_func(Graph(graph, returned | (kept or frozenset()), refusal or why, frame))  # type: ignore[no-any-return, no-untyped-call]
 
-        backend = aot_autograd(fw_compiler=forward, bw_compiler=openxla_eval_boxed)
+        def backward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
+            run: Callable[..., Any] = openxla_eval_boxed(graph, list(fake))  # type: ignore[no-untyped-call]
+
+            def run_on_device(*args: Any) -> Any:
+                with _on_device_of(args):
+                    return run(list(args))
+
+            return make_boxed_func(run_on_device)  # type: ignore[no-any-return, no-untyped-call]
+
+        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
         return backend(model, inputs)  # type: ignore[no-any-return]
 
     def _refuse_merged(self, *args: Any) -> Any:

@@ -57,7 +57,7 @@ def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Shardin
     """
     made = Placeholders()
     memo: dict[int, Any] = {}
-    leaves, names = _trees.flatten(tree)
+    leaves, names = _trees.flatten(tree, "tree")
     shardings: dict[int, Any] = {}
 
     def add(leaf: torch.Tensor, found: Any) -> None:

@@ -57,7 +57,10 @@ class TracedProgram:
                 refused = _trace.host_reads_refused(compiled.function)
                 with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
                     tree = compiled.trace(*call.args, **call.kwargs)
-                    results, self._structure = pytree.tree_flatten(tree)
+                    try:
+                        results, self._structure = pytree.tree_flatten(tree)
+                    except RecursionError:
+                        raise _trees.refuse_depth(f"the result of {compiled.function}") from None
                     self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, _PLAIN)), "")
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
@@ -72,6 +75,7 @@ class TracedProgram:
                     leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
                 ]
                 outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
+                _refuse_other_devices(compiled.function, [*outputs, *recorder.captured.values()])
                 places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 given = {_C.identity(leaf)[0]: i for i, leaf in reversed(tensors)}
@@ -144,7 +148,7 @@ class TracedProgram:
 
     def _sign(self) -> tuple[Hashable, bool]:
         found = signature_of(self.captured)
-        return (found.key, _host.graph_key(self.captured)), found.pending
+        return (found.key, _host.shardings(self.captured)), found.pending
 
     def is_current(self) -> bool:
         """Whether the graph still fits the tensors that the function closes over, and the modes of its modules."""
@@ -195,6 +199,18 @@ class TracedProgram:
 
 def _like(result: torch.Tensor, like: Any) -> torch.Tensor:
     return result.requires_grad_() if like is True else torch.nn.Parameter(result)
+
+
+def _refuse_other_devices(function: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError for a result, or a tensor from outside, that is not on the device on which the graph runs."""
+    current = _host.current_device()
+    other = next((tensor for tensor in tensors if str(tensor.device) != current), None)
+    if other is not None:
+        raise ValueError(
+            f"{function} is declared pure and runs on {current}, but it computes or reads "
+            f"{_trees.dtype_and_shape(other)} on {other.device}. Pass and close over tensors of one device. The device "
+            f"of the arguments is the current one; without arguments, torch_xla.device(n) chooses it. {see('pure')}"
+        )
 
 
 def _refuse_gradients(function: str, results: Sequence[Any], recorder: _trace.Recorder) -> None:

@@ -88,8 +88,9 @@ class ArgumentProxies:
         contents, self._contents = self._contents, []  # or they would keep the tensors
         for argument, value, leaves, structure in contents:
             now, new_structure = pytree.tree_flatten(value)
-            if structure != new_structure or any(one is not other for one, other in zip(leaves, now, strict=True)):
-                what = f"changes what {argument.name} ({argument.place}) contains"
+            is_same = _trees.structure_key(structure) == _trees.structure_key(new_structure)
+            if not is_same or any(one is not other for one, other in zip(leaves, now, strict=True)):
+                what = f"changes what {argument} contains"
                 raise _trace.impure(self._function, "", what, "Return a new container")
 
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:

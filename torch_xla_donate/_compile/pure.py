@@ -29,19 +29,7 @@ class _Call:
 
     def sign(self) -> None:
         found = signature_of(self.leaves)
-        self.signature, self.pending, self.others = found.key, found.pending, found.others
-
-
-def _exact(value: Any) -> Hashable:
-    """A key that distinguishes equal values of other types or signs: 1, 1.0 and True; 0.0 and -0.0; NaN equals NaN."""
-    if isinstance(value, float):
-        return type(value), value.hex()
-    if isinstance(value, complex):
-        return type(value), value.real.hex(), value.imag.hex()
-    if isinstance(value, tuple | frozenset):
-        parts = map(_exact, value)
-        return type(value), frozenset(parts) if isinstance(value, frozenset) else tuple(parts)
-    return type(value), value
+        self.signature, self.pending, self.others, self.devices = found.key, found.pending, found.others, found.devices
 
 
 class PureCompiled(Compiled):
@@ -72,11 +60,14 @@ class PureCompiled(Compiled):
     def _run(self, arguments: CallArguments, where: str) -> Any:
         leaves, parts = leaves_of_call(arguments)
         call = _Call(arguments, leaves, [structure for _, structure in parts])
-        if call.pending:
-            torch_xla.sync()
-            call.sign()
-        donated = bool(arguments.roles.donated)
-        donation = RunDonation(DonatedArguments(self, arguments, parts), where) if donated else None
+        with self.on_device(arguments, call.devices):
+            if call.pending:
+                torch_xla.sync()
+                call.sign()
+            donated = DonatedArguments(self, arguments, parts) if arguments.roles.donated else None
+            return self._run_once(call, None if donated is None else RunDonation(donated, where))
+
+    def _run_once(self, call: _Call, donation: RunDonation | None) -> Any:
         try:
             try:
                 result = self._replay(call, donation)
@@ -97,6 +88,7 @@ class PureCompiled(Compiled):
         while True:
             key = (
                 id(call.arguments.roles),
+                _host.current_device(),
                 *call.structures,
                 call.signature,
                 donation.choice() if donation is not None else None,
@@ -135,8 +127,8 @@ class PureCompiled(Compiled):
         # Floats among the leaves are inputs of the graph.
         count = len(call.others)
         return (
-            *("float" if _numbers.is_float(value) else _exact(value) for value in values[:count]),
-            *map(_exact, values[count:]),
+            *("float" if _numbers.is_float(value) else _trees.exact(value) for value in values[:count]),
+            *map(_trees.exact, values[count:]),
         )
 
     def note_compilation(self, call: CallArguments, where: str) -> None:

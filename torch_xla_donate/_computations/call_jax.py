@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -56,9 +56,13 @@ def call_jax(
     leaves, spec = jax.tree.flatten(tree)
     if not isinstance(f, jax.stages.Wrapped) or any(isinstance(leaf, torchax.tensor.Tensor) for leaf in leaves):
         return _host.call_jax(f, args, kwargs, name, override_hash)
-    offered = _offered(f, leaves, spec, tree, override_hash)
+    others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    _, structure = _trees.flatten_fast(tree, f"an argument of {_label(f)}")
+    values = (spec, structure, _trees.exact(others))
+    offered = _offered(f, leaves, spec, tree, override_hash, values)
     donated = to_donate(leaves, offered.donors, offered, request)
-    results = _host.call_jax(f, args, kwargs, name, override_hash)
+    # torch_xla compares the values that are not tensors, and the keys of dictionaries, by `==`.
+    results = _host.call_jax(f, args, kwargs, name, (override_hash or id(f), values))
     if donated:
         outputs = jax.tree.leaves(results)
         pairs = _host.paired([leaves[index] for index in donated], outputs)
@@ -157,15 +161,17 @@ _by_function: weakref.WeakKeyDictionary[Callable[..., Any], dict[Any, _Offered]]
 _by_hash: dict[Any, dict[Any, _Offered]] = {}
 
 
-def _offered(f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any, override_hash: Any) -> _Offered:
+def _offered(
+    f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any, override_hash: Any, values: Hashable
+) -> _Offered:
     donation = _host.jit_donation(f) if override_hash else None
     if donation is None:
         known = _by_function.setdefault(f, {})
     else:
         # The hash identifies only the computation. Another function with this hash may donate other arguments.
         known = _by_hash.setdefault((override_hash, _label(f), donation), {})
-    key = (spec, *[(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-    found = known.get(key)
+    arrays = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
+    found = known.get((arrays, values))
     if found is None:
-        found = known[key] = _Offered(f, leaves, spec, tree)
+        found = known[arrays, values] = _Offered(f, leaves, spec, tree)
     return found

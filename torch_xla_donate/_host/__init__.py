@@ -15,7 +15,6 @@ from torch_xla_donate._host.dynamo import (
     captured_frame,
     compute_pending,
     extract_graph,
-    graph_key,
     with_pure_copies,
     wrapping_code,
 )
@@ -56,7 +55,7 @@ from torch_xla_donate._host.settings import (
     runtime,
     functions_of_a_step,
 )
-from torch_xla_donate._host.switches import graph_name, is_refused_execution, tracing
+from torch_xla_donate._host.switches import current_device, graph_name, is_refused_execution, on_device, tracing
 from torch_xla_donate._host.tensors import (
     array_of,
     buffer_pointer,

@@ -16,13 +16,6 @@ import torch_xla
 from torch_xla_donate import _C
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.switches import donor_flags, replaced
-from torch_xla_donate._host.tensors import shardings
-
-
-def graph_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """The numbers and shardings for which torch_xla's bridge compiles again. torch.compile does not guard them."""
-    numbers = tuple(argument for argument in arguments if not isinstance(argument, torch.Tensor))
-    return (numbers, *shardings(arguments))
 
 
 def compute_pending(arguments: Sequence[Any]) -> None:
@@ -196,7 +189,7 @@ class _AnySharding:
 
     The bridge compares the shardings of its first calls with those of the extraction. If they differ, it extracts the
     graph again, without our donors. An unsharded argument always differs, because extraction makes it a replicated one.
-    Callers have compared the shardings already (`graph_key`).
+    Callers have compared the shardings already.
     """
 
     def __eq__(self, other: object) -> bool:

@@ -118,6 +118,34 @@ def replaced(module: types.ModuleType, name: str, value: Any) -> Replaced:
     return Replaced(module, name, value, compiling)
 
 
+def current_device() -> str:
+    """The current device of this thread, such as ``xla:0``. A compiled graph runs on it."""
+    return str(xlac()._xla_get_default_device())
+
+
+class OnDevice(_C.Scope):
+    """Another device is the current one of this thread."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self._before = ""
+
+    def enter(self) -> None:
+        self._before = current_device()
+        xlac()._xla_set_default_device(self._device)
+
+    def leave(self, raised: bool) -> None:
+        if self._before:
+            xlac()._xla_set_default_device(self._before)
+
+
+def on_device(devices: Sequence[int]) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the only one of these devices is the current one. Without devices it changes nothing."""
+    names = [f"xla:{device}" for device in devices]
+    return contextlib.nullcontext() if not names or names == [current_device()] else OnDevice(*names)
+
+
 @contextlib.contextmanager
 def graph_name(name: str) -> Iterator[None]:
     """Sets the name of the HLO modules that are compiled inside."""

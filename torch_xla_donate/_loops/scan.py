@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,37 +28,39 @@ class _Wrapped:
 
     def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
         self._find = function
-        self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_kind` of the arguments
+        self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_arrays` of the arguments
         self.loops: list[object] = []  # the loops inside the function, which its traces need
 
     def __call__(self, carry: Any, x: Any) -> Any:
         function = self._find()
         assert function is not None, "the caller of scan holds it"
-        body = _marks.LoopBody("scan", [leaf for tree in (carry, x) for leaf in _trees.leaves_of(tree)])
+        body = _marks.LoopBody("scan", [*_trees.leaves_of(carry, "carry"), *_trees.leaves_of(x, "x")])
         with _marks.trace_body(body):
             result = function(carry, x)
-        self.requests[_kind(carry, x)] = body.requests
+        self.requests[_arrays(carry, x)] = body.requests
+        _trees.leaves_of(result, "the result of fn")  # may raise
         return result
 
 
-def _kind(carry: Any, x: Any, rows: int = 0) -> Any:
-    """The key of a body's trace. rows: the number of leading dimensions of ``x`` to ignore."""
+def _arrays(carry: Any, x: Any, rows: int = 0) -> Any:
+    """The key of a body's trace, for one structure. rows: the number of leading dimensions of ``x`` to ignore."""
     arrays = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(carry)]
     arrays += [(tuple(leaf.shape[rows:]), leaf.dtype) for leaf in pytree.tree_leaves(x)]
-    return pytree.tree_structure(carry), pytree.tree_structure(x), tuple(arrays)
+    return tuple(arrays)
 
 
 # torch_xla keeps the trace of a pure body by the function's identity and does not trace it again. The requests of the
-# first trace hold for all calls.
-_pure: weakref.WeakKeyDictionary[Callable[..., Any], _Wrapped] = weakref.WeakKeyDictionary()
+# first trace hold for all calls. It compares structures by `==`, so each structure has a separate wrapper.
+_pure: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, _Wrapped]] = weakref.WeakKeyDictionary()
 
 
-def _remembered(fn: Callable[..., Any]) -> _Wrapped:
-    """The wrapper of a pure body, one for each. Raises TypeError for a body that cannot be a weak key."""
+def _remembered(fn: Callable[..., Any], structures: Hashable) -> _Wrapped:
+    """The wrapper of a pure body, one for each structure. Raises TypeError for a body that cannot be a weak key."""
     try:
-        found = _pure.get(fn)
+        known = _pure.setdefault(fn, {})
+        found = known.get(structures)
         if found is None:
-            found = _pure[fn] = _Wrapped(weakref.ref(fn))
+            found = known[structures] = _Wrapped(weakref.ref(fn))
     except TypeError as error:
         raise TypeError(
             f"fn is of type {type(fn).__name__}, so the trace of a pure body cannot be kept for it: {error}. Pass the "
@@ -113,20 +115,34 @@ def scan(
         )
     refuse_eager_mode("scan")
     chosen = chosen_arguments(donate, _ARGUMENTS)
-    body = _remembered(fn) if is_fn_pure else _Wrapped(lambda: fn)
+    flat = [_trees.flatten_fast(tree, name) for name, tree in zip(_ARGUMENTS, (init, xs))]
+    structures = tuple(structure for _, structure in flat)
+    body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
-    with nested.allowed(body.loops), _host.OneScan():
+    device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
+    with _host.on_device(device), nested.allowed(body.loops), _host.OneScan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:
             _frames.forget_values(error)
             raise
     _keep_loops(result, body.loops)
-    arguments = [(argument, *_trees.flatten(tree)) for argument, tree in zip(_ARGUMENTS, (init, xs))]
-    found = body.requests.get(_kind(init, xs, rows=1), {})
+    arguments = [(name, *_trees.flatten(tree, name)) for name, tree in zip(_ARGUMENTS, (init, xs))]
+    found = body.requests.get(_arrays(init, xs, rows=1), {})
     donations = loop_donations(arguments, chosen, request, found)
     _donate_leaves(donations, result)
     return result
+
+
+def _the_device(leaves: list[Any]) -> list[int]:
+    """The device of the tensors, if any. Raises ValueError for several, for which torch_xla ends the process."""
+    devices = _C.devices(leaves)
+    if len(devices) > 1:
+        raise ValueError(
+            f"init and xs have tensors on xla:{devices[0]} and xla:{devices[1]}, but a loop runs on one device. Move "
+            f"them to one device. {see('loops')}"
+        )
+    return devices
 
 
 def _keep_loops(result: Any, loops: list[object]) -> None:

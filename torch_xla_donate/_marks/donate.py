@@ -86,13 +86,13 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         if marked.refusal is None:
             return Marks(marked)
     is_single = isinstance(tensors, torch.Tensor)
-    leaves, names = ([tensors], _trees.Unnamed()) if is_single else _trees.flatten(tensors)
+    leaves, names = ([tensors], _trees.Unnamed()) if is_single else _trees.flatten(tensors, "tensors")
     targets = [] if into is None else targets_in_order(names, into, len(leaves))
     return Marks(mark(leaves, names, targets, request, "tensors"))
 
 
 def _donations(tensors: Any, request: DonationRequest) -> list[Donation]:
-    leaves, names = _trees.flatten(tensors)
+    leaves, names = _trees.flatten(tensors, "tensors")
     return [
         Donation(_trees.qualified_name("tensors", names.name(index)), _trees.without_wrapper(leaf), request)
         for index, leaf in enumerate(leaves)
@@ -116,7 +116,7 @@ def cancel_donation(tensors: Any) -> None:
     body = current_body()
     arguments: list[int] = []
     found: list[tuple[int, torch.Tensor]] = []
-    leaves, names = _trees.flatten(tensors)
+    leaves, names = _trees.flatten(tensors, "tensors")
     for index, leaf in enumerate(leaves):
         if leaf is None:
             continue

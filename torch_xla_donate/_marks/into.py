@@ -21,7 +21,7 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
 
     Raises ValueError if the numbers differ, or if both sides have keys and these differ.
     """
-    targets, target_places = _trees.flatten(into)
+    targets, target_places = _trees.flatten(into, "into")
     if len(targets) != count:
         raise ValueError(
             f"into has {len(targets)} leaves, but tensors has {count}. Pass one target for each donated tensor, "

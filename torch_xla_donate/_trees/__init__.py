@@ -1,10 +1,12 @@
 """The leaves of arguments, and their names."""
 
+from torch_xla_donate._trees.exact import exact, structure_key
 from torch_xla_donate._trees.leaves import (
     first_off_device,
     flatten,
     flatten_fast,
     leaves_of,
+    refuse_depth,
     tensors_in,
     with_paths,
     without_wrapper,

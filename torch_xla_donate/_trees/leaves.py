@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import weakref
 from collections.abc import Hashable, Sequence
@@ -12,7 +13,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C
+from torch_xla_donate._errors import see
+from torch_xla_donate._trees.exact import exact, structure_key
 from torch_xla_donate._trees.names import PLAIN, FixedNames, Place, Places, TreePaths, Unnamed, node, qualified_name
+
+
+def refuse_depth(name: object) -> RecursionError:
+    """The error for a tree that pytrees cannot walk. name: its name in messages."""
+    return RecursionError(
+        f"{name} contains itself, or is nested deeper than Python's recursion limit of {sys.getrecursionlimit()} "
+        "allows. Pass and return only the tensors, in a dict, list or tuple without such references. "
+        f"{see('refused')}"
+    )
 
 
 def with_paths(tree: Any) -> tuple[list[Any], TreePaths | Unnamed]:
@@ -60,44 +72,55 @@ def _open(leaf: Any) -> tuple[list[Any], FixedNames] | None:
 _COLLECTIONS = (torch.nn.Module, torch.optim.Optimizer)
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree: Any, name: object) -> list[Any]:
     """The leaves of `flatten`, without their names."""
-    return flatten_fast(tree)[0]
+    return flatten_fast(tree, name)[0]
 
 
-def flatten_fast(tree: Any) -> tuple[list[Any], Hashable]:
-    """The leaves of `flatten`, and a key for the structure of the tree.
+def flatten_fast(tree: Any, name: object) -> tuple[list[Any], Hashable]:
+    """The leaves of `flatten`, and an exact key of the tree's structure.
 
     C++ walks builtin containers. torch takes 2 ms for a thousand leaves in small dictionaries, longer than the rest of
     a call.
     """
-    plain = _C.flatten(tree)
-    if plain is not None:
-        return plain
-    leaves, spec = pytree.tree_flatten(tree)
+    try:
+        plain = _C.flatten(tree, exact)
+        if plain is not None:
+            return plain
+        leaves, spec = pytree.tree_flatten(tree)
+        key = structure_key(spec)
+    except RecursionError:
+        raise refuse_depth(name) from None
     if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
-        return leaves, spec
+        return leaves, key
     inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
-    expanded, names = flatten(tree)
+    expanded, names = flatten(tree, name)
     # The names belong to the key, because an optimizer has state only after its first step.
-    return expanded, (spec, inside, tuple(names.place(i) for i in range(len(expanded))))
+    return expanded, (key, inside, tuple(names.place(i) for i in range(len(expanded))))
 
 
 def _identity(collection: Any) -> Hashable:
     # Not an id, because a later object may have the same one.
     training = [m.training for m in collection.modules()] if isinstance(collection, torch.nn.Module) else []
-    return weakref.ref(collection), tuple(training)
+    return weakref.ref(collection), exact(training)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Places]:
+def flatten(tree: Any, name: object) -> tuple[list[Any], Places]:
     """All leaves of a tensor, a pytree, a module or an optimizer (also inside a pytree), and their names.
 
     ``None`` stays a leaf, so that positions are those of the pytree. Callers skip it.
+
+    name: the name of the tree in messages.
+
+    Raises RecursionError for a tree that contains itself, or is too deep.
     """
     opened = _open(tree)
     if opened is not None:
         return opened
-    leaves, paths = with_paths(tree)
+    try:
+        leaves, paths = with_paths(tree)
+    except RecursionError:
+        raise refuse_depth(name) from None
     if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
         return leaves, paths
     expanded: list[Any] = []
