@@ -178,7 +178,8 @@ PlanRequest DonorSet::Request(const std::vector<PendingMark>& marks, const std::
     const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
     const auto own = ids_.ReplacementOf(buffer);
     request.own[i] = own.has_value();
-    if (!request.donors[i] && (info == nullptr ? buffer.info() != nullptr : info->read_only)) {
+    // torch_xla notes an info on the data of tensors. The random seed has none.
+    if (!request.donors[i] && (info == nullptr || info->read_only)) {
       request.barred[i] = true;
     } else if (request.donors[i] || own.has_value()) {
       request.donors[i] = true;

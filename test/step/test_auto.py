@@ -1037,3 +1037,15 @@ def test_a_mark_on_a_device_changes_no_graph_of_another():
             ended.set()
 
     ranks.launch(rank_main)
+
+
+def test_the_random_seed_is_never_donated(make):
+    """Its buffer has 8 bytes and no note of torch_xla. This sync does not give it a new one at its end."""
+    kept = make(2)
+    for _ in range(2):
+        noise = torch.rand(2, device="xla") + kept
+        count = (kept.sum() + 3).to(torch.int64)
+        with auto_donate():
+            torch_xla._XLAC._xla_sync_live_tensors(str(kept.device), [], True)
+        assert count.item() == 4 and (noise.cpu() >= kept.cpu()).all()
+    assert torch.rand(2, device="xla").cpu().shape == (2,)
