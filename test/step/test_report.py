@@ -531,7 +531,7 @@ def test_a_report_may_forget_what_another_one_reads(monkeypatch):
             nonlocal lines
             if frame.f_code is facts_of.__code__ and event == "line":
                 lines += 1
-                if lines == chosen and not donors._facts_lock.locked():  # else no other thread could get further
+                if lines == chosen and not donors._facts_lock._is_owned():  # else no other thread could get further
                     reached.wait()
                     looked_up.wait()
             return trace if frame.f_code is facts_of.__code__ else None
