@@ -10,6 +10,7 @@
 
 #include "features/outdated_tensors.h"
 #include "features/switches.h"
+#include "features/symbolic_sizes.h"
 #include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
@@ -62,7 +63,8 @@ const Reason& ProcessObstacle() {
 using OldValues = std::unordered_set<const abi::TensorData*>;
 
 // Holds the buffers that tensors held in the list, those they hold now, and those of newer tensors. A buffer that other
-// threads move meanwhile is in one of these sets until it is freed. Returns nullopt if a view hides its buffer.
+// threads move meanwhile is in one of these sets until it is freed. Also holds what two pending graphs without a tensor
+// read: that of the random seed, and that of a symbolic size. Returns nullopt if a view hides its buffer.
 std::optional<Liveness> FindReach(const DonorSet& step, const OldValues& old_values) {
   Liveness liveness(step.Context().graph->parameters_data);
   const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
@@ -91,21 +93,29 @@ std::optional<Liveness> FindReach(const DonorSet& step, const OldValues& old_val
       return std::nullopt;
     }
   }
+  liveness.HoldGraph(abi::SeedOf(Wishes().arena, device));
+  for (const lazy::NodePtr& size : SymbolicSizes()) {
+    liveness.HoldGraph(size);
+  }
   return liveness;
+}
+
+Reason Obstacle() {
+  Reason why = ProcessObstacle();
+  if (why.empty()) {
+    why = abi::KeepsNodes() ? ReasonCode::kKeptNodes : SymbolicSizesObstacle();
+  }
+  return why;
 }
 
 // The same for a step that donates nothing automatically. Its outdated tensors still have old values, which a step that
 // donates would have replaced.
 std::optional<Liveness> FindReachWithoutOldValues(const DonorSet& step) {
-  const bool can_find = ProcessObstacle().empty() && !abi::KeepsNodes();
-  return can_find ? FindReach(step, OutdatedTensors::Get().OldValues()) : std::nullopt;
+  return Obstacle().empty() ? FindReach(step, OutdatedTensors::Get().OldValues()) : std::nullopt;
 }
 
 std::optional<Liveness> FindReachOrSayWhy(const DonorSet& step) {
-  Reason why = ProcessObstacle();
-  if (why.empty() && abi::KeepsNodes()) {
-    why = ReasonCode::kKeptNodes;
-  }
+  const Reason why = Obstacle();
   std::optional<Liveness> found = why.empty() ? FindReach(step, {}) : std::nullopt;
   if (!found.has_value()) {
     DonationRegistry::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);

@@ -67,6 +67,10 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest
     choice->bytes += plan.sizes.bytes[i].value_or(0);
     choice->prototypes.push_back(std::move(donor));
   }
+  const std::vector<std::int64_t>& room = choice->pairs.room;
+  for (const ArraySize& bytes : plan.sizes.bytes) {
+    choice->has_room.push_back(std::find(room.begin(), room.end(), bytes.value_or(0)) != room.end());
+  }
   return choice;
 }
 
@@ -124,11 +128,10 @@ std::vector<HeldInput> DonorPlanner::LastHeld() const {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& [device, left] : last_left_) {
     for (const bool by_tensor : {true, false}) {
-      for (const std::size_t i : by_tensor ? left.held : left.read_later) {
-        const std::string array = WithoutLayout((*left.arrays)[i]);
-        const std::int64_t size = SizeOf(array, /*unsharded=*/true).value_or(0);
-        if (const auto& room = left.choice->pairs.room; std::find(room.begin(), room.end(), size) != room.end()) {
-          result.push_back({array, BytesPerDevice(array).value_or(0), device, by_tensor, left.buffers.at(i)});
+      for (const Left::Input& input : left.inputs) {
+        if (input.by_tensor == by_tensor) {
+          const std::string array = WithoutLayout((*left.arrays)[input.parameter]);
+          result.push_back({array, BytesPerDevice(array).value_or(0), device, by_tensor, input.buffer});
         }
       }
     }
@@ -137,8 +140,9 @@ std::vector<HeldInput> DonorPlanner::LastHeld() const {
 }
 
 void DonorPlanner::BeginStep(const lazy::BackendDevice& device) {
+  std::map<lazy::BackendDevice, Left>::node_type before;  // released without the lock, as it may be large
   std::lock_guard<std::mutex> lock(mutex_);
-  last_left_.erase(device);
+  before = last_left_.extract(device);
 }
 
 PlanResult DonorPlanner::Choose(const PlanRequest& request) {
@@ -152,7 +156,7 @@ PlanResult DonorPlanner::Choose(const PlanRequest& request) {
   key = lazy::HashCombine(key, lazy::Hash(wanted));
   // A plan for all devices would settle on the dead sets of the device that is first.
   key = lazy::HashCombine(key, lazy::Hash(request.device.toString()));
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
   auto found = plans_.find(key);
   if (found == plans_.end() || found->second.sizes.bytes.size() != request.held.size() ||
       found->second.sizes.output_bytes.size() != request.roots.size()) {
@@ -168,17 +172,13 @@ PlanResult DonorPlanner::Choose(const PlanRequest& request) {
     found->second.always_dead.assign(request.held.size(), true);
   }
   Plan& plan = found->second;
-  std::vector<bool> dead(request.held.size());
-  Left left;
+  std::vector<bool> dead(request.held.size()), held(request.held.size());
   for (std::size_t i = 0; i < dead.size(); ++i) {
     const bool fits = request.automatic && plan.fits[i] && !request.barred[i];
-    const bool held = fits && (request.held[i] || request.read_later[i]);
-    dead[i] = fits && !held;
+    held[i] = fits && (request.held[i] || request.read_later[i]);
+    dead[i] = fits && !held[i];
     if (!dead[i]) {
       plan.always_dead[i] = false;
-    }
-    if (held) {
-      (request.held[i] ? left.held : left.read_later).push_back(i);
     }
   }
   PlanResult answer{nullptr, key};
@@ -193,14 +193,17 @@ PlanResult DonorPlanner::Choose(const PlanRequest& request) {
       plan.by_dead.pop_back();
     }
   }
-  if (!left.held.empty() || !left.read_later.empty()) {
-    left.arrays = plan.arrays;
-    left.choice = answer.choice;
-    for (const auto* places : {&left.held, &left.read_later}) {
-      for (const std::size_t i : *places) {
-        left.buffers.emplace(i, request.graph.parameters_data[i]);
+  Left left{plan.arrays, {}};
+  lock.unlock();
+  if (!answer.choice->pairs.room.empty()) {
+    for (std::size_t i = 0; i < held.size(); ++i) {
+      if (held[i] && answer.choice->has_room[i]) {
+        left.inputs.push_back({i, request.held[i], request.graph.parameters_data[i]});
       }
     }
+  }
+  if (!left.inputs.empty()) {
+    lock.lock();
     last_left_.insert_or_assign(request.device, std::move(left));
   }
   return answer;

@@ -48,6 +48,7 @@ std::vector<bool> FindFits(const PlanRequest& request, const GraphArrays& arrays
 struct DonorChoice {
   DonorPairs pairs;
   std::vector<DonorArray> prototypes;  // of pairs.chosen, without buffers
+  std::vector<bool> has_room;          // by parameter: an output of its size has no donor
   std::int64_t bytes = 0;
 };
 
@@ -101,12 +102,15 @@ class DonorPlanner {
   static ChoicePtr Decide(const Plan& plan, const PlanRequest& request, const std::vector<bool>& dead);
   static ChoicePtr Settle(Plan& plan, const PlanRequest& request, const std::vector<bool>& dead);
 
-  // The inputs that a step has not donated, without the texts.
+  // The held inputs of a step that outputs had room for, without the texts.
   struct Left {
+    struct Input {
+      std::size_t parameter;
+      bool by_tensor;
+      std::weak_ptr<const lazy::BackendData> buffer;
+    };
     std::shared_ptr<const std::vector<std::string>> arrays;
-    ChoicePtr choice;
-    std::vector<std::size_t> held, read_later;                                        // parameters
-    std::unordered_map<std::size_t, std::weak_ptr<const lazy::BackendData>> buffers;  // of these
+    std::vector<Input> inputs;
   };
 
   std::mutex& mutex_ = ProcessMutex(MutexOf::kDonorPlans);

@@ -1,7 +1,8 @@
 // Finds the inputs of a step that the program can still reach after the run.
 //
-// At a step barrier the executor lists every live tensor of the device, and each pending graph belongs to one of them.
-// So the program can reach a parameter only if a live tensor holds it, by its data or by a graph that stays pending.
+// At a step barrier the executor lists every live tensor of the device. Each pending graph belongs to one of them, to
+// the random seed or to a symbolic size. So the program can reach a parameter only if a live tensor holds it, or if a
+// graph that stays pending reads it.
 // Reference counts of buffers do not help, because earlier runs release buffers at varying times and each change would
 // make another graph.
 //

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
+#include <string>
+#include <utility>
 
 #include "features/auto_donors.h"
 #include "features/compiled_run.h"
@@ -58,16 +61,31 @@ bool HidesBase(const at::Tensor& value, const FunctionalTensorWrapper& base) {
   return !impl.has_symbolic_sizes_strides() && !base.has_symbolic_sizes_strides() && impl.sizes() == base.sizes();
 }
 
-// A tensor that cannot get its new value keeps the old one, as in stock torch_xla. Its next use raises again.
-void GiveNewValue(FunctionalTensorWrapper& tensor) {
-  if (!tensor.isBaseTensor()) {
-    return;
+// Tensors that cannot get their new values keep the old ones, as in stock torch_xla. Their next uses raise again, also
+// if a step has consumed what the new value needs. Throws the first exception of a signal handler, after all tensors
+// have had their turn.
+void GiveNewValues(const std::vector<c10::intrusive_ptr<c10::TensorImpl>>& tensors) {
+  std::exception_ptr of_handler;
+  for (const auto& tensor : tensors) {
+    auto& wrapper = static_cast<FunctionalTensorWrapper&>(*tensor);
+    if (!wrapper.isBaseTensor()) {
+      continue;
+    }
+    try {
+      wrapper.sync_();
+    } catch (const python_error&) {
+      if (of_handler == nullptr) {
+        of_handler = std::current_exception();
+      }
+    } catch (const DonatedBufferAccess&) {
+    } catch (const std::exception& error) {
+      const std::string text =
+          "a tensor that was written through a view keeps its old value: " + std::string(error.what());
+      DonationRegistry::Get().NoteError(text.c_str());
+    }
   }
-  try {
-    tensor.sync_();
-  } catch (const python_error&) {  // raised by a signal handler
-    throw;
-  } catch (const std::exception&) {
+  if (of_handler != nullptr) {
+    std::rethrow_exception(of_handler);
   }
 }
 
@@ -204,19 +222,23 @@ void OutdatedTensors::NoteBase(const FunctionalTensorWrapper& base) {
   }
   auto& impl = const_cast<FunctionalTensorWrapper&>(base);
   const c10::StorageImpl* storage = base.storage().unsafeGetStorageImpl();
+  c10::intrusive_ptr<Tag> made;  // if noting it fails, released without the lock
   std::lock_guard<std::mutex> lock(mutex_);
   if (c10::BackendMeta* found = impl.get_backend_meta()) {
     // `t.data = other` has given the tensor another storage. Metadata of another class is not ours to change.
     if (auto* tag = dynamic_cast<Tag*>(found); tag != nullptr && tag->storage != storage) {
-      RemoveBase(*tag);
-      tag->storage = storage;
-      bases_.emplace(storage, tag);
+      auto entry = bases_.extract(FindBase(*tag));
+      entry.key() = tag->storage = storage;
+      bases_.insert(std::move(entry));
     }
     return;
   }
-  auto tag = c10::make_intrusive<Tag>(base);
-  bases_.emplace(storage, tag.get());
-  impl.set_backend_meta(std::move(tag));
+  if (outdated_.capacity() <= bases_.size()) {
+    outdated_.reserve(2 * bases_.size() + 16);
+  }
+  made = c10::make_intrusive<Tag>(base);
+  bases_.emplace(storage, made.get());
+  impl.set_backend_meta(made);
 }
 
 void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
@@ -234,13 +256,14 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto [begin, end] = bases_.equal_range(written.storage().unsafeGetStorageImpl());
+    outdated.reserve(static_cast<std::size_t>(std::distance(begin, end)));
     for (auto it = begin; it != end; ++it) {
       Tag& tag = *it->second;
-      if (tag.tensor == &written || tag.outdated) {
+      if (tag.tensor == &written || tag.place != kUpToDate) {
         continue;
       }
+      tag.place = outdated_.size();
       outdated_.push_back(&tag);
-      tag.outdated = true;
       has_outdated_.store(true, std::memory_order_relaxed);
       if (auto tensor = Lock(tag)) {
         outdated.push_back(std::move(tensor));
@@ -249,12 +272,12 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
   }
   // A view operation begins with the tensor's current value, which a step may have consumed. The write, such as one of
   // a new value into `t.data`, has given the storage another value.
-  for (const auto& tensor : outdated) {
-    auto& wrapper = static_cast<FunctionalTensorWrapper&>(*tensor);
-    if (Watches(kRegistry) && DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get())) {
-      GiveNewValue(wrapper);
-    }
-  }
+  const auto has_value = [](const c10::intrusive_ptr<c10::TensorImpl>& tensor) {
+    const auto& wrapper = static_cast<const FunctionalTensorWrapper&>(*tensor);
+    return !Watches(kRegistry) || !DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get());
+  };
+  outdated.erase(std::remove_if(outdated.begin(), outdated.end(), has_value), outdated.end());
+  GiveNewValues(outdated);
 }
 
 void OutdatedTensors::BringUpToDate(const lazy::BackendDevice* device) {
@@ -270,28 +293,29 @@ void OutdatedTensors::BringUpToDate(const lazy::BackendDevice* device) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     tensors.reserve(outdated_.size());
-    const auto take = [&](Tag* tag) {
+    std::size_t kept = 0;
+    for (Tag* tag : outdated_) {
       if (wanted.has_value() && tag->device != *wanted) {
-        return false;
+        tag->place = kept;
+        outdated_[kept++] = tag;
+        continue;
       }
-      tag->outdated = false;
+      tag->place = kUpToDate;
       if (auto tensor = Lock(*tag)) {
         tensors.push_back(std::move(tensor));
       }
-      return true;
-    };
-    outdated_.erase(std::remove_if(outdated_.begin(), outdated_.end(), take), outdated_.end());
-    has_outdated_.store(!outdated_.empty(), std::memory_order_relaxed);
+    }
+    outdated_.resize(kept);
+    has_outdated_.store(kept > 0, std::memory_order_relaxed);
   }
-  for (const auto& tensor : tensors) {
-    GiveNewValue(static_cast<FunctionalTensorWrapper&>(*tensor));
-  }
+  GiveNewValues(tensors);
 }
 
 std::unordered_set<const abi::TensorData*> OutdatedTensors::OldValues() const {
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> tensors;  // released without the lock
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    tensors.reserve(outdated_.size());
     for (const Tag* tag : outdated_) {
       if (auto tensor = Lock(*tag)) {
         tensors.push_back(std::move(tensor));
@@ -308,19 +332,21 @@ std::unordered_set<const abi::TensorData*> OutdatedTensors::OldValues() const {
   return found;
 }
 
-void OutdatedTensors::RemoveBase(const Tag& tag) {
+OutdatedTensors::Bases::iterator OutdatedTensors::FindBase(const Tag& tag) {
   const auto [begin, end] = bases_.equal_range(tag.storage);
   const auto found = std::find_if(begin, end, [&tag](const auto& entry) { return entry.second == &tag; });
-  if (found != end) {
-    bases_.erase(found);
-  }
+  return found == end ? bases_.end() : found;
 }
 
 void OutdatedTensors::Forget(const Tag& tag) {
   std::lock_guard<std::mutex> lock(mutex_);
-  RemoveBase(tag);
-  if (tag.outdated) {
-    outdated_.erase(std::find(outdated_.begin(), outdated_.end(), &tag));
+  if (const auto found = FindBase(tag); found != bases_.end()) {  // else noting it has failed
+    bases_.erase(found);
+  }
+  if (tag.place != kUpToDate) {
+    outdated_.back()->place = tag.place;
+    outdated_[tag.place] = outdated_.back();
+    outdated_.pop_back();
     has_outdated_.store(!outdated_.empty(), std::memory_order_relaxed);
   }
 }

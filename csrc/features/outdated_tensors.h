@@ -21,6 +21,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <limits>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -68,6 +69,8 @@ class OutdatedTensors {
  private:
   OutdatedTensors() = default;
 
+  static constexpr std::size_t kUpToDate = std::numeric_limits<std::size_t>::max();
+
   // The metadata of a noted tensor. Torch destroys it with the tensor, or when the tensor becomes another one. A weak
   // pointer instead would keep the tensor's contents, and torch.utils.swap_tensors refuses tensors that have one.
   struct Tag : c10::BackendMeta {
@@ -79,17 +82,19 @@ class OutdatedTensors {
     at::FunctionalTensorWrapper* tensor;
     const c10::StorageImpl* storage;  // compared only, never dereferenced
     at::Device device;
-    bool outdated = false;  // it is in `outdated_`
+    std::size_t place = kUpToDate;  // in `outdated_`
   };
 
-  // The tensor, if it is alive. Call it with the mutex, but release the tensor without it.
+  // The tensor, if it is alive. Call it with the mutex, but release the tensor without it. So a thread that owns such
+  // tensors allocates nothing before it has released the mutex: the exception would release the tensors first.
   static c10::intrusive_ptr<c10::TensorImpl> Lock(const Tag& tag);
   void Forget(const Tag& tag);
-  void RemoveBase(const Tag& tag);
+  using Bases = std::unordered_multimap<const c10::StorageImpl*, Tag*>;
+  Bases::iterator FindBase(const Tag& tag);
 
   std::mutex& mutex_ = ProcessMutex(MutexOf::kOutdatedTensors);
-  std::unordered_multimap<const c10::StorageImpl*, Tag*> bases_;  // by storage
-  std::vector<Tag*> outdated_;
+  Bases bases_;                 // by storage
+  std::vector<Tag*> outdated_;  // has room for all bases
   std::atomic<bool> has_outdated_{false};
 };
 

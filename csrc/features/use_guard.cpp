@@ -1,6 +1,9 @@
 // Looks buffers up in the registry, and raises.
 #include "features/use_guard.h"
 
+#include <torch/csrc/lazy/backend/backend_interface.h>
+#include <torch/csrc/lazy/core/ir_util.h>
+
 #include <utility>
 
 #include "features/placeholders.h"
@@ -44,6 +47,19 @@ void CheckRead(const lazy::BackendData* buffer) {
   if (IsGone(buffer)) {
     ThrowIfConsumed(buffer);
     ReportReuse(buffer);
+  }
+}
+
+void ThrowIfReadsConsumed(const std::vector<lazy::Value>& roots) {
+  if (!Watches(kConsumed) || Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+    return;
+  }
+  std::vector<const lazy::Node*> nodes;
+  for (const lazy::Value& root : roots) {
+    nodes.push_back(root.node.get());
+  }
+  for (const lazy::Node* node : lazy::Util::ComputePostOrder(nodes)) {
+    ThrowIfConsumed(lazy::getBackend()->GetComputationDataFromNode(node).get());
   }
 }
 

@@ -5,14 +5,37 @@
 #include <torch/csrc/lazy/core/config.h>
 #include <torch/csrc/lazy/core/metrics.h>
 
+#include <atomic>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <typeinfo>
 #include <utility>
 
 #include "host/layouts.h"
+#include "host/object_check.h"
 
 namespace torch_xla_donate::abi {
+
+namespace {
+
+struct Arena : Executor::DeviceContextArena {
+  using DeviceContextArena::DeviceContext;
+  using DeviceContextArena::ForAllDeviceContexts;
+};
+
+// Calls the function with the device's lock. Calls torch's own walk, even while hooks are installed.
+template <typename Function>
+void ForContextOf(void* arena, const lazy::BackendDevice& device, const Function& function) {
+  static_cast<Arena*>(arena)->ForAllDeviceContexts(
+      [&function](Arena::DeviceContext* context) {
+        const std::lock_guard<std::mutex> lock(context->lock);
+        function(*context);
+      },
+      &device);
+}
+
+}  // namespace
 
 const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer) {
   const lazy::BackendData::Info* info = buffer.info();
@@ -48,23 +71,24 @@ at::Device TorchDevice(const lazy::BackendDevice& device) {
 bool IsSpmd(const lazy::BackendDevice& device) { return device.toString().rfind("SPMD", 0) == 0; }
 
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id) {
-  struct Arena : Executor::DeviceContextArena {
-    using DeviceContextArena::DeviceContext;
-    using DeviceContextArena::ForAllDeviceContexts;
-  };
   std::vector<std::shared_ptr<TensorData>> result;
-  // Calls torch's own function, even while hooks are installed.
-  static_cast<Arena*>(arena)->ForAllDeviceContexts(
-      [&result, id](Arena::DeviceContext* context) {
-        const std::lock_guard<std::mutex> lock(context->lock);
-        for (auto it = context->tensors_data.upper_bound(id); it != context->tensors_data.end(); ++it) {
-          if (std::shared_ptr<TensorData> data = it->second.lock()) {
-            result.push_back(std::move(data));
-          }
-        }
-      },
-      &device);
+  ForContextOf(arena, device, [&result, id](const Arena::DeviceContext& context) {
+    const auto first = context.tensors_data.upper_bound(id);
+    // The destructor of a tensor takes the lock, so the only allocation comes before this thread owns one.
+    result.reserve(static_cast<std::size_t>(std::distance(first, context.tensors_data.end())));
+    for (auto it = first; it != context.tensors_data.end(); ++it) {
+      if (std::shared_ptr<TensorData> data = it->second.lock()) {
+        result.push_back(std::move(data));
+      }
+    }
+  });
   return result;
+}
+
+lazy::Value SeedOf(void* arena, const lazy::BackendDevice& device) {
+  lazy::Value seed;
+  ForContextOf(arena, device, [&seed](const Arena::DeviceContext& context) { seed = context.seed_ir_value; });
+  return seed;
 }
 
 bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
@@ -103,13 +127,40 @@ std::string DescribeNode(const lazy::Value& value) {
   return text.substr(begin, close + 1 - begin);
 }
 
+lazy::NodePtr NodeOfSize(const c10::SymNodeImpl& size) {
+  if (std::strcmp(typeid(size).name(), kSymbolicSizeType) != 0) {
+    return nullptr;
+  }
+  const auto& host = static_cast<const HostSymbolicSize&>(size);
+  static std::atomic<bool> verified{false};
+  if (!verified.load(std::memory_order_relaxed)) {
+    const ObjectCheck check(typeid(size));
+    check.Readable("a symbolic size", &host, sizeof host);
+    check.Object("the node of a symbolic size", host.node.get(), sizeof(lazy::Node), {kSizeNodeType});
+    verified.store(true, std::memory_order_relaxed);
+  }
+  return host.node;
+}
+
 bool IsAnnotated(const lazy::Node& node) { return node.hash() != node.shapeHash(); }
 
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run) {
   if (std::strcmp(typeid(run).name(), kAsyncType) != 0) {
     Mismatch(std::string("a run is a ") + typeid(run).name() + ", expected " + kAsyncType);
   }
-  const auto& cached = static_cast<const HostAsync&>(run).cached_computation;
+  const auto& host = static_cast<const HostAsync&>(run);
+  static std::atomic<bool> verified{false};
+  if (!verified.load(std::memory_order_relaxed)) {
+    const ObjectCheck check(typeid(run));
+    check.Readable("a run", &host, sizeof host);
+    check.Readable("the entry of a run's graph in the cache", host.cached_computation.get(),
+                   sizeof(HostCachedComputation));
+    const lazy::Computation* const graph = host.cached_computation->computation.get();
+    check.Object("a run's graph", graph, sizeof(HostComputation), {kComputationType});
+    check.Virtuals("a run's graph", graph, kComputationVirtuals);
+    verified.store(true, std::memory_order_relaxed);
+  }
+  const auto& cached = host.cached_computation;
   const lazy::Computation* computation = cached == nullptr ? nullptr : cached->computation.get();
   if (computation == nullptr || std::strcmp(typeid(*computation).name(), kComputationType) != 0) {
     Mismatch(std::string("a run's graph is ") + (computation == nullptr ? "missing" : typeid(*computation).name()) +

@@ -22,6 +22,9 @@ const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer);
 // The live tensors of a device that are newer than the tensor of this id. `arena` is the executor's.
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
 
+// The pending graph of the device's random seed; empty before the first random number since the last MarkStep.
+lazy::Value SeedOf(void* arena, const lazy::BackendDevice& device);
+
 // Whether torch keeps nodes, with the buffers they read, for later graphs (torch_lazy_reuse_ir).
 bool KeepsNodes();
 
@@ -60,6 +63,10 @@ std::string DescribeBuffer(const lazy::BackendData& buffer);
 
 // The array of a node's output, without layout and sharding: "f32[8,4]". Empty if the host's text cannot be parsed.
 std::string DescribeNode(const lazy::Value& value);
+
+// The node that computes a symbolic size of torch_xla; null for one that a tracer made. Throws
+// std::runtime_error if torch_xla's class has another layout.
+lazy::NodePtr NodeOfSize(const c10::SymNodeImpl& size);
 
 // Whether the program has annotated the node with a sharding.
 bool IsAnnotated(const lazy::Node& node);

@@ -7,6 +7,7 @@
 #include <typeinfo>
 
 #include "host/graphs.h"
+#include "host/object_check.h"
 #include "host/verify.h"
 
 namespace torch_xla_donate::abi {
@@ -14,7 +15,11 @@ namespace torch_xla_donate::abi {
 namespace {
 
 constexpr const char* kTensorImplType = "N9torch_xla13XLATensorImplE";
+constexpr const char* kTensorType = "N9torch_xla9XLATensorE";
 constexpr const char* kTensorDataType = "N9torch_xla9XLATensor4DataE";
+constexpr const char* kBufferType = "N9torch_xla7runtime21PjRtComputationClient8PjRtDataE";
+constexpr const char* kShardedBufferType = "N9torch_xla7runtime21PjRtComputationClient15PjRtShardedDataE";
+constexpr const char* kExecutorType = "N9torch_xla16XLAGraphExecutorE";
 
 // After the first comparison of the texts, the address of a type's name identifies the type cheaply.
 bool HasType(const std::type_info& type, const char* name, std::atomic<const char*>& known) {
@@ -53,6 +58,7 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
     Mismatch("the executor that runs graphs is torch's own");
   }
   const auto& host = static_cast<const HostExecutor&>(executor);
+  ObjectCheck(typeid(executor)).Object("the executor that runs graphs", &host, sizeof host, {kExecutorType});
   // Read as bytes, because with another layout they may not be valid bools.
   unsigned char switches[2];
   std::memcpy(switches, &host.use_eager_mode, sizeof switches);
@@ -72,19 +78,20 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_shar
   if (lazy_tensor == nullptr) {
     Mismatch(std::string("an XLA tensor is a ") + typeid(impl).name() + ", expected " + kTensorImplType);
   }
-  const auto* tensor =
-      dynamic_cast<const lazy::LazyTensor*>(static_cast<const c10::intrusive_ptr_target*>(lazy_tensor->get()));
-  if (tensor == nullptr) {
-    Mismatch("an XLA tensor does not keep its lazy tensor right after c10::TensorImpl");
-  }
+  const ObjectCheck check(typeid(impl));
+  check.Readable("the place of an XLA tensor's lazy tensor", lazy_tensor, sizeof *lazy_tensor);
+  const lazy::LazyTensor* const tensor = lazy_tensor->get();
+  check.Object("the lazy tensor of an XLA tensor", tensor, sizeof(HostTensor), {kTensorType});
+  // Not by data(), which is torch's and reports an empty pointer in other words.
+  static_assert(sizeof(lazy::LazyTensor) == sizeof(c10::intrusive_ptr_target) + sizeof(std::shared_ptr<TensorData>));
+  const TensorData* found;
+  std::memcpy(&found, reinterpret_cast<const char*>(tensor) + sizeof(c10::intrusive_ptr_target), sizeof found);
+  check.Object("the data of a lazy tensor", found, sizeof(HostTensorData), {kTensorDataType});
   if (tensor->GetUniqueId() != tensor_id) {
     Mismatch("a lazy tensor has id " + std::to_string(tensor->GetUniqueId()) + ", torch_xla says " +
              std::to_string(tensor_id));
   }
   const std::shared_ptr<TensorData>& data = tensor->data();
-  if (std::strcmp(typeid(*data).name(), kTensorDataType) != 0) {
-    Mismatch(std::string("a lazy tensor's data is a ") + typeid(*data).name() + ", expected " + kTensorDataType);
-  }
   const HostTensorData& host = AsHost(*data);
   if (host.view != nullptr || host.logical_element_type != at::ScalarType::Int ||
       (host.sharding != nullptr) != is_sharded || host.alias_id != data->unique_id || host.is_cloned) {
@@ -96,7 +103,10 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_shar
         is("sharding", host.sharding != nullptr) + is("clone flag", host.is_cloned) + "alias id " +
         std::to_string(host.alias_id) + ", tensor id " + std::to_string(data->unique_id) + ")");
   }
-  if (data->handle == nullptr || !data->handle->HasValue()) {
+  const char* const what = "the device data of an uploaded tensor";
+  check.Object(what, data->handle.get(), sizeof(HostBuffer), {kBufferType, kShardedBufferType});
+  check.Virtuals(what, data->handle.get(), kBufferVirtuals);
+  if (!data->handle->HasValue()) {
     Mismatch("an uploaded tensor has no device data");
   }
   const std::string shape = DescribeBuffer(*data->handle);

@@ -4,6 +4,7 @@
 // the members after torch's part.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,13 +17,16 @@ namespace torch_xla_donate::abi {
 [[noreturn]] void Mismatch(const std::string& what);
 
 // The names of the types, as in typeid().
+inline constexpr const char* kSymbolicSizeType = "N9torch_xla14XLASymNodeImplE";
+inline constexpr const char* kSizeNodeType = "N9torch_xla8SizeNodeE";
 inline constexpr const char* kAsyncType = "N9torch_xla16XLAGraphExecutor5AsyncE";
 inline constexpr const char* kComputationType = "N9torch_xla7runtime21PjRtComputationClient15PjRtComputationE";
 
-// torch_xla::runtime::ComputationClient::Computation: the first virtual function it adds.
+// torch_xla::runtime::ComputationClient::Computation: the virtual function it adds, after torch's seven.
 struct HostComputation : lazy::Computation {
   virtual const std::string get_memory_info() const = 0;
 };
+inline constexpr std::size_t kComputationVirtuals = 8;
 struct HostCachedComputation {
   std::shared_ptr<HostComputation> computation;
   bool is_sharded;
@@ -32,10 +36,16 @@ struct HostAsync : Executor::Async {
   std::shared_ptr<HostCachedComputation> cached_computation;
 };
 
-// torch_xla::runtime::ComputationClient::Data: the first virtual function it adds. Not in an unnamed namespace, because
-// the compiler would then assume that no class overrides it.
+// torch_xla::runtime::ComputationClient::Data: the first of the three virtual functions it adds, after torch's five.
+// Not in an unnamed namespace, because the compiler would then assume that no class overrides it.
 struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
+};
+inline constexpr std::size_t kBufferVirtuals = 8;
+
+// torch_xla::XLASymNodeImpl, the size of a dimension that only the device knows: the member after torch's part.
+struct HostSymbolicSize : c10::SymNodeImpl {
+  lazy::NodePtr node;
 };
 
 // torch_xla::XLAGraphExecutor: the members after torch's part, as far as needed here.

@@ -21,6 +21,7 @@ enum class MutexOf {
   kPlaceholders,
   kRunLog,
   kGraphRecords,
+  kSymbolicSizes,
   kCount
 };
 

@@ -3,12 +3,14 @@
 
 #include <dlfcn.h>
 
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
 
 #include "elf/patch.h"
 #include "features/outdated_tensors.h"
+#include "features/symbolic_sizes.h"
 #include "features/use_guard.h"
 #include "features/whole_overwrites.h"
 #include "step/thread_step.h"
@@ -57,7 +59,14 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
   ThreadStep::Graph graph(*self, roots, *collection);
-  Executor::PostOrderData result = run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+  Executor::PostOrderData result = [&] {
+    try {
+      return run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+    } catch (const std::exception&) {  // such as a deleted buffer; the program's error names the mark
+      ThrowIfReadsConsumed(roots);
+      throw;
+    }
+  }();
   graph.Known(result);
   return result;
 }
@@ -120,6 +129,7 @@ std::vector<Hook> ExecutorHooks() {
           "end of the step: reports unusable donations"),
       row("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
           "finds ops on donated tensors"),
+      SymbolicSizeHook(),
   };
 }
 

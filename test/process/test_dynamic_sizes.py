@@ -6,6 +6,7 @@ without this package.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import bare
@@ -17,8 +18,10 @@ from children import in_process, run_in_child
 import torch_xla_donate
 from torch_xla_donate import (
     _C,
+    DonatedBufferError,
     DonationError,
     DonationWarning,
+    auto_donate,
     donate_buffer,
     donation_disabled,
     donation_report,
@@ -102,6 +105,68 @@ def test_a_step_with_an_output_of_dynamic_size_donates_nothing(dump_folder):
         assert len(step.after.donors) == 1
     (static,) = [step for step in steps if step not in dynamic]
     assert len(static.after.aliases) == 1
+
+
+def pending_size(t: torch.Tensor) -> torch.SymInt:
+    """The number of elements above 0.5, which nothing has computed yet: a transposed view has its own node."""
+    return torch.nonzero(t > 0.5).t().size(1)
+
+
+def sum_of_sizes(t: torch.Tensor) -> torch.SymInt:
+    size = pending_size(t)
+    return size + size
+
+
+@pytest.mark.parametrize(("size_of", "value"), [(pending_size, 3), (sum_of_sizes, 6)])
+@in_process(env=DYNAMIC)
+def test_a_pending_size_keeps_its_input(size_of, value):
+    """No live tensor has its graph, which stays after the size has been computed."""
+    t = make()
+    size = size_of(t)
+    with auto_donate():
+        t = t + 1
+        torch_xla.sync(wait=True)
+        assert not donation_report().donors
+        assert [held.bytes for held in donation_report().held] == [20]
+        assert int(size) == value
+        t = t + 1
+        torch_xla.sync(wait=True)
+        assert [donor.outcome for donor in donation_report().donors] == ["donated"]
+        assert int(size) == value
+    assert t.tolist() == [2, 3, 2, 4, 5]
+
+
+@in_process(env=DYNAMIC)
+def test_sizes_that_are_gone_hold_nothing():
+    t = make()
+    with auto_donate():
+        for _ in range(3):
+            size = pending_size(t)
+            del size
+            t = t + 1
+            torch_xla.sync(wait=True)
+        assert [donor.outcome for donor in donation_report().donors] == ["donated"] * 3
+
+
+@in_process(env=DYNAMIC)
+def test_a_pending_size_of_a_marked_tensor_names_the_mark():
+    """Nothing else is lost."""
+    t, other = make(), make()
+    size = pending_size(t)
+    donate_buffer(t)
+    line = inspect.currentframe().f_lineno - 1
+    out = t + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(t)
+    pending = other * 2
+    for _ in range(2):
+        with pytest.raises(DonatedBufferError, match=rf"f32\[5\] tensor .*test_dynamic_sizes.py:{line}"):
+            int(size)
+    assert pending.tolist() == [0, 2, 0, 4, 6] and out.tolist() == [1, 2, 1, 3, 4]
+    donate_buffer(out)
+    out = out + 1
+    torch_xla.sync(wait=True)
+    assert out.tolist() == [2, 3, 2, 4, 5]
 
 
 @pytest.mark.parametrize("package", [False, True], ids=["stock", "with the package"])

@@ -48,6 +48,20 @@ def test_the_versions_of_the_build_are_accepted():
     _host.check_versions("2.9.0", "2.9.1", BUILD)
 
 
+@pytest.mark.parametrize("version", ["2.9.0.dev20250901", "2.9.1+local", "2.9rc1", "2.9.0a0+git7bcbafe"])
+def test_previews_and_local_builds_count_by_their_minor(version):
+    """The first use then compares their layouts, as it does with a stock wheel."""
+    _host.check_versions(version, version, BUILD)
+
+
+@pytest.mark.parametrize("version", ["nightly", "2", "", "2.x", "v2.9", None])
+def test_a_version_without_numbers_is_refused(version):
+    for torch_version, torch_xla_version, package in ((version, "2.9.0", "torch"), ("2.9.1", version, "torch_xla")):
+        with pytest.raises(ImportError) as raised:
+            _host.check_versions(torch_version, torch_xla_version, BUILD)
+        assert f"{package} says that its version is {version!r}, expected one such as '2.9.1'" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("torch_version", "torch_xla_version", "text"),
     [
@@ -121,9 +135,9 @@ def test_the_module_records_what_it_was_built_against(tmp_path):
 
 def test_every_hook_of_the_table_is_in_place():
     hooks = _C.hooks()
-    assert len(hooks) == 27
+    assert len(hooks) == 28
     assert all(hook["slots"] >= 1 and hook["slots"] == hook["in_place"] for hook in hooks)
-    assert len({hook["symbol"] for hook in hooks}) == 27
+    assert len({hook["symbol"] for hook in hooks}) == 28
     assert {hook["library"] for hook in hooks} == {"_XLAC", "libtorch_cpu"}
 
 
@@ -251,6 +265,138 @@ def test_a_layout_that_differs_takes_the_hooks_out_again(question, answer, found
     out = t + 1
     torch_xla.sync()
     assert out.tolist() == [1, 2, 3, 4]
+
+
+class Memory:
+    """This process's memory in words of 8 bytes. Reading anything that is not mapped gives 0."""
+
+    def __init__(self) -> None:
+        self.file = os.open("/proc/self/mem", os.O_RDONLY)
+
+    def read(self, address: int, size: int) -> bytes:
+        try:
+            return os.pread(self.file, size, address)
+        except (OSError, OverflowError, ValueError):
+            return bytes(size)
+
+    def word(self, address: int) -> int:
+        return int.from_bytes(self.read(address, 8), "little")
+
+    def type_name(self, address: int) -> bytes:
+        """The class of the object there, as in typeid(); empty if it has no vtable."""
+        name = self.word(self.word(self.word(address) - 8) + 8)
+        return self.read(name, 200).split(b"\0")[0] if name else b""
+
+    def place_of(self, owner: int, size: int, type_name: bytes) -> int:
+        """The first place in the owner that points to an object of the class."""
+        return next(p for p in range(owner, owner + size, 8) if self.type_name(self.word(p)) == type_name)
+
+    def places_in_module(self, text: bytes) -> list[int]:
+        """The addresses of these bytes in torch_xla's module."""
+        found = []
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/_XLAC." in line and line.split()[1].startswith("r"):
+                first, last = (int(part, 16) for part in line.split()[0].split("-"))
+                mapped, at = self.read(first, last - first), -1
+                while (at := mapped.find(text, at + 1)) >= 0:
+                    found.append(first + at)
+        return found
+
+
+@contextlib.contextmanager
+def changed(place: int, value: int):
+    word = ctypes.c_uint64.from_address(place)
+    before, word.value = word.value, value
+    try:
+        yield
+    finally:
+        word.value = before
+
+
+CLIENT = b"N9torch_xla7runtime21PjRtComputationClient"
+WILD = (0, 8, 0xDEAD0000, 0x7FFF_FFFF_F000, 2**63, 2**64 - 8)
+keep: list[object] = []
+
+
+def made_up_layouts(probe: torch.Tensor) -> dict[str, tuple[int, int]]:
+    """By name, the place of a pointer that leads to the probe's device data, and another value for it."""
+    memory = Memory()
+    impl = torch._from_functional_tensor(probe)._cdata
+    places = {"lazy tensor": memory.place_of(impl + 128, 128, b"N9torch_xla9XLATensorE")}
+    tensor = memory.word(places["lazy tensor"])
+    places["data"] = memory.place_of(tensor, 64, b"N9torch_xla9XLATensor4DataE")
+    data = memory.word(places["data"])
+    places["device data"] = memory.place_of(data, 64, CLIENT + b"8PjRtDataE")
+    buffer = memory.word(places["device data"])
+    vtables = {"vtable of the lazy tensor": tensor, "vtable of the data": data, "vtable of the device data": buffer}
+
+    heap = np.zeros(512, dtype=np.uint64)
+    copy = np.frombuffer(memory.read(memory.word(buffer) - 16, 80), dtype=np.uint64).copy()
+    keep.extend((heap, copy))
+    libc = ctypes.cast(ctypes.CDLL(None).malloc, ctypes.c_void_p).value
+    values = {f"{value:#x}": value for value in WILD}
+    values |= {"zeros": heap.ctypes.data, "code": libc, "copied vtable": copy.ctypes.data + 16}
+    values |= {f"the {name}": memory.word(place) for name, place in (places | vtables).items()}
+    found = {}
+    for pointer, place in (places | vtables).items():
+        right = memory.word(place)
+        shifted = {f"shifted by {shift}": right + shift for shift in (-16, -8, 4, 8, 16, 64)}
+        found |= {f"{pointer}: {name}": (place, value) for name, value in (values | shifted).items() if value != right}
+    return found
+
+
+@in_process
+def test_a_made_up_layout_is_an_error_and_no_crash():
+    probe = torch.zeros(3, dtype=torch.int32).to("xla")
+    _XLAC._xla_sync_multi([probe], [], True, True)
+    number = _XLAC._xla_get_tensor_id(probe)
+    _C.verify_layouts(probe, number)
+    layouts = made_up_layouts(probe)
+    assert len(layouts) > 100
+    for name, (place, value) in layouts.items():
+        print(name, flush=True)  # shown if the child ends here
+        with changed(place, value), pytest.raises(RuntimeError) as raised:
+            _C.verify_layouts(probe, number)
+        assert "expected" in str(raised.value), (name, raised.value)
+    _C.verify_layouts(probe, number)
+
+    # At a mark, the program gets an ImportError with what to do.
+    t = make(4)
+    before = unhooked()
+    _host.hooks._probe = lambda device: (probe, number)
+    place, value = layouts["device data: 0x0"]
+    with changed(place, value), pytest.raises(ImportError) as raised:
+        donate_buffer(t)
+    assert "the device data of an uploaded tensor is not where it was expected: null" in str(raised.value)
+    assert str(raised.value).endswith("Install a stock wheel of torch_xla 2.7, 2.8, 2.9.")
+    assert state() == before and (t + 1).tolist() == [1, 2, 3, 4]
+
+
+@in_process
+def test_a_made_up_class_of_graphs_is_an_error_in_the_report():
+    """The vtable of its class ends earlier, so the package calls none of its functions."""
+    memory = Memory()
+    names = memory.places_in_module(CLIENT + b"15PjRtComputationE\0")
+    infos = [place - 8 for name in names for place in memory.places_in_module(struct.pack("<Q", name))]
+    found = {place + 8 for info in infos for place in memory.places_in_module(struct.pack("<Q", info))}
+    (vtable,) = (place for place in found if memory.word(place - 16) == 0)
+    last_function = vtable + 7 * 8
+    page = last_function & ~(mmap.PAGESIZE - 1)
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), ctypes.c_size_t(2 * mmap.PAGESIZE), 3) == 0
+    t = make(4)
+    with changed(last_function, 0):
+        for _ in range(2):
+            donate_buffer(t)
+            t = t + 1
+            torch_xla.sync(wait=True)
+        report = donation_report()
+    assert [donor.outcome for donor in report.donors] == ["donated"] * 2
+    assert report.errors == {"a run's graph has 7 virtual functions, expected 8": 2}
+    assert t.tolist() == [2, 3, 4, 5]
+    donate_buffer(t)
+    t = t + 1
+    torch_xla.sync(wait=True)
+    assert donation_report().errors == report.errors
 
 
 seen = []

@@ -29,7 +29,7 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 import torch_xla_donate
 from torch_xla_donate import _C, _host, auto_donate, donate_buffer, donation_disabled, donation_report, hlo
-from torch_xla_donate._modes import auto
+from torch_xla_donate._modes import auto, debug
 
 SWITCHED_ON = {"TORCH_XLA_DONATE_AUTO": "1"}
 
@@ -350,6 +350,33 @@ def test_shared_constants_and_the_seed_survive(make):
     assert t.item() == 43 and u.item() == 42
     assert torch.tensor(42.0, device="xla").item() == 42
     assert 0 <= torch.rand((), device="xla").item() < 1
+
+
+def test_a_tensor_of_the_random_seed_does_not_offer_it(make):
+    held = make(1, dtype=torch.int64)
+    seed = torch_xla._XLAC._get_base_seed_as_tensor("xla:0")
+    numbers, changed, other = torch.rand(3, device="xla"), seed + 1, held + 1
+    del seed
+    torch_xla._XLAC._xla_sync_live_tensors("xla:0", [], True)
+    assert donated() == []
+    more = torch.rand(3, device="xla")
+    torch_xla.sync()
+    assert len({*numbers.tolist(), *more.tolist()}) == 6
+    assert other.tolist() == [1] and changed.shape == ()
+
+
+def test_the_random_seed_is_no_free_input_for_advice(make):
+    held = make(1, dtype=torch.int64)
+    steps = []
+    debug.listen(steps.append)
+    try:
+        numbers, other = torch.rand(3, device="xla"), held + 1
+        torch_xla.sync()
+    finally:
+        debug.stop_listening(steps.append)
+    (step,) = steps
+    assert {given.array.split("]")[0]: given.use for given in step.inputs} == {"s64[": "other", "s64[1": "held"}
+    assert numbers.shape == (3,) and other.tolist() == [1]
 
 
 def test_memory_that_dlpack_shows_does_not_change(make):

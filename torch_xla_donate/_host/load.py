@@ -18,10 +18,15 @@ _REBUILD = (
 )
 
 
-def _minor(version: str) -> tuple[int, int]:
-    """(2, 9) of '2.9.1+cu128'."""
-    major, minor = version.split("+")[0].split(".")[:2]
-    return int(major), int(minor)
+def _minor(package: str, version: str) -> tuple[int, int]:
+    """(2, 9) of '2.9.1+cu128', '2.9.0.dev20250901' and '2.9rc1'. Raises ImportError for a version without numbers."""
+    found = re.match(r"(\d+)\.(\d+)", str(version))  # None if the metadata has no version
+    if found is None:
+        raise ImportError(
+            f"{package} says that its version is {version!r}, expected one such as '2.9.1'. Install a stock wheel of "
+            f"torch_xla {supported_versions()}, and the torch of the same minor version."
+        )
+    return int(found[1]), int(found[2])
 
 
 def supported_versions() -> str:
@@ -69,17 +74,18 @@ def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> 
         torch_xla_version: version of the installed torch_xla.
         built: the versions that the module was built against.
     """
-    if _minor(torch_xla_version) not in SUPPORTED:
+    torch_minor, torch_xla_minor = _minor("torch", torch_version), _minor("torch_xla", torch_xla_version)
+    if torch_xla_minor not in SUPPORTED:
         raise ImportError(
             f"torch_xla_donate supports torch_xla {supported_versions()}, but torch_xla {torch_xla_version} is "
             "installed. Install a supported version."
         )
-    if _minor(torch_version) != _minor(torch_xla_version):
+    if torch_minor != torch_xla_minor:
         raise ImportError(
             f"torch {torch_version} and torch_xla {torch_xla_version} do not belong together. "
             "Install the same minor version of both."
         )
-    if (_minor(built.torch), _minor(built.torch_xla)) != (_minor(torch_version), _minor(torch_xla_version)):
+    if (_minor("torch", built.torch), _minor("torch_xla", built.torch_xla)) != (torch_minor, torch_xla_minor):
         raise ImportError(
             f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}, "
             f"but torch {torch_version} and torch_xla {torch_xla_version} are installed. {_REBUILD}"
