@@ -168,6 +168,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   call.constants = std::move(constants);
   call.is_scope = true;
   call.site->for_compiled_run = for_compiled_run;
+  DonationRegistry::Get().BeginCall(call.site);
   Commit(resolved, items, call.site);
   // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {

@@ -123,11 +123,14 @@ struct Step {
   Step(std::uint64_t count, std::vector<DonorPtr> offered, std::vector<DonorPtr> not_offered)
       : number(count), donors(std::move(offered)), refused(std::move(not_offered)) {}
 
-  const std::uint64_t number;
-  const std::vector<DonorPtr> donors;   // offered to XLA, in parameter order
-  const std::vector<DonorPtr> refused;  // read by the step but not offered; each has its reason
-  bool after_backward_thread = false;   // set before another thread can see the step
+  bool HasEnded() const REQUIRES(registry_mutex) { return status == Status::kDone || status == Status::kFailed; }
 
+  const std::uint64_t number;
+  const std::vector<DonorPtr> donors;  // offered to XLA, in parameter order
+  bool after_backward_thread = false;  // set before another thread can see the step
+
+  // Not offered; each has its reason. The end of the call of a compiled function adds those that no run has read.
+  std::vector<DonorPtr> refused GUARDED_BY(registry_mutex);
   Status status GUARDED_BY(registry_mutex) = Status::kClaimed;
   std::string graph_hash GUARDED_BY(registry_mutex);
   // Of the graph's last run, if it has run before; then of this run.
@@ -138,7 +141,7 @@ struct Step {
   std::uint64_t compilations GUARDED_BY(registry_mutex) = 0;  // graphs that torch_xla compiled for it, see NoteRun()
   // The same for each step without donors until the next step with donors; as many as steps are kept.
   std::deque<std::uint64_t> plain_steps GUARDED_BY(registry_mutex);
-  std::vector<std::shared_ptr<StepTally>> tallies GUARDED_BY(registry_mutex);  // that count it
+  std::vector<std::weak_ptr<StepTally>> tallies GUARDED_BY(registry_mutex);  // that count it
   // Memory for the end of the step, so that the end cannot fail. Only the thread that ends the step uses it.
   std::vector<bool> used;
 };

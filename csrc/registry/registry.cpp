@@ -157,6 +157,7 @@ void DonationRegistry::RemoveCall(const CallSite* site) noexcept {
 
 void DonationRegistry::CancelCall(const CallSite* site) noexcept {
   MutexLock lock(registry_mutex);
+  CloseCall(FindOpen(site));
   RemoveCall(site);
   Refresh();
 }
@@ -164,7 +165,9 @@ void DonationRegistry::CancelCall(const CallSite* site) noexcept {
 void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons,
                                const Reason& reason, bool notify) {
   MutexLock lock(registry_mutex);
+  OpenCall* const call = FindOpen(site);
   if (pending_.empty()) {
+    CloseCall(call);
     return;
   }
   std::map<std::uint32_t, Refusal> by_leaf;
@@ -179,7 +182,12 @@ void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<st
   for (auto& [leaf, refusal] : by_leaf) {
     refused.push_back(std::move(refusal));
   }
-  ClaimLocked({}, std::move(refused), /*after_backward_thread=*/false);
+  if (call != nullptr && call->step != nullptr && !refused.empty()) {
+    AddRefused(call->step, std::move(refused));
+  } else {
+    ClaimLocked({}, std::move(refused), /*after_backward_thread=*/false);
+  }
+  CloseCall(call);
   RemoveCall(site);
   Refresh();
 }

@@ -7,8 +7,7 @@
 //   memory alive. Reports can read the last steps, 8 unless SetKeptSteps() says otherwise.
 // Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
 //   step, takes the GIL or runs a graph. pthread_atfork handlers keep it usable in a forked child.
-// Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, so that
-// no
+// Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, so that no
 //   thread waits for ever: without memory, the report misses the step, and says so.
 #pragma once
 
@@ -61,9 +60,13 @@ class DonationRegistry {
   // The same for those whose marks are pending.
   void CancelPending(const std::vector<lazy::BackendDataPtr>& buffers);
 
+  // A compiled function has marked its arguments. Until its call ends or is cancelled, all runs of this thread are one
+  // step, together with the arguments that they have not read.
+  void BeginCall(const std::shared_ptr<const CallSite>& site);
   // Cancels the pending marks of one call. A buffer that another call has also marked stays marked.
   void CancelCall(const CallSite* site) noexcept;
-  // Ends the pending marks of one call as unusable, for the reason of the leaf or else the general one.
+  // Ends the pending marks of one call as unusable, for the reason of the leaf or else the general one. They join the
+  // last step that the call's runs have claimed, also if it still runs.
   void EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,
                bool notify);
   // Returns the call's pending leaves whose buffers may have another holder, judged by reference counts. The result may
@@ -225,6 +228,18 @@ class DonationRegistry {
   // Updates the watch word and the atomics after a change.
   void Refresh() noexcept REQUIRES(registry_mutex);
   void AddStep(const StepPtr& step) noexcept REQUIRES(registry_mutex);
+  void AddNotice(const StepPtr& step, const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex);
+  void Refuse(std::vector<Refusal>& refused) noexcept REQUIRES(registry_mutex);
+  void AddRefused(const StepPtr& step, std::vector<Refusal> refused) REQUIRES(registry_mutex);
+  // A call of a compiled function on this thread.
+  struct OpenCall {
+    std::weak_ptr<const CallSite> site;
+    StepPtr step;                // the last that its runs have claimed
+    bool has_plain_run = false;  // one that has claimed no step
+  };
+  static std::vector<OpenCall>& OpenCalls();  // of this thread, the innermost last
+  static OpenCall* FindOpen(const CallSite* site);
+  void CloseCall(OpenCall* call) noexcept REQUIRES(registry_mutex);
   void Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome, const Reason& failure) noexcept
       REQUIRES(registry_mutex);
   std::shared_ptr<GraphOutcome> DescribeOutcome(const Step& step) const EXCLUDES(registry_mutex);
@@ -240,6 +255,7 @@ class DonationRegistry {
   bool IsConsumedLocked(Buffer buffer) const REQUIRES(registry_mutex);
   StepSnapshot Snapshot(const Step& step) const REQUIRES(registry_mutex);
   void CountRun(bool is_step);
+  void CountRunLocked(bool is_step) REQUIRES(registry_mutex);
   void AddCompilations(std::uint64_t& counter) REQUIRES(registry_mutex);
   void ForgetConsumed() noexcept REQUIRES(registry_mutex);  // removes the entries of freed buffers
   const Consumed* Lookup(Buffer buffer) const REQUIRES(registry_mutex);

@@ -1,6 +1,7 @@
 // Counts steps from the moment it is opened, beyond the steps that the registry keeps.
 //
-// Ownership: shared by its creator and the steps that it counts. Threads: the registry's mutex guards every member.
+// Ownership: shared by its creator and the registry, while it is open.
+// Threads: the registry's mutex guards every member.
 #pragma once
 
 #include <cstddef>

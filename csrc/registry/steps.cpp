@@ -1,5 +1,6 @@
 // The life of a step in the registry, from its claim to its outcome, and the snapshots for readers.
 #include <algorithm>
+#include <utility>
 
 #include "host/array_text.h"
 #include "host/graphs.h"
@@ -13,27 +14,30 @@ bool CountsThisThread(const StepTally& tally) REQUIRES(registry_mutex) {
   return !tally.thread.has_value() || *tally.thread == std::this_thread::get_id();
 }
 
-// Adds the outcomes of a step that has ended.
-void Count(const StepPtr& step) REQUIRES(registry_mutex) {
+// Adds the outcomes of these donors of a step that has ended.
+void Count(const StepPtr& step, const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
   std::int64_t offered = 0, donated = 0;
   bool unusable = false;
-  for (const auto* donors : {&step->donors, &step->refused}) {
-    for (const DonorPtr& donor : *donors) {
-      const DonorStatus& status = donor->status;
-      const bool used = status.state == DonorState::kDonated;
-      offered += used || !donor->automatic ? donor->bytes : 0;
-      donated += used ? donor->bytes : 0;
-      unusable = unusable || !(used || donor->automatic || status.reported || status.IsSmall(donor->bytes));
-    }
+  for (const DonorPtr& donor : donors) {
+    const DonorStatus& status = donor->status;
+    const bool used = status.state == DonorState::kDonated;
+    offered += used || !donor->automatic ? donor->bytes : 0;
+    donated += used ? donor->bytes : 0;
+    unusable = unusable || !(used || donor->automatic || status.reported || status.IsSmall(donor->bytes));
   }
-  for (const std::shared_ptr<StepTally>& tally : step->tallies) {
+  for (const std::weak_ptr<StepTally>& weak : step->tallies) {
+    const std::shared_ptr<StepTally> tally = weak.lock();
+    if (tally == nullptr) {
+      continue;
+    }
     tally->counts.offered_bytes += offered;
     tally->counts.donated_bytes += donated;
-    if (unusable && tally->unusable.size() < StepTally::kKeptUnusable) {
-      tally->unusable.push_back(step);
+    std::vector<StepPtr>& found = tally->unusable;
+    if (unusable && found.size() < StepTally::kKeptUnusable &&
+        std::find(found.begin(), found.end(), step) == found.end()) {
+      found.push_back(step);
     }
   }
-  step->tallies.clear();  // a kept step must not keep them alive
 }
 
 bool IsToReport(const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
@@ -120,8 +124,11 @@ DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>
   ++next_step_;
   last_claimed_ = step;
   has_steps_.store(true, std::memory_order_relaxed);
-  for (const std::shared_ptr<StepTally>& tally : step->tallies) {
-    ++tally->counts.steps;
+  for (const std::weak_ptr<StepTally>& tally : step->tallies) {
+    ++tally.lock()->counts.steps;
+  }
+  for (OpenCall& call : OpenCalls()) {
+    call.step = step;
   }
   for (const Offer* offer : left) {
     DonorStatus& status = offer->donor->status;
@@ -133,13 +140,7 @@ DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>
       pending_.erase(offer->donor->buffer.lock().get());
     }
   }
-  for (Refusal& refusal : refused) {
-    DonorStatus& status = refusal.donor->status;
-    status.state = DonorState::kUnusable;
-    status.reason = std::move(refusal.reason);
-    status.reported = !refusal.notify;
-    pending_.erase(refusal.donor->buffer.lock().get());
-  }
+  Refuse(refused);
   if (step->donors.empty()) {
     step->status = Step::Status::kDone;
     AddStep(step);
@@ -148,16 +149,84 @@ DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>
   return {step, std::move(tensors)};
 }
 
+void DonationRegistry::Refuse(std::vector<Refusal>& refused) noexcept {
+  for (Refusal& refusal : refused) {
+    DonorStatus& status = refusal.donor->status;
+    status.state = DonorState::kUnusable;
+    status.reason = std::move(refusal.reason);
+    status.reported = !refusal.notify;
+    pending_.erase(refusal.donor->buffer.lock().get());
+  }
+}
+
+void DonationRegistry::AddRefused(const StepPtr& step, std::vector<Refusal> refused) {
+  std::vector<DonorPtr> donors;
+  for (const Refusal& refusal : refused) {
+    donors.push_back(refusal.donor);
+  }
+  step->refused.insert(step->refused.end(), donors.begin(), donors.end());
+  // Nothing throws from here on.
+  Refuse(refused);
+  if (!step->HasEnded()) {
+    return;  // its end counts them
+  }
+  try {
+    Count(step, donors);
+    AddNotice(step, donors);
+  } catch (const std::bad_alloc&) {
+    ++other_errors_;
+  }
+}
+
+std::vector<DonationRegistry::OpenCall>& DonationRegistry::OpenCalls() {
+  thread_local std::vector<OpenCall> calls;
+  return calls;
+}
+
+void DonationRegistry::BeginCall(const std::shared_ptr<const CallSite>& site) { OpenCalls().push_back({site, {}}); }
+
+DonationRegistry::OpenCall* DonationRegistry::FindOpen(const CallSite* site) {
+  for (OpenCall& call : OpenCalls()) {
+    if (call.site.lock().get() == site) {
+      return &call;
+    }
+  }
+  return nullptr;
+}
+
+void DonationRegistry::CloseCall(OpenCall* call) noexcept {
+  if (call == nullptr) {
+    return;
+  }
+  try {
+    if (call->has_plain_run && call->step == nullptr) {
+      CountRunLocked(/*is_step=*/true);
+    } else if (call->has_plain_run) {
+      AddCompilations(call->step->compilations);
+    }
+  } catch (const std::bad_alloc&) {
+    ++other_errors_;  // the report misses a step without donors
+  }
+  // With those that an interrupt has left open inside it.
+  OpenCalls().erase(OpenCalls().begin() + (call - OpenCalls().data()), OpenCalls().end());
+}
+
+void DonationRegistry::AddNotice(const StepPtr& step, const std::vector<DonorPtr>& donors) {
+  if (IsToReport(donors) && std::find(notices_.begin(), notices_.end(), step) == notices_.end()) {
+    notices_.push_back(step);
+  }
+}
+
 void DonationRegistry::AddStep(const StepPtr& step) noexcept {
   try {
-    Count(step);
+    Count(step, step->donors);
+    Count(step, step->refused);
     steps_.push_back(step);
     if (steps_.size() > kept_steps_) {
       steps_.pop_front();
     }
-    if (IsToReport(step->donors) || IsToReport(step->refused)) {
-      notices_.push_back(step);
-    }
+    AddNotice(step, step->donors);
+    AddNotice(step, step->refused);
   } catch (const std::bad_alloc&) {
     ++other_errors_;  // the report misses the step
   }
@@ -253,7 +322,7 @@ void DonationRegistry::Abandon(const StepPtr& step, const Reason& failure) noexc
 
 void DonationRegistry::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome,
                               const Reason& failure) noexcept {
-  if (step->status == Step::Status::kDone || step->status == Step::Status::kFailed) {
+  if (step->HasEnded()) {
     return;  // a run that the host drops may end twice
   }
   const bool was_running = step->status == Step::Status::kRunning;
@@ -354,7 +423,7 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.compilations = step.compilations;
   snapshot.plain_steps = step.plain_steps;
   snapshot.donors.reserve(step.donors.size() + step.refused.size());
-  for (const auto* donors : {&step.donors, &step.refused}) {
+  for (const std::vector<DonorPtr>* donors : {&step.donors, &step.refused}) {
     for (const DonorPtr& donor : *donors) {
       snapshot.donors.emplace_back(*donor);
     }
@@ -392,7 +461,19 @@ void DonationRegistry::AddCompilations(std::uint64_t& counter) {
 }
 
 void DonationRegistry::CountRun(bool is_step) {
+  std::vector<OpenCall>& calls = OpenCalls();
+  while (!calls.empty() && calls.back().site.expired()) {  // an interrupt has ended it
+    calls.pop_back();
+  }
+  if (is_step && !calls.empty()) {
+    calls.back().has_plain_run = true;
+    return;
+  }
   MutexLock lock(registry_mutex);
+  CountRunLocked(is_step);
+}
+
+void DonationRegistry::CountRunLocked(bool is_step) {
   std::deque<std::uint64_t>& plain = last_claimed_->plain_steps;
   if (is_step) {
     plain.push_back(0);
@@ -455,7 +536,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy
     }
   }
   for (const StepPtr& step : taken) {
-    for (const auto* donors : {&step->donors, &step->refused}) {
+    for (const std::vector<DonorPtr>* donors : {&step->donors, &std::as_const(step->refused)}) {
       for (const DonorPtr& donor : *donors) {
         donor->status.reported = true;
       }

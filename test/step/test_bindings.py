@@ -9,7 +9,7 @@ from children import in_process
 
 from torch_xla_donate import _C
 
-PENDING = "an uploaded tensor has no device data"
+PENDING = "the device data of an uploaded tensor is not where it was expected: null"
 FIELDS = "view, element type, sharding, alias id or clone flag are not where they were expected in the data of a fresh"
 
 

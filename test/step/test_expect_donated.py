@@ -15,6 +15,7 @@ from torch_xla_donate import (
     _C,
     DonationError,
     DonationWarning,
+    Reason,
     _report,
     auto_donate,
     compile,
@@ -24,6 +25,10 @@ from torch_xla_donate import (
     donation_report,
     expect_donated,
     testing,
+)
+
+COMPILED = pytest.mark.parametrize(
+    "options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"]
 )
 
 
@@ -254,7 +259,7 @@ def loop_of_automatic_donation(value, kept):
     return value
 
 
-@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@COMPILED
 def test_compiled_functions_count(make, options):
     update = compile(lambda x: x * 0.5, donate_argnums=0, **options)
     value = make(20)
@@ -262,6 +267,80 @@ def test_compiled_functions_count(make, options):
         for _ in range(3):
             value = update(value)
     assert value.shape == (20,)
+
+
+def counted(make, call, *args) -> tuple[int, int, int, int, int]:
+    """One call: its steps with donors and without, bytes offered and donated, and steps that lost donors."""
+    tally = _C.StepTally()
+    tally.open(all_threads=False)
+    try:
+        step(make(10))  # steps without donors count from the first step with donors on
+        call(*args)
+        _C.wait_for_steps()
+        found = tally.read()
+    finally:
+        tally.close()
+    assert found["unusable"] == [] or len(found["unusable"]) == 1
+    return (
+        found["steps"] - 1,
+        found["plain_steps"],
+        found["offered_bytes"] - 40,
+        found["donated_bytes"] - 40,
+        len(found["unusable"]),
+    )
+
+
+@COMPILED
+@pytest.mark.parametrize("reads", [True, False], ids=["one is read", "none is read"])
+def test_a_call_with_unread_arguments_is_one_step(make, options, reads):
+    """Also if it has compiled its graph before, and if its run still goes on when the call ends."""
+
+    def scale(x, y):
+        return x * 0.5 if reads else torch.ones(3, device="xla")
+
+    f = compile(scale, donate_argnums=(0, 1), strict="off", **options)
+    for _ in range(2):
+        x, y = make(100), make(50)
+        assert counted(make, f, x, y) == (1, 0, 600, 400 if reads else 0, 1)
+        donors = donation_report(steps=1).donors
+        assert [donor.outcome for donor in donors] == ["donated" if reads else "unusable", "unusable"]
+        assert donors[1].reason_code is Reason.NOT_READ
+        assert y.tolist() == list(range(50))
+
+
+@COMPILED
+def test_a_call_that_fails_counts_nothing(make, options):
+    def fail(x):
+        raise KeyError("mine")
+
+    def call(x):
+        with pytest.raises(KeyError):
+            compile(fail, donate_argnums=0, **options)(x)
+
+    x = make(7)
+    assert counted(make, call, x) == (0, 0, 0, 0, 0)
+    assert counted(make, step, x) == (1, 0, 28, 28, 0)
+    assert counted(make, step, make(3), False) == (0, 1, 0, 0, 0)
+
+
+@COMPILED
+def test_a_call_without_donated_arguments_is_a_plain_step(make, options):
+    f = compile(lambda x: x * 0.5, **options)
+    assert counted(make, f, make(9)) == (0, 1, 0, 0, 0)
+    g = compile(lambda x: x * 1, donate_argnums=0, **options)
+    with donation_disabled():
+        assert counted(make, g, make(9))[:2] == (1, 0)
+
+
+def test_a_call_warns_once_of_its_unread_argument(make):
+    f = compile(lambda x, y: x * 0.5, donate_argnums=(0, 1))
+    with pytest.warns(DonationWarning) as caught:
+        f(make(100), make(50))
+        torch_xla.sync(wait=True)
+        donation_report()
+        torch_xla.sync(wait=True)
+    assert len(caught) == 1
+    assert "y (argument 1 of <lambda>)" in str(caught[0].message)
 
 
 @in_process
