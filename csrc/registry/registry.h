@@ -7,8 +7,8 @@
 //   memory alive. Reports can read the last steps, 8 unless SetKeptSteps() says otherwise.
 // Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
 //   step, takes the GIL or runs a graph. pthread_atfork handlers keep it usable in a forked child.
-// Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, so that no
-//   thread waits for ever: without memory, the report misses the step, and says so.
+// Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, as
+//   threads wait for it: without memory, the report misses the step, and says so.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
