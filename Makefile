@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo llama test test-fast test-all test-cpp coverage faults lint format bench soak fuzz docs build env clean
+.PHONY: help demo llama test test-fast test-all test-cpp coverage faults sanitize lint tidy format bench soak fuzz docs build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -56,16 +56,40 @@ coverage: build  ## which of our Python and C++ lines `make test` runs; writes i
 faults: build  ## fail each allocation of the hooks in turn, throw and interrupt in each phase of a step
 	$(BIN)/cmake -S . -B build-faults -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/build-faults/module \
-	  -DTORCH_XLA_DONATE_FAULTS=ON > build/faults.log
+	  -DTORCH_XLA_DONATE_ASSERTIONS=ON -DTORCH_XLA_DONATE_FAULTS=ON > build/faults.log
 	$(BIN)/cmake --build build-faults > build/faults.log || { cat build/faults.log; exit 1; }
 	$(BIN)/python test/faults/run.py
 
-lint: env  ## ruff, mypy, clang-format and our words; changes nothing
+# Builds of their own, too. SANITIZE="thread --only step" runs a part of it.
+sanitize: build  ## tests under AddressSanitizer, UBSan and ThreadSanitizer: hours. Needs GCC, x86-64 or arm64, and setarch
+	$(BIN)/python test/sanitize/run.py $(SANITIZE)
+
+lint: env  ## ruff, mypy, clang-format, clang-tidy and our words; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
 	$(BIN)/mypy
 	$(BIN)/python test/prose.py
+	@$(MAKE) --no-print-directory --output-sync -j $$(nproc) tidy
+
+# clang-tidy parses torch's headers again for each file, so only files that have changed are checked. GCC's precompiled
+# headers are of no use to it.
+TIDY := $(BIN)/clang-tidy
+TIDIED := $(patsubst csrc/%.cpp,build-tidy/%.ok,$(wildcard csrc/*/*.cpp))
+
+tidy: $(TIDIED)  ## clang-tidy on csrc/, which .clang-tidy configures; a part of `make lint`
+
+$(TIDIED): build-tidy/%.ok: csrc/%.cpp $(wildcard csrc/*/*.h) .clang-tidy csrc/host/.clang-tidy build-tidy/compile_commands.json
+	@mkdir -p $(@D)
+	@$(TIDY) --quiet -p build-tidy $< 2> $(@:.ok=.log) || { cat $(@:.ok=.log); exit 1; }
+	@touch $@
+
+build-tidy/compile_commands.json: $(VENV)/installed CMakeLists.txt third_party/torch.cmake third_party/query_torch.py
+	@$(BIN)/cmake -S . -B build-tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON > build-tidy.log 2>&1 \
+	  || { cat build-tidy.log; exit 1; }
+	@mv build-tidy.log build-tidy/cmake.log
+	@touch $@
 
 format: env  ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix .
@@ -124,4 +148,4 @@ $(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv
-	rm -rf build build-coverage build-faults torch_xla_donate/_C*.so $(VENV)/configured
+	rm -rf build build-coverage build-faults build-sanitize build-tidy torch_xla_donate/_C*.so $(VENV)/configured

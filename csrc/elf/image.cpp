@@ -8,8 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 namespace torch_xla_donate {
 namespace {
@@ -98,7 +98,7 @@ bool ElfImage::Range::Contains(const void* address) const noexcept {
 ElfImage ElfImage::Find(const std::string& path) {
   Search search;
   if (stat(path.c_str(), &search.wanted) != 0) {
-    throw std::runtime_error("cannot look at the library \"" + path + "\": " + std::strerror(errno) +
+    throw std::runtime_error("cannot look at the library \"" + path + "\": " + std::generic_category().message(errno) +
                              "; expected the path of an imported shared library");
   }
   dl_iterate_phdr(VisitLibrary, &search);
@@ -172,7 +172,8 @@ std::unordered_map<std::string, std::vector<RelocationSlot>> ElfImage::SlotsOfEa
 
   for (const Table& table : {relocations_, plt_relocations_}) {
     const auto* begin = static_cast<const Elf64_Rela*>(table.data);
-    for (const Elf64_Rela* it = begin; it != begin + table.bytes / sizeof(Elf64_Rela); ++it) {
+    const std::size_t count = table.bytes / sizeof(Elf64_Rela);
+    for (const Elf64_Rela* it = begin; it != begin + count; ++it) {
       const RelocationKind* kind = KindOf(ELF64_R_TYPE(it->r_info));
       if (kind == nullptr || it->r_addend != 0) continue;
       const Elf64_Sym& symbol = static_cast<const Elf64_Sym*>(symbols_)[ELF64_R_SYM(it->r_info)];

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 namespace torch_xla_donate {
@@ -43,6 +44,7 @@ int ProtectionOf(const void* address) noexcept {
       length = 0;
       unsigned long begin = 0, end = 0;
       char flags[5] = "";
+      // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion): the kernel writes the line
       if (std::sscanf(line, "%lx-%lx %4s", &begin, &end, flags) == 3 && begin <= wanted && wanted < end) {
         found =
             (flags[0] == 'r' ? PROT_READ : 0) | (flags[1] == 'w' ? PROT_WRITE : 0) | (flags[2] == 'x' ? PROT_EXEC : 0);
@@ -57,7 +59,7 @@ int ProtectionOf(const void* address) noexcept {
 // Stores `wanted` if the slot holds `held`, and sets `held` to the slot's old value. Returns 0 or an errno.
 // `protection` is used if the protection of the page cannot be read (-1 if unknown), and otherwise receives it.
 int ExchangeSlot(void** slot, void*& held, void* wanted, int& protection) noexcept {
-  const int now = ProtectionOf(slot);
+  const int now = ProtectionOf(static_cast<const void*>(slot));
   if (now < 0 && protection < 0) return errno;
   if (now >= 0) protection = now;
   const auto size = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -162,7 +164,7 @@ void GotPatch::Install(const ElfImage& image, const PatchSpec& spec, const std::
       patched.settled = held != patched.before;
       if (error != 0) {
         throw std::runtime_error("cannot replace " + Where(image, spec, slot) +
-                                 ": changing its page's protection gave \"" + std::strerror(error) +
+                                 ": changing its page's protection gave \"" + std::generic_category().message(error) +
                                  "\", expected a page that can be made writable for a moment; look for a sandbox or "
                                  "a security policy that forbids it");
       }

@@ -199,10 +199,8 @@ OutdatedTensors& OutdatedTensors::Get() {
   return *tensors;
 }
 
-OutdatedTensors::Tag::Tag(const FunctionalTensorWrapper& owner)
-    : tensor(const_cast<FunctionalTensorWrapper*>(&owner)),
-      storage(owner.storage().unsafeGetStorageImpl()),
-      device(owner.device()) {}
+OutdatedTensors::Tag::Tag(FunctionalTensorWrapper& owner)
+    : tensor(&owner), storage(owner.storage().unsafeGetStorageImpl()), device(owner.device()) {}
 
 c10::intrusive_ptr<c10::BackendMeta> OutdatedTensors::Tag::clone(const c10::intrusive_ptr<c10::BackendMeta>&) const {
   return {};
@@ -220,6 +218,8 @@ void OutdatedTensors::NoteBase(const FunctionalTensorWrapper& base) {
   if (!base.isBaseTensor() || !IsXla(base)) {
     return;
   }
+  // Torch passes the tensor as const, but made it as a variable one. Its value does not change here.
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
   auto& impl = const_cast<FunctionalTensorWrapper&>(base);
   const c10::StorageImpl* storage = base.storage().unsafeGetStorageImpl();
   c10::intrusive_ptr<Tag> made;  // if noting it fails, released without the lock
@@ -236,7 +236,7 @@ void OutdatedTensors::NoteBase(const FunctionalTensorWrapper& base) {
   if (outdated_.capacity() <= bases_.size()) {
     outdated_.reserve(2 * bases_.size() + 16);
   }
-  made = c10::make_intrusive<Tag>(base);
+  made = c10::make_intrusive<Tag>(impl);
   bases_.emplace(storage, made.get());
   impl.set_backend_meta(made);
 }

@@ -74,7 +74,7 @@ class OutdatedTensors {
   // The metadata of a noted tensor. Torch destroys it with the tensor, or when the tensor becomes another one. A weak
   // pointer instead would keep the tensor's contents, and torch.utils.swap_tensors refuses tensors that have one.
   struct Tag : c10::BackendMeta {
-    explicit Tag(const at::FunctionalTensorWrapper& owner);
+    explicit Tag(at::FunctionalTensorWrapper& owner);
     ~Tag() override { Get().Forget(*this); }
     // A copy of the tensor is not noted.
     c10::intrusive_ptr<c10::BackendMeta> clone(const c10::intrusive_ptr<c10::BackendMeta>& self) const override;

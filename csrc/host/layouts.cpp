@@ -64,7 +64,7 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
   std::memcpy(switches, &host.use_eager_mode, sizeof switches);
   // libstdc++'s string: a pointer, the size, then the short text itself (which the pointer points to) or the capacity.
   std::uintptr_t name[3];
-  std::memcpy(name, &host.current_graph_name, sizeof name);
+  std::memcpy(name, static_cast<const void*>(&host.current_graph_name), sizeof name);
   const bool inside = name[0] == reinterpret_cast<std::uintptr_t>(&host.current_graph_name) + 2 * sizeof name[0];
   const bool is_string = inside ? name[1] < 16 : name[0] != 0 && name[1] <= name[2] && name[2] >= 16;
   if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) || !is_string) {

@@ -1,6 +1,7 @@
 // Marks tensors, cancels marks, and describes what a tensor holds.
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
 #include <memory>

@@ -224,6 +224,7 @@ void BindSwitches(py::module_& m) {
   m.def(
       "environment",
       [](const std::string& name) {
+        // NOLINTNEXTLINE(concurrency-mt-unsafe): Python changes the environment with the GIL
         const char* const value = std::getenv(name.c_str());
         return value == nullptr ? std::nullopt : std::optional<std::string>(value);
       },

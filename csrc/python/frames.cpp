@@ -86,10 +86,9 @@ PyObject* CopyOfNamespace(PyFrameObject* frame) {
 
 PyObject* FrameVariables(PyFrameObject* frame) {
   PyCodeObject* code = PyFrame_GetCode(frame);
-  PyObject* found = nullptr;
-  if ((code->co_flags & CO_OPTIMIZED) == 0) {
-    found = CopyOfNamespace(frame);
-  } else if ((found = PyDict_New()) != nullptr && !AddAll(frame, code, found)) {
+  const bool optimized = (code->co_flags & CO_OPTIMIZED) != 0;
+  PyObject* found = optimized ? PyDict_New() : CopyOfNamespace(frame);
+  if (optimized && found != nullptr && !AddAll(frame, code, found)) {
     Py_CLEAR(found);
   }
   Py_DECREF(code);

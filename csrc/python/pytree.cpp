@@ -29,6 +29,7 @@ bool IsUnique(PyObject* key) {
          THPVariable_Check(key);                                              // which has its id as its hash
 }
 
+// NOLINTBEGIN(misc-no-recursion): at most kMaxDepth containers deep
 struct Walk {
   py::handle exact;  // as for Flatten(); may be null
   py::list leaves, tokens;
@@ -109,6 +110,7 @@ py::object UnflattenFrom(const py::list& leaves, const py::tuple& tokens, py::ss
   }
   return result;
 }
+// NOLINTEND(misc-no-recursion)
 
 void AddDevice(const at::Tensor& tensor, std::vector<int>& devices) {
   const at::Device device = tensor.device();

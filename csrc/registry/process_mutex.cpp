@@ -26,6 +26,6 @@ void UnlockAll() {
 
 }  // namespace
 
-std::mutex& ProcessMutex(MutexOf what) { return mutexes[static_cast<std::size_t>(what)]; }
+std::mutex& ProcessMutex(MutexOf what) noexcept { return mutexes[static_cast<std::size_t>(what)]; }
 
 }  // namespace torch_xla_donate

@@ -4,7 +4,7 @@
 // ever. So a fork first locks all of these, in the order of the list, and then unlocks them in both processes.
 //
 // Threads: any. The forking thread may hold the GIL, so a thread that holds one of these takes no GIL and waits for
-//   nothing. It may lock only those that come later in the list, and the registry's if that is not locked yet.
+//   nothing. It may lock only those that come later in the list, and not the registry's, which a fork locks first.
 // Errors: none.
 #pragma once
 
@@ -25,6 +25,6 @@ enum class MutexOf {
   kCount
 };
 
-std::mutex& ProcessMutex(MutexOf what);
+std::mutex& ProcessMutex(MutexOf what) noexcept;
 
 }  // namespace torch_xla_donate

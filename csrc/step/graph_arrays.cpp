@@ -23,6 +23,7 @@ constexpr std::size_t kNodesPerOutput = 64;
 thread_local std::optional<SizeRule> forced_rule;
 
 // torch_xla has set PJRT_DEVICE before the first step, and takes no other platform after it.
+// NOLINTBEGIN(concurrency-mt-unsafe): torch_xla and XLA read the environment in the same way
 SizeRule RuleOfPlatform() {
   static const SizeRule rule = [] {
     const char* platform = std::getenv("PJRT_DEVICE");
@@ -35,6 +36,7 @@ SizeRule RuleOfPlatform() {
   }();
   return rule;
 }
+// NOLINTEND(concurrency-mt-unsafe)
 
 }  // namespace
 

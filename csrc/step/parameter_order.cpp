@@ -77,7 +77,7 @@ void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     graph.post_order[i] = leaves[i].node;
     graph.parameter_sequence[i] = leaves[i].parameter;
   }
-  std::copy(others.begin(), others.end(), graph.post_order.begin() + leaves.size());
+  std::copy(others.begin(), others.end(), graph.post_order.begin() + static_cast<std::ptrdiff_t>(leaves.size()));
 }
 
 std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
@@ -114,6 +114,7 @@ std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, con
 MovedOutputs Apply(OutputMove move, const std::vector<lazy::Value>& roots,
                    abi::Executor::SyncTensorCollection& collection) noexcept {
   // The executor's own vector, which it reads again after this hook: the caller is its only user.
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast)
   const_cast<std::vector<lazy::Value>&>(roots).swap(move.roots);
   collection.indices.swap(move.indices);
   collection.hash = lazy::HashCombine(collection.hash, move.hash);

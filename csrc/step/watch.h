@@ -9,6 +9,7 @@
 namespace torch_xla_donate {
 
 enum Watch : std::uint32_t {
+  kNothing = 0,
   kMarks = 1,      // registry: a mark is pending
   kConsumed = 2,   // registry: a step has consumed a buffer that the program may still use
   kSpared = 4,     // registry: the same, but donation was disabled

@@ -20,6 +20,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process
 from helpers import make, run_script
+from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 from torch_xla_donate import (
@@ -304,6 +305,12 @@ def test_marks_made_while_another_thread_steps_do_no_harm():
     assert value[0].item() == steps
     assert [t.tolist() for t in idle] == [list(range(16))] * 8
     assert donation_report()
+
+
+@in_process
+def test_threads_mark_cancel_report_and_step_at_once():
+    """`make sanitize` runs more rounds of it, with each sanitizer."""
+    threads.run(40)
 
 
 def donate_and_check() -> None:

@@ -51,3 +51,9 @@ def test_each_nightly_file_has_its_reason() -> None:
 
 def test_no_file_has_a_clock() -> None:
     assert {name for name, source in FILES.items() if "time" in imported(source)} == CLOCKS
+
+
+def test_every_build_of_make_has_the_assertions_of_libstdcxx() -> None:
+    makefile = (TESTS.parent / "Makefile").read_text(encoding="utf-8")
+    builds = makefile.count("-DTORCH_XLA_DONATE_OUTPUT=")
+    assert builds >= 2 and makefile.count("-DTORCH_XLA_DONATE_ASSERTIONS=ON") == builds
