@@ -5,13 +5,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cinttypes>
-#include <cstdio>
-#include <cstring>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 namespace torch_xla_donate {
 namespace {
@@ -48,10 +47,9 @@ MemoryMap::MemoryMap() {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
     Range range{};
-    char readable = '-';
-    const bool parsed =
-        std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %c", &range.begin, &range.end, &readable) == 3;
-    if (!parsed || readable != 'r') continue;
+    char dash = 0, readable = '-';
+    std::istringstream fields(line);
+    if (!(fields >> std::hex >> range.begin >> dash >> range.end >> readable) || readable != 'r') continue;
     if (!readable_.empty() && readable_.back().end == range.begin) {
       readable_.back().end = range.end;
     } else {
@@ -60,7 +58,7 @@ MemoryMap::MemoryMap() {
   }
   if (readable_.empty()) {
     throw std::runtime_error("cannot read /proc/self/maps, which tells what memory is readable: " +
-                             std::string(std::strerror(errno)) + "; mount /proc");
+                             std::generic_category().message(errno) + "; mount /proc");
   }
 }
 

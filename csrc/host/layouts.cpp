@@ -85,7 +85,8 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_shar
   // Not by data(), which is torch's and reports an empty pointer in other words.
   static_assert(sizeof(lazy::LazyTensor) == sizeof(c10::intrusive_ptr_target) + sizeof(std::shared_ptr<TensorData>));
   const TensorData* found;
-  std::memcpy(&found, reinterpret_cast<const char*>(tensor) + sizeof(c10::intrusive_ptr_target), sizeof found);
+  std::memcpy(static_cast<void*>(&found), reinterpret_cast<const char*>(tensor) + sizeof(c10::intrusive_ptr_target),
+              sizeof(void*));
   check.Object("the data of a lazy tensor", found, sizeof(HostTensorData), {kTensorDataType});
   if (tensor->GetUniqueId() != tensor_id) {
     Mismatch("a lazy tensor has id " + std::to_string(tensor->GetUniqueId()) + ", torch_xla says " +

@@ -17,7 +17,8 @@ constexpr std::size_t kLongestName = 200;
 // A word of memory that has been found readable.
 const void* WordAt(const void* address, std::ptrdiff_t index = 0) {
   const void* word;
-  std::memcpy(&word, static_cast<const char*>(address) + index * static_cast<std::ptrdiff_t>(sizeof word), sizeof word);
+  const auto offset = index * static_cast<std::ptrdiff_t>(sizeof(void*));
+  std::memcpy(static_cast<void*>(&word), static_cast<const char*>(address) + offset, sizeof(void*));
   return word;
 }
 
@@ -70,7 +71,8 @@ void ObjectCheck::Object(const std::string& what, const void* address, std::size
 void ObjectCheck::Virtuals(const std::string& what, const void* address, std::size_t count) const {
   const void* const* const vtable = static_cast<const void* const*>(WordAt(address));
   std::size_t found = 0;
-  while (found <= count && memory_.IsReadable(vtable + found, sizeof(void*)) && module_.ContainsCode(vtable[found])) {
+  while (found <= count && memory_.IsReadable(static_cast<const void*>(vtable + found), sizeof(void*)) &&
+         module_.ContainsCode(vtable[found])) {
     ++found;
   }
   if (found != count) {
