@@ -16,6 +16,7 @@ BENCHMARKS = (
     "auto_cost",
     "auto_instructions",
     "auto_patterns",
+    "last_bits",
     "moved_tensors",
     "peak_memory",
     "jax_side_by_side",

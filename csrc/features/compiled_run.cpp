@@ -63,7 +63,7 @@ class CompiledRun : public StepObserver {
                                          /*movable=*/std::vector<bool>(context.roots.size(), false), donors,
                                          /*offered=*/std::vector<bool>(count, false),
                                          /*wanted=*/std::vector<std::optional<std::size_t>>(count),
-                                         NearParameters(graph.parameters_data, context.roots)});
+                                         NearParameters(graph.parameters_data, context.roots), KeepsOrder()});
     std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> successor_of;
     for (std::size_t i = 0; i < count; ++i) {
       successor_of.emplace(graph.parameters_data[i].get(), pairs.successor[i]);

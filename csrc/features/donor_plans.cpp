@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "features/switches.h"
 #include "host/array_text.h"
 
 namespace torch_xla_donate {
@@ -54,8 +55,9 @@ DonorPlanner::Plan DonorPlanner::Look(const PlanRequest& request) {
 DonorPlanner::ChoicePtr DonorPlanner::Decide(const Plan& plan, const PlanRequest& request,
                                              const std::vector<bool>& dead) {
   auto choice = std::make_shared<DonorChoice>();
-  choice->pairs = PairDonors({plan.sizes.bytes, plan.sizes.output_bytes, plan.sizes.movable, request.donors, dead,
-                              request.wanted, NearParameters(request.graph.parameters_data, request.roots)});
+  choice->pairs =
+      PairDonors({plan.sizes.bytes, plan.sizes.output_bytes, plan.sizes.movable, request.donors, dead, request.wanted,
+                  NearParameters(request.graph.parameters_data, request.roots), KeepsOrder()});
   for (std::size_t i : choice->pairs.chosen) {
     const std::string& array = (*plan.arrays)[i];
     DonorArray donor(request.graph.parameters_data[i]->device());

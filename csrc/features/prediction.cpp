@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "features/switches.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
@@ -135,7 +136,7 @@ StepForecast ForecastStep(const std::vector<std::shared_ptr<abi::TensorData>>& l
   }
   const std::vector<bool> none(count, false), all(graph.roots.size(), true);
   const DonorPairs pairs = PairDonors({bytes, output_bytes, /*movable=*/all, donors, /*offered=*/none, wanted,
-                                       NearParameters(parameters, graph.roots)});
+                                       NearParameters(parameters, graph.roots), KeepsOrder()});
   const auto list = [&](std::size_t i) {
     if (listed[i]) {
       listed[i] = false;

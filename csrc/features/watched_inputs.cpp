@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "features/outdated_tensors.h"
+#include "features/switches.h"
 #include "host/graphs.h"
 #include "registry/process_mutex.h"
 #include "registry/weak_keys.h"
@@ -58,7 +59,7 @@ void NoteInputs(const PlanRequest& request, const std::vector<std::int64_t>& out
   const auto pair = [&](const std::vector<bool>& donors, const std::vector<bool>& offered,
                         const std::vector<std::optional<std::size_t>>& wanted) {
     return PairDonors({arrays.bytes, arrays.output_bytes, arrays.movable, donors, offered, wanted,
-                       NearParameters(parameters, request.roots)});
+                       NearParameters(parameters, request.roots), KeepsOrder()});
   };
   const DonorPairs of_free = pair(request.donors, free, request.wanted);
   std::vector<bool> donors = request.donors;

@@ -219,6 +219,10 @@ void BindSwitches(py::module_& m) {
       },
       py::arg("setting"), "Names the setting that makes torch_xla ignore every donor; empty for none.");
   m.def("switched_off", &SwitchedOffReason, "The reason that set_switched_off has set.");
+  m.def(
+      "keep_order", &SetKeepOrder, py::arg("on"),
+      "Whether steps keep the order of their parameters and outputs, even if XLA copies then. For the process, before "
+      "its first step.");
   m.def("set_debug_process", &SetDebugProcess, py::arg("on"),
         "Whether every thread disables donation, reports uses and notes outputs.");
   m.def(

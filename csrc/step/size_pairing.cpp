@@ -60,8 +60,10 @@ class Matching {
     PairTheRest();
     pairs_.room = free_.Sizes();
     std::sort(pairs_.chosen.begin(), pairs_.chosen.end());
-    MoveOutputs();
-    OrderParameters();
+    if (!request_.keep_order) {
+      MoveOutputs();
+      OrderParameters();
+    }
     return std::move(pairs_);
   }
 

@@ -51,6 +51,7 @@ struct PairRequest {
   const std::vector<std::optional<std::size_t>>& wanted;  // the output that a donor was given
   // The parameters from which an output is computed, nearest first. It is most likely the nearest one's next value.
   std::function<std::vector<NearParameter>(std::size_t output)> near;
+  bool keep_order = false;  // leave parameters and outputs where they are, even if pairs cross
 };
 
 struct DonorPairs {

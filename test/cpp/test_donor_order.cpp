@@ -27,15 +27,17 @@ struct Step {
   std::vector<bool> offered = std::vector<bool>(bytes.size());
   std::vector<Place> wanted = std::vector<Place>(bytes.size());
   std::vector<bool> movable = std::vector<bool>(output_bytes.size(), true);
+  bool keep_order = false;
 
   DonorPairs Pair() const {
-    return PairDonors({bytes, output_bytes, movable, donors, offered, wanted, [this](std::size_t output) {
-                         std::vector<NearParameter> found;
-                         for (std::size_t i = 0; output < near.size() && i < near[output].size(); ++i) {
-                           found.push_back({i + 1, near[output][i]});
-                         }
-                         return found;
-                       }});
+    const auto near_output = [this](std::size_t output) {
+      std::vector<NearParameter> found;
+      for (std::size_t i = 0; output < near.size() && i < near[output].size(); ++i) {
+        found.push_back({i + 1, near[output][i]});
+      }
+      return found;
+    };
+    return PairDonors({bytes, output_bytes, movable, donors, offered, wanted, near_output, keep_order});
   }
 };
 
@@ -85,6 +87,16 @@ TEST(only_donors_of_a_size_that_crosses_change_places) {
   CHECK_EQ(Text(plan.parameter_order), "3 1 2 0 4 5 ");
   const std::vector<Place> pairs = AsXlaPairs(step, plan);
   CHECK(pairs[3] == Place(0) && pairs[0] == Place(1) && pairs[2] == Place(2) && pairs[5] == Place(3));
+}
+
+TEST(a_step_that_keeps_its_order_crosses) {
+  Step step{{4, 4, 8}, {4, 4, 8, 8}, {{1}, {0}, {}, {2}}};
+  step.donors = {true, true, true};
+  CHECK(!step.Pair().parameter_order.empty() && !step.Pair().output_order.empty());
+  step.keep_order = true;
+  const DonorPairs plan = step.Pair();
+  CHECK(plan.parameter_order.empty() && plan.output_order.empty());
+  CHECK(plan.successor[0] == Place(1) && plan.successor[1] == Place(0) && plan.successor[2] == Place(3));
 }
 
 TEST(crossed_donors_are_put_into_the_order_of_their_outputs) {

@@ -124,6 +124,17 @@ def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> 
         assert rows[name]["aliased_bytes"]["auto"] >= cache
 
 
+def test_a_kept_order_leaves_the_last_bits_as_they_are(tmp_path: Path) -> None:
+    printed, found = run("last_bits.py", tmp_path, "--tiny")
+    assert "torch.optim, auto, order kept" in printed
+    assert_neutral(found)
+    different = {row["way"]: row["different"] for row in found["rows"]}
+    assert len(different) == 6
+    assert different["torch.optim, auto"] == 1  # the known one, so the switch has something to keep
+    assert different["torch.optim, auto, order kept"] == different["functions, auto, order kept"] == 0
+    assert found["aim"]["met"] is True
+
+
 def assert_difference(found: dict[str, float]) -> None:
     assert found.keys() == {"median", "quarter", "three_quarters", "low", "high"}
     assert found["low"] <= found["median"] <= found["high"]

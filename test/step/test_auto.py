@@ -641,9 +641,10 @@ def test_the_environment_switches_it_on():
     assert t.tolist() == [1, 2, 3, 4]
 
 
-def test_a_setting_that_is_neither_yes_nor_no_is_an_error():
-    done = run_in_child(bare.import_package, env={"TORCH_XLA_DONATE_AUTO": "perhaps"}, exit_code=1)
-    assert "TORCH_XLA_DONATE_AUTO='perhaps' is neither yes nor no" in done.stderr
+@pytest.mark.parametrize("name", ["TORCH_XLA_DONATE_AUTO", "TORCH_XLA_DONATE_KEEP_ORDER"])
+def test_a_setting_that_is_neither_yes_nor_no_is_an_error(name):
+    done = run_in_child(bare.import_package, env={name: "perhaps"}, exit_code=1)
+    assert f"{name}='perhaps' is neither yes nor no" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
+from children import in_process
 from helpers import pointer
 
-from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report
+from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report, hlo
 
 
 def arrays(count: int, *shape: int) -> list[torch.Tensor]:
@@ -84,6 +85,23 @@ def test_outputs_without_a_donor_do_not_take_the_first_places():
     assert w.unique().tolist() == [4.0]
     assert kept[0].tolist() == [72.0] * 24
     assert torch.equal(kept[1].cpu(), torch.full((6, 4), 6.0))
+
+
+@in_process(env={"TORCH_XLA_DONATE_KEEP_ORDER": "1"})
+def test_a_kept_order_leaves_the_graph_and_says_what_crosses(dump_folder):
+    """A pair that crosses is copied: values stay right, and the tensor moves."""
+    (w,) = arrays(1, 4, 6)
+    place = pointer(w)
+    kept = w.sum() + torch.zeros(24, device="xla")
+    new = w + 1
+    donate_buffer(w)
+    torch_xla.sync(wait=True)
+    (donor,) = donation_report(steps=1).donors
+    assert donor.outcome == "donated" and donor.crossed
+    assert pointer(kept) == place != pointer(new)
+    assert (kept.unique().tolist(), new.unique().tolist()) == ([24.0], [2.0])
+    (graph,) = [module for module in hlo.read_dump(dump_folder) if module.before and module.before.donors]
+    assert [shape.dims for shape in graph.before.result.elements] == [(24,), (4, 6)]
 
 
 def test_moved_outputs_keep_shape_dtype_and_value():

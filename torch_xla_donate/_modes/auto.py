@@ -132,5 +132,6 @@ def prepare() -> _C.Reason:
 
 def start() -> None:
     """Switches it on for the process if the environment does. Raises ValueError for neither yes nor no."""
+    _C.keep_order(_config.flag("TORCH_XLA_DONATE_KEEP_ORDER"))
     if _config.flag("TORCH_XLA_DONATE_AUTO"):
         auto_donate(True)
