@@ -98,11 +98,30 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   if (functional::isFunctionalTensor(tensor)) {
     const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
-    if (!wrapper->is_up_to_date()) {
+    if (!wrapper->is_up_to_date() || (!wrapper->isBaseTensor() && ValueBuffer(*wrapper) == nullptr)) {
       return BaseBuffer(*wrapper);
     }
   }
   return Resolve(tensor).buffer;
+}
+
+Resolution ResolveToDonate(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  if (functional::isFunctionalTensor(tensor)) {
+    at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
+    const bool has_value = wrapper->is_up_to_date() && ValueBuffer(*wrapper) != nullptr;
+    if (!wrapper->isBaseTensor() && !has_value) {
+      Group& group = GroupOf(*wrapper);
+      group.apply_updates();
+      if (group.base().nbytes() == tensor.nbytes()) {
+        if (Resolution base = Resolve(group.base()); base.state == TensorState::kMaterialized) {
+          SetOutOfDate(*wrapper);  // so that a use of the view finds the base
+          return base;
+        }
+      }
+    }
+  }
+  return Resolve(tensor);
 }
 
 void InvalidateViews(const at::Tensor& tensor) {

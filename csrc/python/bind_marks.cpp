@@ -110,7 +110,7 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
       return refuse("not_tensor");
     }
     const at::Tensor& tensor = THPVariable_Unpack(items[i]);
-    abi::Resolution leaf = abi::Resolve(tensor);
+    abi::Resolution leaf = abi::ResolveToDonate(tensor);
     const char* obstacle = Obstacle(leaf);
     if (*obstacle != '\0') {
       return refuse(obstacle);
@@ -270,18 +270,13 @@ void BindMarks(py::module_& m) {
       [](py::handle tensor) -> std::string {
         const DonationRegistry& registry = DonationRegistry::Get();
         // Resolving a view of a consumed tensor would compute it, which raises.
-        if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
-          return "donated";
+        if (const auto buffer = abi::BufferBehind(TensorOf(tensor))) {
+          if (registry.IsConsumed(buffer.get()) || registry.IsPending(buffer.get())) {
+            return registry.IsPending(buffer.get()) ? "marked" : "donated";
+          }
         }
-        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
-        const char* obstacle = Obstacle(resolved);
-        if (resolved.buffer == nullptr) {
-          return obstacle;
-        }
-        return registry.IsConsumed(resolved.buffer.get())  ? "donated"
-               : registry.IsPending(resolved.buffer.get()) ? "marked"
-               : *obstacle != '\0'                         ? obstacle
-                                                           : "materialized";
+        const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));
+        return *obstacle != '\0' ? obstacle : "materialized";
       },
       py::arg("tensor"),
       "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");

@@ -126,11 +126,12 @@ struct Step {
   bool HasEnded() const REQUIRES(registry_mutex) { return status == Status::kDone || status == Status::kFailed; }
 
   const std::uint64_t number;
-  const std::vector<DonorPtr> donors;  // offered to XLA, in parameter order
-  bool after_backward_thread = false;  // set before another thread can see the step
+  const std::vector<DonorPtr> donors;   // offered to XLA, in parameter order
+  const std::vector<DonorPtr> refused;  // read by the step but not offered; each has its reason
+  bool after_backward_thread = false;   // set before another thread can see the step
 
-  // Not offered; each has its reason. The end of the call of a compiled function adds those that no run has read.
-  std::vector<DonorPtr> refused GUARDED_BY(registry_mutex);
+  // The arguments of a compiled function's call that none of its runs has read. Known and reported at the call's end.
+  std::vector<DonorPtr> unread GUARDED_BY(registry_mutex);
   Status status GUARDED_BY(registry_mutex) = Status::kClaimed;
   std::string graph_hash GUARDED_BY(registry_mutex);
   // Of the graph's last run, if it has run before; then of this run.

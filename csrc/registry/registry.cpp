@@ -183,7 +183,7 @@ void DonationRegistry::EndCall(const CallSite* site, const std::unordered_map<st
     refused.push_back(std::move(refusal));
   }
   if (call != nullptr && call->step != nullptr && !refused.empty()) {
-    AddRefused(call->step, std::move(refused));
+    AddUnread(call->step, std::move(refused));
   } else {
     ClaimLocked({}, std::move(refused), /*after_backward_thread=*/false);
   }

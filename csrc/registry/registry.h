@@ -230,7 +230,7 @@ class DonationRegistry {
   void AddStep(const StepPtr& step) noexcept REQUIRES(registry_mutex);
   void AddNotice(const StepPtr& step, const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex);
   void Refuse(std::vector<Refusal>& refused) noexcept REQUIRES(registry_mutex);
-  void AddRefused(const StepPtr& step, std::vector<Refusal> refused) REQUIRES(registry_mutex);
+  void AddUnread(const StepPtr& step, std::vector<Refusal> unread) REQUIRES(registry_mutex);
   // A call of a compiled function on this thread.
   struct OpenCall {
     std::weak_ptr<const CallSite> site;

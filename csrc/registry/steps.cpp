@@ -159,17 +159,14 @@ void DonationRegistry::Refuse(std::vector<Refusal>& refused) noexcept {
   }
 }
 
-void DonationRegistry::AddRefused(const StepPtr& step, std::vector<Refusal> refused) {
+void DonationRegistry::AddUnread(const StepPtr& step, std::vector<Refusal> unread) {
   std::vector<DonorPtr> donors;
-  for (const Refusal& refusal : refused) {
+  for (const Refusal& refusal : unread) {
     donors.push_back(refusal.donor);
   }
-  step->refused.insert(step->refused.end(), donors.begin(), donors.end());
-  // Nothing throws from here on.
-  Refuse(refused);
-  if (!step->HasEnded()) {
-    return;  // its end counts them
-  }
+  step->unread.insert(step->unread.end(), donors.begin(), donors.end());
+  // Nothing throws from here on. The step may still run, and its end counts and reports its other donors.
+  Refuse(unread);
   try {
     Count(step, donors);
     AddNotice(step, donors);
@@ -422,8 +419,8 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   snapshot.after_backward_thread = step.after_backward_thread;
   snapshot.compilations = step.compilations;
   snapshot.plain_steps = step.plain_steps;
-  snapshot.donors.reserve(step.donors.size() + step.refused.size());
-  for (const std::vector<DonorPtr>* donors : {&step.donors, &step.refused}) {
+  snapshot.donors.reserve(step.donors.size() + step.refused.size() + step.unread.size());
+  for (const std::vector<DonorPtr>* donors : {&step.donors, &step.refused, &step.unread}) {
     for (const DonorPtr& donor : *donors) {
       snapshot.donors.emplace_back(*donor);
     }
@@ -536,9 +533,9 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy
     }
   }
   for (const StepPtr& step : taken) {
-    for (const std::vector<DonorPtr>* donors : {&step->donors, &std::as_const(step->refused)}) {
+    for (const std::vector<DonorPtr>* donors : {&step->donors, &step->refused, &std::as_const(step->unread)}) {
       for (const DonorPtr& donor : *donors) {
-        donor->status.reported = true;
+        donor->status.reported = donor->status.reported || donor->status.state == DonorState::kUnusable;
       }
     }
   }
