@@ -105,6 +105,12 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
   return Resolve(tensor).buffer;
 }
 
+bool IsWhole(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  return !functional::isFunctionalTensor(tensor) ||
+         GroupOf(*functional::unsafeGetFunctionalWrapper(tensor)).base().nbytes() == tensor.nbytes();
+}
+
 Resolution ResolveToDonate(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   if (functional::isFunctionalTensor(tensor)) {
@@ -113,11 +119,9 @@ Resolution ResolveToDonate(const at::Tensor& tensor) {
     if (!wrapper->isBaseTensor() && !has_value) {
       Group& group = GroupOf(*wrapper);
       group.apply_updates();
-      if (group.base().nbytes() == tensor.nbytes()) {
-        if (Resolution base = Resolve(group.base()); base.state == TensorState::kMaterialized) {
-          SetOutOfDate(*wrapper);  // so that a use of the view finds the base
-          return base;
-        }
+      if (Resolution base = Resolve(group.base()); base.state == TensorState::kMaterialized && IsWhole(tensor)) {
+        SetOutOfDate(*wrapper);  // so that a use of the view finds the base
+        return base;
       }
     }
   }

@@ -36,6 +36,9 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor);
 // as many bytes. Torch computes such a view again from its base at the next use.
 Resolution ResolveToDonate(const at::Tensor& tensor);
 
+// Whether the tensor has as many bytes as its base, or is a base.
+bool IsWhole(const at::Tensor& tensor);
+
 // Makes every view of the tensor recompute its value from the tensor at its next use. A view computed earlier has a
 // separate buffer in torch_xla and would not notice that its base is gone. Does nothing for a view, or without
 // functionalization.

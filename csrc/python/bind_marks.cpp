@@ -271,8 +271,11 @@ void BindMarks(py::module_& m) {
         const DonationRegistry& registry = DonationRegistry::Get();
         // Resolving a view of a consumed tensor would compute it, which raises.
         if (const auto buffer = abi::BufferBehind(TensorOf(tensor))) {
-          if (registry.IsConsumed(buffer.get()) || registry.IsPending(buffer.get())) {
-            return registry.IsPending(buffer.get()) ? "marked" : "donated";
+          if (registry.IsConsumed(buffer.get())) {
+            return "donated";
+          }
+          if (registry.IsPending(buffer.get()) && abi::IsWhole(TensorOf(tensor))) {
+            return "marked";
           }
         }
         const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));

@@ -454,3 +454,17 @@ def test_a_view_of_other_bytes_than_its_base_is_refused(make, view):
     with pytest.raises(DonationError, match="a view, which torch_xla computes from its base"):
         donate_buffer(part)
     assert not _C.pending() and base.tolist()[:3] == [1.0, 2.0, 4.0]
+
+
+def test_a_part_of_a_marked_tensor_is_not_marked(make):
+    """To cancel it leaves the mark, and another donor may go into it."""
+    t, other = make(8), make(4)
+    donate_buffer(t)
+    part = t[:4]
+    cancel_donation(part)
+    assert _C.state(part) == "pending" and len(_C.pending()) == 1
+    donate_buffer(other, into=part)
+    more, last = t + 1, other + 1
+    torch_xla.sync(wait=True)
+    assert {donor.outcome for donor in donation_report(steps=1).donors} == {"donated"}
+    assert part.tolist() == [0, 1, 2, 3] and last.tolist() == [1, 2, 3, 4] and more.tolist() == list(range(1, 9))
