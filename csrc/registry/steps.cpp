@@ -14,7 +14,7 @@ bool CountsThisThread(const StepTally& tally) REQUIRES(registry_mutex) {
   return !tally.thread.has_value() || *tally.thread == std::this_thread::get_id();
 }
 
-// Adds the outcomes of these donors of a step that has ended.
+// Adds the outcomes of these donors, which are known.
 void Count(const StepPtr& step, const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
   std::int64_t offered = 0, donated = 0;
   bool unusable = false;
@@ -177,6 +177,9 @@ void DonationRegistry::AddUnread(const StepPtr& step, std::vector<Refusal> unrea
 
 std::vector<DonationRegistry::OpenCall>& DonationRegistry::OpenCalls() {
   thread_local std::vector<OpenCall> calls;
+  while (!calls.empty() && calls.back().site.expired()) {  // an interrupt has ended it
+    calls.pop_back();
+  }
   return calls;
 }
 
@@ -459,9 +462,6 @@ void DonationRegistry::AddCompilations(std::uint64_t& counter) {
 
 void DonationRegistry::CountRun(bool is_step) {
   std::vector<OpenCall>& calls = OpenCalls();
-  while (!calls.empty() && calls.back().site.expired()) {  // an interrupt has ended it
-    calls.pop_back();
-  }
   if (is_step && !calls.empty()) {
     calls.back().has_plain_run = true;
     return;
