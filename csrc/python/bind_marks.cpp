@@ -227,7 +227,7 @@ void BindMarks(py::module_& m) {
         std::size_t position = 0;
         for (py::handle leaf : leaves) {
           // Resolving a view of a consumed tensor would compute it, which raises.
-          lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(leaf));
+          lazy::BackendDataPtr buffer = abi::BufferToDonate(TensorOf(leaf));
           if (buffer != nullptr) {
             buffers.push_back(std::move(buffer));
             positions.push_back(position);
@@ -270,13 +270,11 @@ void BindMarks(py::module_& m) {
       [](py::handle tensor) -> std::string {
         const DonationRegistry& registry = DonationRegistry::Get();
         // Resolving a view of a consumed tensor would compute it, which raises.
-        if (const auto buffer = abi::BufferBehind(TensorOf(tensor))) {
-          if (registry.IsConsumed(buffer.get())) {
-            return "donated";
-          }
-          if (registry.IsPending(buffer.get()) && abi::IsWhole(TensorOf(tensor))) {
-            return "marked";
-          }
+        if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
+          return "donated";
+        }
+        if (const auto buffer = abi::BufferToDonate(TensorOf(tensor)); buffer && registry.IsPending(buffer.get())) {
+          return "marked";
         }
         const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));
         return *obstacle != '\0' ? obstacle : "materialized";

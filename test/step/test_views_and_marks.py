@@ -468,3 +468,10 @@ def test_a_part_of_a_marked_tensor_is_not_marked(make):
     torch_xla.sync(wait=True)
     assert {donor.outcome for donor in donation_report(steps=1).donors} == {"donated"}
     assert part.tolist() == [0, 1, 2, 3] and last.tolist() == [1, 2, 3, 4] and more.tolist() == list(range(1, 9))
+
+
+def test_a_part_of_a_returned_view_is_not_donated(make):
+    """The view kept its value when its base was consumed, and so does what is computed from it."""
+    f = compile(lambda t: t.view_as(t), donate_argnums=0, strict="off")
+    part = f(make(4))[1]
+    assert not is_donated(part) and part.item() == 1
