@@ -41,16 +41,6 @@ lazy::BackendDataPtr BufferOfImpl(const c10::TensorImpl& impl) {
   return tensor == nullptr || *tensor == nullptr ? nullptr : BufferOf(*(*tensor)->data());
 }
 
-// The tensor, if it is a view with as many bytes as its base; else null.
-const at::FunctionalTensorWrapper* WholeView(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  if (!functional::isFunctionalTensor(tensor)) {
-    return nullptr;
-  }
-  const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
-  return !wrapper->isBaseTensor() && GroupOf(*wrapper).base().nbytes() == tensor.nbytes() ? wrapper : nullptr;
-}
-
 }  // namespace
 
 void SetUpToDate(at::FunctionalTensorWrapper& tensor) {
@@ -113,23 +103,6 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
     }
   }
   return Resolve(tensor).buffer;
-}
-
-Resolution ResolveToDonate(const at::Tensor& tensor) {
-  if (const at::FunctionalTensorWrapper* view = WholeView(tensor); view != nullptr && !view->is_up_to_date()) {
-    Group& group = GroupOf(*view);
-    group.apply_updates();
-    if (Resolution base = Resolve(group.base()); base.state == TensorState::kMaterialized) {
-      return base;
-    }
-  }
-  return Resolve(tensor);
-}
-
-lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor) {
-  const at::FunctionalTensorWrapper* view = WholeView(tensor);
-  lazy::BackendDataPtr own = view == nullptr || view->is_up_to_date() ? BufferBehind(tensor) : nullptr;
-  return own == nullptr && view != nullptr ? BaseBuffer(*view) : own;
 }
 
 void InvalidateViews(const at::Tensor& tensor) {

@@ -110,7 +110,7 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
       return refuse("not_tensor");
     }
     const at::Tensor& tensor = THPVariable_Unpack(items[i]);
-    abi::Resolution leaf = abi::ResolveToDonate(tensor);
+    abi::Resolution leaf = abi::Resolve(tensor);
     const char* obstacle = Obstacle(leaf);
     if (*obstacle != '\0') {
       return refuse(obstacle);
@@ -227,7 +227,7 @@ void BindMarks(py::module_& m) {
         std::size_t position = 0;
         for (py::handle leaf : leaves) {
           // Resolving a view of a consumed tensor would compute it, which raises.
-          lazy::BackendDataPtr buffer = abi::BufferToDonate(TensorOf(leaf));
+          lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(leaf));
           if (buffer != nullptr) {
             buffers.push_back(std::move(buffer));
             positions.push_back(position);
@@ -273,11 +273,15 @@ void BindMarks(py::module_& m) {
         if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
           return "donated";
         }
-        if (const auto buffer = abi::BufferToDonate(TensorOf(tensor)); buffer && registry.IsPending(buffer.get())) {
-          return "marked";
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        const char* obstacle = Obstacle(resolved);
+        if (resolved.buffer == nullptr) {
+          return obstacle;
         }
-        const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));
-        return *obstacle != '\0' ? obstacle : "materialized";
+        return registry.IsConsumed(resolved.buffer.get())  ? "donated"
+               : registry.IsPending(resolved.buffer.get()) ? "marked"
+               : *obstacle != '\0'                         ? obstacle
+                                                           : "materialized";
       },
       py::arg("tensor"),
       "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");

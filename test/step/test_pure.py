@@ -1105,3 +1105,22 @@ def test_a_mark_whose_run_begins_cannot_be_cancelled(make, monkeypatch):
 
     monkeypatch.setattr(_C, "arm_run", arm_then_cancel)
     assert double(t).tolist() == [0, 2, 4, 6] and is_donated(t)
+
+
+@pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
+def test_a_module_that_holds_a_view_is_refused(make, donated):
+    """A view of that view reads the base, and replays would compute from the first call's base."""
+    module = torch.nn.Module()
+    base = make(9).reshape(3, 3).clone()
+    module.register_buffer("turned", base.t())
+    torch_xla.sync()
+    f = torch_xla_donate.compile(lambda m: m.turned.view_as(m.turned) + 0, donate_argnums=donated, pure=True)
+    with pytest.raises(DonationError, match=r"a module or optimizer among its arguments holds .*\[3,3\], a view of"):
+        f(module)
+    assert not _C.pending()
+    module.turned = base.t().clone()
+    torch_xla.sync()
+    assert f(module).tolist() == base.cpu().t().tolist()
+    module.turned = base + 1
+    torch_xla.sync()
+    assert f(module).tolist() == (base.cpu() + 1).tolist()

@@ -14,6 +14,7 @@ from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import Argument, CallArguments
 from torch_xla_donate._compile.donated import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
+from torch_xla_donate._errors import DonationError, see
 
 
 class _Content(NamedTuple):
@@ -43,7 +44,9 @@ class ArgumentProxies:
             tensor = _trees.without_wrapper(leaf)
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
                 self._plain[id(leaf)] = tensor
-        self.values = upload_floats(leaves_of_call(call)[0])
+        leaves, _ = leaves_of_call(call)
+        self._refuse_views(leaves)
+        self.values = upload_floats(leaves)
         self.floats: dict[int, int] = {}
         self._spmd = bool(_host.runtime().is_spmd())
         # Constants of the function may share these buffers.
@@ -55,6 +58,16 @@ class ArgumentProxies:
         self._buffers: set[int] = set()
         self._contents: list[_Content] = []
         self.separate()
+
+    def _refuse_views(self, leaves: Sequence[Any]) -> None:
+        """Raises DonationError for a view in a module or optimizer: a view of it would read its base, a constant."""
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in self._plain and leaf._is_view():
+                raise DonationError(
+                    f"{self._function} is declared pure, but a module or optimizer among its arguments holds "
+                    f"{_trees.dtype_and_shape(leaf)}, a view of another tensor, which the graph may read instead. "
+                    f"Put a .clone() of the view there. Nothing was donated. {see('pure')}"
+                )
 
     def separate(self) -> None:
         """Copies arguments, and gives tensors in the closure separate buffers, before the next trace."""
