@@ -60,7 +60,7 @@ faults: build  ## fail each allocation of the hooks in turn, throw and interrupt
 	$(BIN)/cmake --build build-faults > build/faults.log || { cat build/faults.log; exit 1; }
 	$(BIN)/python test/faults/run.py
 
-# Builds of their own, too. SANITIZE="thread --only step" runs a part of it.
+# Separate builds, too. SANITIZE="thread --only step" runs a part of it.
 sanitize: build  ## tests under AddressSanitizer, UBSan and ThreadSanitizer: hours. Needs GCC, x86-64 or arm64, and setarch
 	$(BIN)/python test/sanitize/run.py $(SANITIZE)
 

@@ -134,7 +134,7 @@ def trained(loop: str, way: str, keep_order: bool, count: int) -> list[Tensors]:
 
 
 @click.command()
-@click.option("--count", default=100, help="Trainings.")
+@click.option("--count", default=150, show_default=True, help="Trainings of each kind.")
 @click.option("--child", nargs=3, default=None, hidden=True)
 @_common.tiny_option
 @_common.results_option

@@ -2,7 +2,6 @@
 #include "features/symbolic_sizes.h"
 
 #include <exception>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -11,6 +10,7 @@
 
 #include "host/graphs.h"
 #include "registry/process_mutex.h"
+#include "registry/weak_keys.h"
 
 namespace torch_xla_donate {
 
@@ -21,7 +21,7 @@ Original constructor;
 struct Notes {
   std::mutex& mutex = ProcessMutex(MutexOf::kSymbolicSizes);
   std::set<std::weak_ptr<lazy::Node>, std::owner_less<>> nodes;
-  std::size_t prune_at = 64;
+  Pruner pruner;
   std::string obstacle;  // why a node is missing
 };
 
@@ -47,12 +47,7 @@ void Note(const c10::SymNodeImpl& size) {
   if (node == nullptr) {
     return;
   }
-  if (notes.nodes.size() >= notes.prune_at) {
-    for (auto it = notes.nodes.begin(); it != notes.nodes.end();) {
-      it = it->expired() ? notes.nodes.erase(it) : std::next(it);
-    }
-    notes.prune_at = 2 * notes.nodes.size() + 64;
-  }
+  notes.pruner.Prune(notes.nodes);
   notes.nodes.insert(node);
 }
 

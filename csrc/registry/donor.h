@@ -123,8 +123,6 @@ struct Step {
   Step(std::uint64_t count, std::vector<DonorPtr> offered, std::vector<DonorPtr> not_offered)
       : number(count), donors(std::move(offered)), refused(std::move(not_offered)) {}
 
-  bool HasEnded() const REQUIRES(registry_mutex) { return status == Status::kDone || status == Status::kFailed; }
-
   const std::uint64_t number;
   const std::vector<DonorPtr> donors;   // offered to XLA, in parameter order
   const std::vector<DonorPtr> refused;  // read by the step but not offered; each has its reason

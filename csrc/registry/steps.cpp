@@ -322,7 +322,7 @@ void DonationRegistry::Abandon(const StepPtr& step, const Reason& failure) noexc
 
 void DonationRegistry::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome,
                               const Reason& failure) noexcept {
-  if (step->HasEnded()) {
+  if (step->status == Step::Status::kDone || step->status == Step::Status::kFailed) {
     return;  // a run that the host drops may end twice
   }
   const bool was_running = step->status == Step::Status::kRunning;

@@ -12,13 +12,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
 
-from torch_xla_donate import (
-    DonatedBufferError,
-    DonationWarning,
-    compile,
-    donate_buffer,
-    is_donated,
-)
+from torch_xla_donate import DonatedBufferError, DonationWarning, compile, donate_buffer, is_donated
 
 VIEWS = {
     "row": lambda t: t[1],
