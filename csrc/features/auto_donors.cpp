@@ -14,7 +14,7 @@
 #include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 #include "step/observer.h"

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "host/graphs.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "registry/registry.h"
 #include "step/graph_arrays.h"
 

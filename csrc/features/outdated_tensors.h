@@ -27,7 +27,7 @@
 #include <vector>
 
 #include "host/symbols.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "step/hooks.h"
 #include "step/watch.h"
 

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "step/observer.h"
 #include "step/watch.h"
 

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "host/graphs.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "registry/weak_keys.h"
 #include "step/graph_arrays.h"
 #include "step/observer.h"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "host/graphs.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 
 namespace torch_xla_donate {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "features/output_check.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "step/observer.h"
 
 namespace torch_xla_donate {

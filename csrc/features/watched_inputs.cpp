@@ -9,7 +9,7 @@
 #include "features/outdated_tensors.h"
 #include "features/switches.h"
 #include "host/graphs.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 #include "registry/weak_keys.h"
 #include "step/graph_arrays.h"
 #include "step/size_pairing.h"
@@ -70,9 +70,9 @@ void NoteInputs(const PlanRequest& request, const std::vector<std::int64_t>& out
 
   WatchedStep step{reason, automatic, {}, outputs};
   const auto add = [&](std::size_t i, InputUse use, const std::optional<std::size_t>& output) {
-    const abi::DeviceDataInfo* info = abi::InfoOf(*parameters[i]);
+    const std::optional<abi::DataInfo> info = abi::InfoOf(*parameters[i]);
     step.inputs[i].use = use;
-    step.inputs[i].tensor = info == nullptr ? std::nullopt : std::optional(info->tensor_id);
+    step.inputs[i].tensor = !info.has_value() ? std::nullopt : std::optional(info->tensor_id);
     step.inputs[i].next = output.has_value() ? std::optional(outputs[*output]) : std::nullopt;
   };
   for (std::size_t i = 0; i < count; ++i) {

@@ -14,6 +14,7 @@
 
 #include "host/layouts.h"
 #include "host/object_check.h"
+#include "host/process_mutex.h"
 
 namespace torch_xla_donate::abi {
 
@@ -37,11 +38,29 @@ void ForContextOf(void* arena, const lazy::BackendDevice& device, const Function
 
 }  // namespace
 
-const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer) {
+std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer) {
+  const std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kDataInfos));
   const lazy::BackendData::Info* info = buffer.info();
   // No class derives from it, so this exact comparison works and costs a fraction of a dynamic_cast.
-  return info != nullptr && typeid(*info) == typeid(DeviceDataInfo) ? static_cast<const DeviceDataInfo*>(info)
-                                                                    : nullptr;
+  if (info == nullptr || typeid(*info) != typeid(DeviceDataInfo)) {
+    return std::nullopt;
+  }
+  const auto& known = *static_cast<const DeviceDataInfo*>(info);
+  return DataInfo{known.tensor_id, known.read_only};
+}
+
+std::shared_ptr<lazy::BackendData::Info> ReplaceInfo(lazy::BackendData& buffer,
+                                                     std::shared_ptr<lazy::BackendData::Info> info) noexcept {
+  const std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kDataInfos));
+  return buffer.SetInfo(std::move(info));
+}
+
+void RestoreInfo(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
+                 std::shared_ptr<lazy::BackendData::Info> before) noexcept {
+  const std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kDataInfos));
+  if (buffer.info() == ours) {
+    buffer.SetInfo(std::move(before));
+  }
 }
 
 void WaitForHandOver(const lazy::BackendDevice& device) {
@@ -52,8 +71,8 @@ void WaitForHandOver(const lazy::BackendDevice& device) {
 }
 
 std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buffer) const {
-  const DeviceDataInfo* info = InfoOf(buffer);
-  const auto found = info == nullptr || info->read_only ? place_of_.end() : place_of_.find(info->tensor_id);
+  const std::optional<DataInfo> info = InfoOf(buffer);
+  const auto found = !info.has_value() || info->read_only ? place_of_.end() : place_of_.find(info->tensor_id);
   return found == place_of_.end() ? std::nullopt : std::optional(found->second);
 }
 

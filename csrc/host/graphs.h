@@ -16,8 +16,22 @@
 
 namespace torch_xla_donate::abi {
 
-// The executor's note on device data; null if there is no note, or one of another class.
-const DeviceDataInfo* InfoOf(const lazy::BackendData& buffer);
+// A copy of the executor's note on device data.
+struct DataInfo {
+  std::int64_t tensor_id;
+  bool read_only;  // torch_xla shares the data between tensors
+};
+
+// Nullopt if there is no note, or one of another class.
+std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer);
+
+// Replaces the executor's note while a graph is compiled; InfoOf() may run on other threads. Returns the one before.
+std::shared_ptr<lazy::BackendData::Info> ReplaceInfo(lazy::BackendData& buffer,
+                                                     std::shared_ptr<lazy::BackendData::Info> info) noexcept;
+
+// Gives the data the note that it had `before`, unless the executor has replaced `ours`.
+void RestoreInfo(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
+                 std::shared_ptr<lazy::BackendData::Info> before) noexcept;
 
 // The live tensors of a device that are newer than the tensor of this id. `arena` is the executor's.
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);

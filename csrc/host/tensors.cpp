@@ -60,8 +60,8 @@ Resolution Resolve(const at::Tensor& tensor) {
     result.state = TensorState::kPending;
     return result;
   }
-  const DeviceDataInfo* info = InfoOf(*result.buffer);
-  result.state = info != nullptr && info->read_only  ? TensorState::kReadOnly
+  const std::optional<DataInfo> info = InfoOf(*result.buffer);
+  result.state = info.has_value() && info->read_only ? TensorState::kReadOnly
                  : impl.has_symbolic_sizes_strides() ? TensorState::kDynamic
                                                      : TensorState::kMaterialized;
   return result;

@@ -50,8 +50,8 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   const std::int64_t id = abi::AliasId(*resolved.tensor);
   for (const lazy::Node* node : lazy::Util::ComputePostOrder({resolved.tensor->ir_value.node.get()})) {
     const lazy::BackendDataPtr buffer = lazy::getBackend()->GetComputationDataFromNode(node);
-    const abi::DeviceDataInfo* info = buffer == nullptr ? nullptr : abi::InfoOf(*buffer);
-    if (info != nullptr && !info->read_only && info->tensor_id == id) {
+    const std::optional<abi::DataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
+    if (info.has_value() && !info->read_only && info->tensor_id == id) {
       return true;
     }
   }

@@ -40,9 +40,7 @@ Claim::~Claim() {
 
 void Claim::RestoreInfos() noexcept {
   for (RewrittenInfo& info : rewritten_) {
-    if (info.buffer->info() == info.ours.get()) {
-      info.buffer->SetInfo(std::move(info.before));
-    }
+    abi::RestoreInfo(*info.buffer, info.ours.get(), std::move(info.before));
   }
   rewritten_.clear();
 }
@@ -138,8 +136,8 @@ void DonorSet::Triage() {
   for (std::size_t i = 0; i < proposed_.size(); ++i) {
     Proposed& proposed = proposed_[i];
     proposed.refusal = ReasonOf(obstacles[i]);
-    const abi::DeviceDataInfo* info = abi::InfoOf(*context_.graph->parameters_data[proposed.mark.position]);
-    if (proposed.refusal.empty() && info != nullptr && info->read_only) {
+    const auto info = abi::InfoOf(*context_.graph->parameters_data[proposed.mark.position]);
+    if (proposed.refusal.empty() && info.has_value() && info->read_only) {
       proposed.refusal = ReasonCode::kConstant;
     }
   }
@@ -175,11 +173,11 @@ PlanRequest DonorSet::Request(const std::vector<PendingMark>& marks, const std::
   }
   for (std::size_t i = 0; i < count; ++i) {
     const lazy::BackendData& buffer = *graph.parameters_data[i];
-    const abi::DeviceDataInfo* info = abi::InfoOf(buffer);
+    const std::optional<abi::DataInfo> info = abi::InfoOf(buffer);
     const auto own = ids_.ReplacementOf(buffer);
     request.own[i] = own.has_value();
     // torch_xla notes an info on the data of tensors. The random seed has none.
-    if (!request.donors[i] && (info == nullptr || info->read_only)) {
+    if (!request.donors[i] && (!info.has_value() || info->read_only)) {
       request.barred[i] = true;
     } else if (request.donors[i] || own.has_value()) {
       request.donors[i] = true;
@@ -323,7 +321,7 @@ bool DonorSet::Commit(Claim& claim) {
     const lazy::BackendDataPtr buffer = step->donors[i]->buffer.lock();
     if (!ids_.ReplacementOf(*buffer).has_value()) {
       claim.rewritten_.push_back({buffer, ours, nullptr});
-      claim.rewritten_.back().before = buffer->SetInfo(ours);
+      claim.rewritten_.back().before = abi::ReplaceInfo(*buffer, ours);
     }
   }
   if (donation.move.has_value()) {

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "check.h"
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 
 namespace torch_xla_donate {
 namespace {

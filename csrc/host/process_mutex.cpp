@@ -1,5 +1,5 @@
 // All mutexes in one array, and the handlers of a fork.
-#include "registry/process_mutex.h"
+#include "host/process_mutex.h"
 
 #include <pthread.h>
 

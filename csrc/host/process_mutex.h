@@ -22,6 +22,7 @@ enum class MutexOf {
   kRunLog,
   kGraphRecords,
   kSymbolicSizes,
+  kDataInfos,
   kCount
 };
 
