@@ -1,6 +1,12 @@
 // Reads and changes functionalization's state.
 #include "host/views.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/lazy/backend/backend_interface.h>
+
+#include <algorithm>
+#include <array>
+
 #include "host/layouts.h"
 #include "host/tensors.h"
 
@@ -39,6 +45,46 @@ Group& GroupOf(const at::FunctionalTensorWrapper& tensor) {
 lazy::BackendDataPtr BufferOfImpl(const c10::TensorImpl& impl) {
   const lazy::LazyTensorPtr* tensor = LazyTensorOf(impl);
   return tensor == nullptr || *tensor == nullptr ? nullptr : BufferOf(*(*tensor)->data());
+}
+
+// One step of the way from a base to its view. The notes of torch 2.9 are objects, those of 2.8 hold functions.
+template <typename Meta>
+at::Tensor Replay(const std::shared_ptr<Meta>& meta, const at::Tensor& base) {
+  return meta->forward(base);
+}
+template <typename Meta>
+at::Tensor Replay(const Meta& meta, const at::Tensor& base) {
+  return meta.forward_fn(base, meta.out_index);
+}
+
+// Whether a view has each element of its base once: torch_xla computes it by reshapes and permutations only. An equal
+// number of elements does not show it, as t[:1].expand(24) and t.unfold(0, 2, 1) have repeated ones.
+bool RearrangesBase(const at::FunctionalTensorWrapper& view) {
+  const at::Tensor base = GroupOf(view).base();
+  if (view.isBaseTensor() || base.numel() != view.numel() ||
+      base.scalar_type() != c10::typeMetaToScalarType(view.dtype())) {
+    return false;
+  }
+  const TensorData* held = ValueOf(*base.unsafeGetTensorImpl());
+  const lazy::BackendDataPtr buffer = held == nullptr ? nullptr : BufferOf(*held);
+  if (buffer == nullptr) {
+    return false;
+  }
+  const at::AutoDispatchSkipFunctionalize guard;
+  at::Tensor computed = base;
+  for (const auto& meta : view.view_metas()) {
+    computed = Replay(meta, computed);
+  }
+  const TensorData* data = ValueOf(*computed.unsafeGetTensorImpl());
+  const lazy::Node* node = data == nullptr ? nullptr : data->ir_value.node.get();
+  static const std::array<lazy::OpKind, 4> rearranging = {lazy::OpKind(at::aten::view), lazy::OpKind(at::aten::permute),
+                                                          lazy::OpKind(at::aten::squeeze),
+                                                          lazy::OpKind(at::aten::unsqueeze)};
+  while (node != nullptr && node->operands().size() == 1 &&
+         std::find(rearranging.begin(), rearranging.end(), node->op()) != rearranging.end()) {
+    node = node->operand(0).node;
+  }
+  return node != nullptr && lazy::getBackend()->GetComputationDataFromNode(node) == buffer;
 }
 
 }  // namespace
@@ -103,6 +149,29 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
     }
   }
   return Resolve(tensor).buffer;
+}
+
+Resolution ResolveToDonate(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  if (functional::isFunctionalTensor(tensor)) {
+    const at::FunctionalTensorWrapper* view = functional::unsafeGetFunctionalWrapper(tensor);
+    if (!view->is_up_to_date()) {
+      GroupOf(*view).apply_updates();
+      if (RearrangesBase(*view)) {
+        return Resolve(GroupOf(*view).base());
+      }
+    }
+  }
+  return Resolve(tensor);
+}
+
+lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor) {
+  namespace functional = at::functionalization::impl;
+  const at::FunctionalTensorWrapper* view =
+      functional::isFunctionalTensor(tensor) ? functional::unsafeGetFunctionalWrapper(tensor) : nullptr;
+  const bool is_own = view == nullptr || view->isBaseTensor() || view->is_up_to_date();
+  lazy::BackendDataPtr own = is_own ? BufferBehind(tensor) : nullptr;
+  return own == nullptr && view != nullptr && RearrangesBase(*view) ? BaseBuffer(*view) : own;
 }
 
 void InvalidateViews(const at::Tensor& tensor) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "host/symbols.h"
+#include "host/tensors.h"
 
 namespace torch_xla_donate::abi {
 
@@ -30,6 +31,12 @@ std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor);
 // The buffer that a tensor holds, or, for a view that is out of date, the buffer it will be computed from. Null if it
 // has neither. Computes nothing, unlike Resolve().
 lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor);
+
+// Resolves what a mark of the tensor donates: as Resolve(), but the base in place of a view that is out of date and has
+// each element of the base once, such as a reshape. Torch computes such a view again from its base at the next use.
+Resolution ResolveToDonate(const at::Tensor& tensor);
+// The buffer of that mark, also after a use of the view; null if there is none. Computes nothing.
+lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor);
 
 // Makes every view of the tensor recompute its value from the tensor at its next use. A view computed earlier has a
 // separate buffer in torch_xla and would not notice that its base is gone. Does nothing for a view, or without

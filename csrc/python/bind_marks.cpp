@@ -110,7 +110,7 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
       return refuse("not_tensor");
     }
     const at::Tensor& tensor = THPVariable_Unpack(items[i]);
-    abi::Resolution leaf = abi::Resolve(tensor);
+    abi::Resolution leaf = abi::ResolveToDonate(tensor);
     const char* obstacle = Obstacle(leaf);
     if (*obstacle != '\0') {
       return refuse(obstacle);
@@ -182,6 +182,13 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   return call;
 }
 
+// The buffer whose mark is the tensor's. For a consumed one nothing is computed, which would raise.
+lazy::BackendDataPtr MarkedBuffer(const at::Tensor& tensor) {
+  lazy::BackendDataPtr behind = abi::BufferBehind(tensor);
+  const bool is_consumed = behind != nullptr && DonationRegistry::Get().IsConsumed(behind.get());
+  return is_consumed ? behind : abi::BufferToDonate(tensor);
+}
+
 // Cancels the marks of the buffers that the outputs hold.
 void KeepReturned(const py::list& outputs) {
   std::vector<lazy::BackendDataPtr> buffers;
@@ -226,8 +233,7 @@ void BindMarks(py::module_& m) {
         std::vector<std::size_t> positions;
         std::size_t position = 0;
         for (py::handle leaf : leaves) {
-          // Resolving a view of a consumed tensor would compute it, which raises.
-          lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(leaf));
+          lazy::BackendDataPtr buffer = MarkedBuffer(TensorOf(leaf));
           if (buffer != nullptr) {
             buffers.push_back(std::move(buffer));
             positions.push_back(position);
@@ -269,19 +275,16 @@ void BindMarks(py::module_& m) {
       "state",
       [](py::handle tensor) -> std::string {
         const DonationRegistry& registry = DonationRegistry::Get();
-        // Resolving a view of a consumed tensor would compute it, which raises.
-        if (const auto buffer = abi::BufferBehind(TensorOf(tensor)); buffer && registry.IsConsumed(buffer.get())) {
-          return "donated";
+        if (const auto buffer = MarkedBuffer(TensorOf(tensor)); buffer != nullptr) {
+          if (registry.IsConsumed(buffer.get())) {
+            return "donated";
+          }
+          if (registry.IsPending(buffer.get())) {
+            return "marked";
+          }
         }
-        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
-        const char* obstacle = Obstacle(resolved);
-        if (resolved.buffer == nullptr) {
-          return obstacle;
-        }
-        return registry.IsConsumed(resolved.buffer.get())  ? "donated"
-               : registry.IsPending(resolved.buffer.get()) ? "marked"
-               : *obstacle != '\0'                         ? obstacle
-                                                           : "materialized";
+        const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));
+        return *obstacle != '\0' ? obstacle : "materialized";
       },
       py::arg("tensor"),
       "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");

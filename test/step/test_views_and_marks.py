@@ -12,7 +12,17 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
 
-from torch_xla_donate import DonatedBufferError, DonationWarning, compile, donate_buffer, is_donated
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    cancel_donation,
+    compile,
+    donate_buffer,
+    donation_report,
+    is_donated,
+)
 
 VIEWS = {
     "row": lambda t: t[1],
@@ -366,6 +376,147 @@ def test_aliases_of_a_failed_update_do_not_show_it(make, alias):
         alias(view).tolist()
     t.copy_(torch.ones(4))  # usable again, and with it its views
     assert alias(view).tolist() == [1, 1][: alias(view).numel()] and out.tolist() == [1, 2, 3, 4]
+
+
+def in_place(make) -> torch.Tensor:
+    """A reshape of a tensor that was written in place: torch computes it again from its base."""
+    base = make(24) * 2
+    base[0] = torch.ones((), device="xla")
+    whole = base.reshape(4, 6)
+    torch_xla.sync(wait=True)
+    return whole
+
+
+def test_a_loop_over_a_reshape_of_a_written_tensor_donates(make):
+    """Its state has all bytes of its base, so the base's buffer is donated."""
+
+    def update(state, row):
+        new = state.reshape(24) * 1.5
+        new[row] = 7.0
+        return new.reshape(4, 6)
+
+    state = make(24).reshape(4, 6)
+    copy = state.cpu()
+    for i in range(6):
+        with donate_buffer(state):
+            state = update(state, i)
+        copy = update(copy, i)
+        torch_xla.sync(wait=True)
+        (donor,) = donation_report(steps=1).donors
+        assert donor.outcome == "donated" and donor.bytes == 96
+    assert torch.equal(state.cpu(), copy)
+
+
+def test_a_marked_reshape_consumes_its_base_too(make):
+    """They share memory in PyTorch, and the error names the mark."""
+    base = make(24) * 2
+    base[0] = torch.ones((), device="xla")
+    whole = base.reshape(4, 6)
+    torch_xla.sync(wait=True)
+    donate_buffer(whole)
+    out = base + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(whole) and is_donated(base)
+    for t in (whole, base):
+        with pytest.raises(DonatedBufferError, match=r"f32\[4,6\] tensor was donated at .*test_views_and_marks.py"):
+            t.cpu()
+    assert out.tolist() == [2.0, *(2.0 * i + 1 for i in range(1, 24))]
+
+
+@pytest.mark.parametrize("use", [False, True], ids=["not used", "used"])
+def test_the_mark_of_a_reshape_can_be_cancelled(make, use):
+    whole = in_place(make)
+    donate_buffer(whole)
+    more = whole + 1 if use else None
+    cancel_donation(whole)
+    assert not _C.pending()
+    torch_xla.sync(wait=True)
+    assert whole.flatten().tolist() == [1.0, *(2.0 * i for i in range(1, 24))]
+    assert more is None or more.flatten().tolist() == [2.0, *(2.0 * i + 1 for i in range(1, 24))]
+
+
+def test_a_marked_reshape_that_stays_in_use_keeps_its_value(make):
+    whole = in_place(make)
+    donate_buffer(whole)
+    more = whole + 1
+    torch_xla.sync(wait=True)
+    assert [donor.outcome for donor in donation_report(steps=1).donors] == ["donated"]
+    assert whole.flatten().tolist() == [1.0, *(2.0 * i for i in range(1, 24))]
+    assert more.flatten().tolist() == [2.0, *(2.0 * i + 1 for i in range(1, 24))]
+
+
+OTHER_VIEWS = {
+    "part": lambda t: t[1:],
+    "expand": lambda t: t.expand(2, 24),
+    "one element": lambda t: t[:1].expand(24),
+    "half twice": lambda t: t[:12].expand(2, 12),
+    "as_strided": lambda t: t.as_strided((4, 6), (1, 1)),
+    "reversed": lambda t: t[::2].unsqueeze(0).expand(2, 12),
+}
+
+
+@pytest.mark.parametrize("view", OTHER_VIEWS.values(), ids=OTHER_VIEWS)
+def test_a_view_without_all_elements_of_its_base_is_refused(make, view):
+    """Also if it has as many bytes as the base: its mark would consume elements that it does not show."""
+    base = make(24) * 2
+    base[0] = torch.ones((), device="xla")
+    part = view(base)
+    torch_xla.sync(wait=True)
+    base.add_(0)  # a view that a step has computed has a buffer, and a mark takes that one
+    torch_xla.sync(wait=True)
+    with pytest.raises(DonationError, match="a view, which torch_xla computes from its base"):
+        donate_buffer(part)
+    assert not _C.pending() and base.tolist()[:3] == [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("view", [lambda t: t[:13].unfold(0, 2, 1), lambda t: t.view(torch.int32)])
+def test_a_view_that_torch_xla_copies_has_a_mark_for_itself(make, view):
+    base = make(24) * 2
+    base[0] = torch.ones((), device="xla")
+    copied = view(base)
+    torch_xla.sync(wait=True)
+    donate_buffer(copied)
+    out = copied + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(copied) and not is_donated(base) and out.shape == copied.shape
+    assert base.tolist() == [1.0, *(2.0 * i for i in range(1, 24))]
+
+
+REARRANGED = {
+    "reshape": lambda t: t.reshape(4, 6),
+    "transpose": lambda t: t.view(4, 6).t(),
+    "unsqueeze": lambda t: t.unsqueeze(1),
+    "squeeze": lambda t: t.view(1, 24).squeeze(0),
+    "flatten": lambda t: t.view(2, 3, 4).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("view", REARRANGED.values(), ids=REARRANGED)
+def test_a_view_with_all_elements_of_its_base_donates_it(make, view):
+    base = make(24) * 2
+    base[0] = torch.ones((), device="xla")
+    whole = view(base)
+    torch_xla.sync(wait=True)
+    donate_buffer(whole)
+    out = base + 1
+    del base, whole
+    torch_xla.sync(wait=True)
+    assert [donor.outcome for donor in donation_report(steps=1).donors] == ["donated"]
+    assert out.tolist() == [2.0, *(2.0 * i + 1 for i in range(1, 24))]
+
+
+def test_a_part_of_a_marked_tensor_is_not_marked(make):
+    """To cancel it leaves the mark, and another donor may go into it."""
+    t, other = make(8), make(4)
+    donate_buffer(t)
+    part = t[:4]
+    cancel_donation(part)
+    assert _C.state(part) == "pending" and len(_C.pending()) == 1
+    donate_buffer(other, into=part)
+    more, last = t + 1, other + 1
+    torch_xla.sync(wait=True)
+    assert {donor.outcome for donor in donation_report(steps=1).donors} == {"donated"}
+    assert part.tolist() == [0, 1, 2, 3] and last.tolist() == [1, 2, 3, 4] and more.tolist() == list(range(1, 9))
 
 
 def test_a_part_of_a_returned_view_is_not_donated(make):
