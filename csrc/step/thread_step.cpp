@@ -292,6 +292,13 @@ class RunEnd {
   std::vector<std::function<void(const Reason&)>> functions_;
 };
 
+// Orders the thread that prepares a run before the thread of XLA that ends it. The queue between them does so, too, but
+// ThreadSanitizer does not know the locks of XLA.
+std::atomic<std::size_t>& HandOver() {
+  static std::atomic<std::size_t> prepared = 0;
+  return prepared;
+}
+
 Reason FailureOf(const std::exception& error) noexcept {
   try {
     return {ReasonCode::kFailed, error.what()};
@@ -335,7 +342,8 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::uniqu
     return run;
   }
   const auto end = std::make_shared<RunEnd>(std::move(context->ends));
-  return [run = std::move(run), end] {
+  std::function<void()> completion = [run = std::move(run), end] {
+    HandOver().load(std::memory_order_acquire);
     try {
       run();
     } catch (const std::exception& error) {
@@ -347,6 +355,8 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::uniqu
     }
     end->Call({});
   };
+  HandOver().fetch_add(1, std::memory_order_release);
+  return completion;
 }
 
 void ThreadStep::End(const lazy::BackendDevice& device) {
