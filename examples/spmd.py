@@ -48,10 +48,9 @@ warnings.simplefilter("ignore", DonationWarning)  # the report says the same
 for number in (1, 2):
     old, state = state, step(state, batch)
     donate_buffer(old)
-    print(f"before step {number}:")
-    for mark in sorted(donation_report(predict=True).pending, key=lambda mark: mark.name):
-        held = f"{mark.bytes_per_device // 1024} of {mark.bytes // 1024} KiB on each device"
-        print(f"  {mark.name} {mark.sharding}: {held}, predicted: {mark.prediction}")
     torch_xla.sync(wait=True)
+    for donor in sorted(donation_report(steps=1).donors, key=lambda donor: donor.name):
+        held = f"{donor.bytes_per_device // 1024} of {donor.bytes // 1024} KiB on each device"
+        print(f"step {number}: {donor.name} {donor.sharding}: {held}, {donor.outcome}")
 
 print(donation_report())

@@ -161,8 +161,6 @@ lazy::NodePtr NodeOfSize(const c10::SymNodeImpl& size) {
   return host.node;
 }
 
-bool IsAnnotated(const lazy::Node& node) { return node.hash() != node.shapeHash(); }
-
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run) {
   if (std::strcmp(typeid(run).name(), kAsyncType) != 0) {
     Mismatch(std::string("a run is a ") + typeid(run).name() + ", expected " + kAsyncType);

@@ -82,9 +82,6 @@ std::string DescribeNode(const lazy::Value& value);
 // std::runtime_error if torch_xla's class has another layout.
 lazy::NodePtr NodeOfSize(const c10::SymNodeImpl& size);
 
-// Whether the program has annotated the node with a sharding.
-bool IsAnnotated(const lazy::Node& node);
-
 // A compiled graph as XLA describes it: the optimised HLO module, and the bytes that a run takes.
 struct CompiledGraph {
   std::string text;

@@ -105,38 +105,4 @@ void Prefetch(const std::vector<const at::Tensor*>& tensors) {
   }
 }
 
-std::optional<std::string> PendingArray(const TensorData& tensor) {
-  if (tensor.handle != nullptr || !tensor.ir_value) {
-    return std::nullopt;
-  }
-  const lazy::Node* node = tensor.ir_value.node.get();
-  if (lazy::getBackend()->GetComputationDataFromNode(node) != nullptr && !AsHost(tensor).is_cloned) {
-    return std::nullopt;
-  }
-  return DescribeNode(tensor.ir_value);
-}
-
-StandIn::StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data) {
-  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(ValueImplOf(tensor));
-  if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
-    Mismatch("only an XLA tensor can stand for another one");
-  }
-  // The member is not const. Only torch's accessor returns it as const.
-  places_[0] = const_cast<std::shared_ptr<TensorData>*>(&(*lazy_tensor)->data());
-  places_[1] = &static_cast<HostTensor*>(lazy_tensor->get())->data;
-  before_ = *places_[0];
-  if (places_[1]->get() != before_.get()) {
-    Mismatch("an XLA tensor does not keep a second pointer to its data right after torch's part");
-  }
-  for (std::shared_ptr<TensorData>* place : places_) {
-    *place = data;
-  }
-}
-
-StandIn::~StandIn() {
-  for (std::shared_ptr<TensorData>* place : places_) {
-    *place = before_;
-  }
-}
-
 }  // namespace torch_xla_donate::abi

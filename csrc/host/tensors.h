@@ -55,24 +55,4 @@ const std::shared_ptr<void>& ShardingOf(const TensorData& tensor);
 // DeviceDataInfo has the alias id of an output.
 std::int64_t AliasId(const TensorData& tensor);
 
-// The array that a step would compute for the tensor, without layout and sharding: "f32[8,4]". Returns nullopt if the
-// tensor has no pending work, and an empty text if the host's text cannot be parsed.
-std::optional<std::string> PendingArray(const TensorData& tensor);
-
-// Makes a tensor represent other data while the object lives. So torch_xla's functions, which take tensors, can
-// describe data that has no at::Tensor. Only the caller may use the tensor.
-class StandIn {
- public:
-  // Throws std::runtime_error if `tensor` is not an XLA tensor or has another layout.
-  StandIn(const at::Tensor& tensor, std::shared_ptr<TensorData> data);
-  ~StandIn();
-  StandIn(const StandIn&) = delete;
-  StandIn& operator=(const StandIn&) = delete;
-
- private:
-  // torch's pointer to the data, and torch_xla's.
-  std::shared_ptr<TensorData>* places_[2];
-  std::shared_ptr<TensorData> before_;
-};
-
 }  // namespace torch_xla_donate::abi

@@ -1,4 +1,4 @@
-// The outcomes of donors, predictions and checked outputs, for the report.
+// The outcomes of donors and checked outputs, for the report.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
@@ -12,7 +12,6 @@
 #include "features/compiled_run.h"
 #include "features/donated_copies.h"
 #include "features/output_check.h"
-#include "features/prediction.h"
 #include "features/run_log.h"
 #include "features/run_probe.h"
 #include "host/array_text.h"
@@ -95,27 +94,6 @@ py::dict TallyDict(const StepTally& tally) {
   result["offered_bytes"] = counts.offered_bytes;
   result["donated_bytes"] = counts.donated_bytes;
   result["unusable"] = StepDicts(unusable);
-  return result;
-}
-
-py::dict LookAhead(const at::Tensor& stand_in, const py::object& sharding_of) {
-  ShardingOf ask;
-  if (!sharding_of.is_none()) {
-    ask = [&](const std::shared_ptr<abi::TensorData>& tensor) {
-      const abi::StandIn stands_for(stand_in, tensor);
-      return sharding_of().cast<std::string>();
-    };
-  }
-  const StepForecast forecast = ForecastStep(ListedTensors(), ask);
-  py::list inputs;
-  for (const StepForecast::Input& input : forecast.inputs) {
-    inputs.append(py::make_tuple(input.buffer, input.size));
-  }
-  py::dict result;
-  result["inputs"] = inputs;
-  result["outputs"] = forecast.outputs;
-  result["shared"] = forecast.shared;
-  result["complete"] = forecast.complete;
   return result;
 }
 
@@ -223,14 +201,8 @@ void BindReport(py::module_& m) {
   m.def(
       "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
-  m.def("look_ahead", &LookAhead, py::arg("stand_in"), py::arg("sharding_of"),
-        "Predicts the next step, right after a list of live tensors. outputs: the arrays of pending work. inputs: "
-        "buffer (as in identity) and bytes per device of each donor, in step order. shared: marked buffers that an "
-        "unmarked tensor holds. complete: whether all pending work is visible. sharding_of (None without SPMD) is "
-        "called while stand_in, a tensor that only the caller uses, represents an output.");
   py::class_<FreeOutputs>(m, "FreeOutputs", "The outputs of a graph that no donor takes, by XLA's rule: equal sizes.")
       .def(py::init<const std::vector<ArraySize>&>(), py::arg("sizes"))
-      .def("take", &FreeOutputs::Take, py::arg("size"), "A donor takes an output; returns whether one was left.")
       .def("count", &FreeOutputs::Count, py::arg("size"), "How many outputs of this size are left.")
       .def("sizes", &FreeOutputs::Sizes, "The sizes of the outputs that are left, sorted.");
   m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),

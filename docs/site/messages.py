@@ -21,11 +21,9 @@ _WRITERS = {
     "_errors.describe_reuse": "DonationWarning",
     "copies._text": "DonationWarning",
     "debug._text": "FloatingPointError",
-    "donors._expect": "reason",
     "explain.explain": "reason",
     "explain._differs_per_device": "reason",
     "notices._unusable_text": "DonationWarning",
-    "predict.predict": "reason",
     "signatures._text": "DonationWarning",
 }
 

@@ -78,19 +78,16 @@ def test_the_quickstarts_print_no_addresses_and_no_full_paths(name: str) -> None
     assert not re.search(r"0x[0-9a-f]+|(?<![\w.])/\w+/", output)
 
 
-def test_the_sharded_example_predicts_and_explains() -> None:
-    """The prediction of each step is right; the report names the sharding of the donor that stays."""
-    output = run_example("spmd.py").stdout
-    first, second = output.removeprefix("before step 1:\n").split("before step 2:\n")
-    second, _, report = second.partition("3 of 4 donors donated, 1.5 MiB (75.0% of the bytes offered)")
-    sharded = "{devices=[4,1]0,1,2,3}: 128 of 512 KiB on each device, predicted: donated"
-    assert first.splitlines() == [
-        "  ['momenta'] {replicated}: 512 of 512 KiB on each device, predicted: unusable",
-        f"  ['weights'] {sharded}",
+def test_the_sharded_example_explains() -> None:
+    """The report names the sharding of the donor that stays."""
+    report = run_example("spmd.py").stdout
+    assert "3 of 4 donors donated, 1.5 MiB (75.0% of the bytes offered)" in report
+    assert report.splitlines()[:4] == [
+        "step 1: ['momenta'] {replicated}: 512 of 512 KiB on each device, unusable",
+        "step 1: ['weights'] {devices=[4,1]0,1,2,3}: 128 of 512 KiB on each device, donated",
+        "step 2: ['momenta'] {devices=[4,1]0,1,2,3}: 128 of 512 KiB on each device, donated",
+        "step 2: ['weights'] {devices=[4,1]0,1,2,3}: 128 of 512 KiB on each device, donated",
     ]
-    assert second.splitlines() == [f"  ['momenta'] {sharded}", f"  ['weights'] {sharded}"]
-    assert report.count("│ donated") == 3
-    assert report.count("│ unusable ") == 1
     told = " ".join(cells.split("│")[-2].strip() for cells in report.splitlines() if cells.count("│") > 5)
     assert "but not per device: the donor, sharded {replicated}, takes 524288 bytes on each device, and" in told
 

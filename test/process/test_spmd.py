@@ -1,4 +1,4 @@
-"""SPMD on 4 and 8 devices: what is predicted before a step, what its HLO says, what became of the buffers."""
+"""SPMD on 4 and 8 devices: what the HLO of a step says, and what became of the buffers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def make(shape: tuple[int, ...], spec: Spec | None = None, dtype: torch.dtype = 
 
 
 def measure(plan: list[list[Case]]) -> list[dict[str, Any]]:
-    """Runs the steps; what was predicted of each case, and what happened."""
+    """Runs the steps; what happened to each case."""
     warnings.simplefilter("ignore")  # of the donations that are unusable, as they should be
     results = []
     for step in plan:
@@ -86,15 +86,13 @@ def measure(plan: list[list[Case]]) -> list[dict[str, Any]]:
             for x, case, dtype in zip(made, step, dtypes)
         ]
         donate_buffer(made)
-        marks = {mark.name: mark for mark in donation_report(predict=True).pending}
+        marks = {mark.name: mark for mark in donation_report().pending}
         torch_xla.sync(wait=True)
         donors = {donor.name: donor for donor in donation_report(steps=1).donors}
         for index, (x, y, case, dtype) in enumerate(zip(made, outputs, step, dtypes)):
             mark, donor = marks[f"[{index}]"], donors[f"[{index}]"]
             results.append(
                 {
-                    "prediction": mark.prediction,
-                    "prediction_reason": mark.reason,
                     "bytes": [mark.bytes_per_device, donor.bytes_per_device],
                     "sharding": [mark.sharding, donor.sharding],
                     "outcome": donor.outcome,
@@ -180,7 +178,7 @@ CASES = [case for devices in DEVICES for step in steps(devices) for case in step
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Any, hlo.DumpedModule]]:
-    """For each case: what was predicted and what happened, and the module of its step."""
+    """For each case: what happened, and the module of its step."""
     found = {}
     for devices in DEVICES:
         folder = tmp_path_factory.mktemp(f"pairs{devices}")
@@ -196,7 +194,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Any, 
 
 @pytest.mark.parametrize("donor", SPECS)
 @pytest.mark.parametrize("devices", DEVICES)
-def test_the_prediction_the_hlo_and_the_buffer_agree(measured: Any, devices: int, donor: str) -> None:
+def test_the_hlo_the_report_and_the_buffer_agree(measured: Any, devices: int, donor: str) -> None:
     cases = [case for case in measured if (case.devices, case.donor) == (devices, donor)]
     assert len(cases) > 12
     for case in cases:
@@ -211,12 +209,6 @@ def test_the_prediction_the_hlo_and_the_buffer_agree(measured: Any, devices: int
         assert result["kept"], case
         # ... which follows from the bytes
         assert used is (case.donor_bytes == case.output_bytes), case
-        # ... and was predicted, where all shardings are known
-        if case.output is None and case.donor != "whole":
-            assert result["prediction"] == "unknown", case
-            assert "; the compiler will choose the sharding of f32[" in result["prediction_reason"], case
-        else:
-            assert result["prediction"] == ("donated" if used else "unusable"), case
 
 
 def test_the_reason_names_the_shardings(measured: Any) -> None:
@@ -237,22 +229,18 @@ def test_the_reason_names_the_shardings(measured: Any) -> None:
             )
             whole = case.alone and not case.is_even(case.donor) and case.output != "half"
             assert reason.endswith("do not divide it evenly, so pad it" if whole else "shard donor and output alike")
-            if case.output is not None:
-                assert result["prediction_reason"].endswith(f"; the next one will not use it: {reason}")
     assert reasons > 40
 
 
 @in_process(devices=4)
-def test_of_two_rivals_the_prediction_names_the_one_that_stays():
+def test_of_two_rivals_one_stays_with_a_reason():
     first, second, third = make((8, 4), ROWS), make((8, 4), COLUMNS), make((4, 2))  # 32 bytes on each device
     out = shard(first + second + third.sum(), ROWS)
     donate_buffer({"first": first, "second": second, "third": third})
-    predicted = {mark.name: mark.prediction for mark in donation_report(predict=True).pending}
     with pytest.warns(DonationWarning):
         torch_xla.sync(wait=True)
     report = donation_report(steps=1)
     happened = {donor.name: donor.outcome for donor in report.donors}
-    assert predicted == happened
     assert sorted(happened.values()) == ["donated", "unusable", "unusable"]
     reasons = {donor.reason for donor in report.donors if donor.reason}
     assert reasons == {"more donors than outputs of its size: 3 donors and 1 output of 32 bytes on each device"}
@@ -270,7 +258,6 @@ class Training:
         count = xr.global_runtime_device_count()
         self.mesh = xs.Mesh(np.arange(count), (count, 1), ("fsdp", "model"))
         self.outcomes: list[list[str]] = []
-        self.wrong: list[str] = []
         torch.autograd.set_multithreading_enabled(False)
 
     def start(self) -> torch.nn.Module:
@@ -286,12 +273,10 @@ class Training:
         return model(batch).square().mean()
 
     def step_and_compare(self, donate: bool) -> None:
-        marks = {mark.name: mark.prediction for mark in donation_report(predict=True).pending} if donate else {}
         torch_xla.sync(wait=True)
         if donate:
             donors = donation_report(steps=1).donors
             self.outcomes.append([donor.outcome for donor in donors])
-            self.wrong.extend(d.name for d in donors if marks[d.name] not in ("unknown", d.outcome))
 
     def functional(self, donate: bool) -> list[torch.Tensor]:
         model = self.start()
@@ -330,7 +315,6 @@ def test_a_fully_sharded_module_donates_and_gives_the_same_bits(dump_folder, tra
     run = getattr(training, train)
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
     outcomes = training.outcomes
-    assert training.wrong == [], "predicted otherwise"
     assert [len(step) for step in outcomes] == [4] * 3
     if train == "functional":
         assert all(outcome == "donated" for step in outcomes for outcome in step)
@@ -362,30 +346,27 @@ def test_donors_go_through_a_manual_region(dump_folder):
             x, y = make((8, 16), given), make((8, 16), spec)
             z = region(x, y, spec)
             donate_buffer(x)
-            (mark,) = donation_report(predict=True).pending
             torch_xla.sync(wait=True)
             right = is_right(x, y, z)  # a read: the step has run when it returns
-            results.append([mark.prediction, is_donated(x), _C.has_value(x), right])
+            results.append([is_donated(x), _C.has_value(x), right])
     for options in ({}, {"pure": True}):
         g = compile(lambda x, y: region(x, y, ROWS), donate_argnums=0, **options)
         for _ in range(3):
             x, y = make((8, 16), ROWS), make((8, 16), ROWS)
             z = g(x, y)
             right = is_right(x, y, z)
-            results.append(["donated", is_donated(x), _C.has_value(x), right])
-    assert results == [["donated", True, False, True]] * 12
+            results.append([is_donated(x), _C.has_value(x), right])
+    assert results == [[True, False, True]] * 12
     # A donor for an output that stays whole is refused with a warning.
     x = make((8, 16), ROWS)
     z = shard(region(x, make((8, 16), ROWS), ROWS) + 1, WHOLE)
     donate_buffer(x)
-    (mark,) = donation_report(predict=True).pending
     with pytest.warns(DonationWarning) as caught:
         torch_xla.sync(wait=True)
     assert torch.equal(z.cpu(), values(8, 16) * 3 + 1)
     assert torch.equal(x.cpu(), values(8, 16))
     modules = [module for module in hlo.read_dump(dump_folder) if module.donors]
     assert all(len(module.aliases) == 1 for module in modules[:-1])
-    assert mark.prediction == "unusable"
     (warning,) = [str(warning.message) for warning in caught]
     text = (
         "but not per device: the donor, sharded {devices=[4,1]0,1,2,3}, takes 128 bytes on each device, and the output"

@@ -631,7 +631,7 @@ def test_a_donor_that_no_output_has_the_size_of_is_not_reported(make, reuses):
     assert reuses() == []
 
 
-def test_the_prediction_is_what_a_step_with_donation_does(make):
+def test_what_is_reported_is_what_a_step_with_donation_takes(make):
     def step(context):
         tensors = [make(4), make(4), make(4), make(8), make(2)]
         counter = make(4)

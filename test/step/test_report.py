@@ -242,64 +242,6 @@ def test_the_reason_names_shardings_that_keep_the_sizes_apart():
     )
 
 
-def test_a_pending_mark_is_predicted_on_request(make):
-    used, rival, unused, unread, shared = make(6), make(6), make(5), make(4), make(7)
-    holder = torch.empty(7, device="xla")
-    holder.copy_(shared)
-    torch_xla.sync()
-    out = [used + 1 + rival.sum(), unused.sum(), shared + 1]
-    donate_buffer({"used": used, "rival": rival, "unused": unused, "unread": unread, "shared": shared})
-
-    def predictions():
-        return {mark.name[2:-2]: (mark.prediction, mark.reason) for mark in donation_report(predict=True).pending}
-
-    assert {mark.prediction for mark in donation_report().pending} == {None}
-    found = predictions()
-    assert found["unread"] == (None, "no step has read it yet; no pending work reads it")
-    assert sorted(found[name][0] for name in ("used", "rival")) == ["donated", "unusable"]
-    assert found["shared"][0] == "unusable"
-    assert "another live tensor, which was not donated" in found["shared"][1]
-    assert found["unused"][1].startswith("no step has read it yet; the next one will not use it: no output of the step")
-    with donation_disabled():
-        assert predictions()["used"][1].endswith("will not use it: donation is disabled (donation_disabled())")
-    # To look has changed nothing, and the step does what was predicted.
-    cancel_donation(unread)
-    with pytest.warns(DonationWarning):
-        torch_xla.sync(wait=True)
-    after = {donor.name[2:-2]: donor.outcome for donor in donation_report(steps=1).donors}
-    assert after == {name: found[name][0] for name in after}
-    assert len(out) == 3
-    assert len(holder) == 7
-
-
-@pytest.mark.parametrize("wished", [0, 1])
-def test_the_prediction_knows_the_pairs_that_into_asks_for(make, wished):
-    tensors = [make(9), make(9)]
-    out = tensors[0] + tensors[1]
-    donate_buffer(tensors, into=[out if i == wished else None for i in range(2)])
-    predicted = [mark.prediction for mark in sorted(donation_report(predict=True).pending, key=lambda mark: mark.name)]
-    assert predicted[wished] == "donated"
-    with pytest.warns(DonationWarning):
-        torch_xla.sync(wait=True)
-    assert [d.outcome for d in sorted(donation_report(steps=1).donors, key=lambda d: d.name)] == predicted
-
-
-@in_process(env={"XLA_DISABLE_FUNCTIONALIZATION": "1"})
-def test_work_on_views_that_cannot_be_seen_is_not_predicted():
-    t, other = torch.ones(4).to("xla"), torch.ones(5).to("xla")
-    torch_xla.sync(wait=True)
-    out, unseen = other + 1, t + 1
-    view = unseen[2:]
-    donate_buffer([t, other])
-    reason = "no step has read it yet; functionalization is off, so the pending work of views is not known"
-    predicted = [(mark.prediction, mark.reason) for mark in donation_report(predict=True).pending]
-    assert predicted == [("unknown", reason)] * 2
-    torch_xla.sync(wait=True)
-    assert donation_report()
-    assert view.tolist() == [2, 2]
-    assert len(out) == 5
-
-
 @in_process
 def test_an_error_inside_a_hook_is_in_the_report():
     for _ in range(2):
@@ -326,10 +268,7 @@ def test_donors_have_codes(make):
     }
     assert json.loads(json.dumps(Reason.UNREAD)) == "unread" == str(Reason.UNREAD)
     more = pending.sum()
-    (mark,) = donation_report(predict=True).pending
-    assert mark.reason_code is Reason.NO_OUTPUT_OF_ITS_SIZE
     with donation_disabled():
-        assert donation_report(predict=True).pending[0].reason_code is Reason.DISABLED
         torch_xla.sync()
     assert donation_report(steps=1).donors[0].reason_code is Reason.DISABLED
     assert (out.shape, more.shape) == ((30,), ())

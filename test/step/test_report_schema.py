@@ -30,7 +30,7 @@ def test_reports_of_all_outcomes_are_valid(make):
     with pytest.warns(DonationWarning):
         torch_xla.sync(wait=True)
     torch_xla.sync()
-    report = donation_report(steps=2, predict=True)
+    report = donation_report(steps=2)
     assert {donor.outcome for donor in report.donors} == {"donated", "unusable"}
     assert len(report.pending) == 1
     VALIDATE(plain(report))

@@ -47,7 +47,6 @@ from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,
     default_device_number,
-    device_count,
     ignores_donors,
     ignoring_donors,
     in_eager_mode,

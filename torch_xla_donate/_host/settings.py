@@ -16,11 +16,6 @@ def runtime() -> Any:
     return torch_xla.runtime
 
 
-def device_count() -> int:
-    """The number of devices of all hosts."""
-    return int(runtime().global_runtime_device_count())
-
-
 def default_device_number() -> int:
     """The number of this thread's default device among those of the process."""
     # torch_xla's number of it (`_xla_get_default_device_ordinal`) may count those of all hosts.

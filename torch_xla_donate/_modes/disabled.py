@@ -14,9 +14,9 @@ class donation_disabled(DecoratorMode[_C.Disabling]):
 
     Args:
         report_reuse: whether a `DonationWarning` reports each use of a tensor that such a step would have consumed, at
-            the line of the use, also after the context. The value is right, and stays. A prediction decides which
-            donors XLA would have consumed: it compares bytes per device of donors and outputs, in the order of the
-            graph's parameters. An inner context adds to the outer one.
+            the line of the use, also after the context. The value is right, and stays. XLA would have consumed the
+            donors whose bytes per device an output has, in the order of the graph's parameters. An inner context adds
+            to the outer one.
 
     Raises:
         TypeError: as a decorator, if the function is a generator or ``async def`` function.

@@ -8,9 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch_xla_donate import _C, hlo
 from torch_xla_donate._locks import make_lock
-from torch_xla_donate._report.explain import Explanation, StepSizes, split_sharding
+from torch_xla_donate._report.explain import StepSizes, split_sharding
 from torch_xla_donate._report.pairs import pair_kept
-from torch_xla_donate._report.predict import Prediction, StepPrediction
 from torch_xla_donate._report.reasons import Reason, sentence
 from torch_xla_donate.hlo.dump import copied_parameters
 from torch_xla_donate.hlo.model import ENTRY
@@ -35,7 +34,7 @@ class Donor:
         device: such as ``CPU:0``.
         outcome: ``donated``, ``unusable`` or ``pending``.
         reason: why it is not donated; empty if it is.
-        reason_code: the same as a `Reason`, of a pending mark that of its prediction; None if it is donated.
+        reason_code: the same as a `Reason`; None if it is donated.
         step: number of the step that read it, counted from 1 over steps with donors; None while pending.
         parameter: number of the donor among the parameters of the step's HLO; None while pending, if the package
             refused the donor, or if unknown.
@@ -44,8 +43,6 @@ class Donor:
             None if no output is computed from it, or if unknown.
         into_kept: whether the output named by ``into=`` reused the buffer; None without ``into=`` or if unknown.
         automatic: whether `auto_donate` found it, and no mark.
-        prediction: outcome of a pending mark at the next step, from ``donation_report(predict=True)``. ``unknown`` if
-            it depends on a sharding that the compiler will choose; None if no pending work reads the buffer.
     """
 
     name: str
@@ -61,7 +58,6 @@ class Donor:
     step: int | None
     into_kept: bool | None
     automatic: bool
-    prediction: Prediction | None = None
     output: int | None = None
     crossed: bool | None = None
     parameter: int | None = None
@@ -160,10 +156,9 @@ def describe_donors(
     return found
 
 
-def describe_pending(raw: Mapping[str, Any], next_step: StepPrediction | None) -> Donor:
+def describe_pending(raw: Mapping[str, Any]) -> Donor:
     """A mark that no step has read yet."""
-    prediction, (code, reason) = _expect(raw, next_step)
-    return dataclasses.replace(_donor(raw, "pending", code, reason), prediction=prediction)
+    return _donor(raw, "pending", Reason.UNREAD, "no step has read it yet")
 
 
 def _donor(raw: Mapping[str, Any], outcome: Outcome, code: Reason | None, reason: str) -> Donor:
@@ -184,13 +179,3 @@ def _donor(raw: Mapping[str, Any], outcome: Outcome, code: Reason | None, reason
         automatic=raw["automatic"],
         reason_code=code,
     )
-
-
-def _expect(raw: Mapping[str, Any], next_step: StepPrediction | None) -> tuple[Prediction | None, Explanation]:
-    """The prediction for a pending mark, and its reason."""
-    unread = "no step has read it yet"
-    if next_step is None:
-        return None, Explanation(Reason.UNREAD, unread)
-    prediction, (code, why) = next_step.predict(raw)
-    expected = "the next one will not use it: " if prediction == "unusable" else ""
-    return prediction, Explanation(code, f"{unread}; {expected}{why}")

@@ -14,7 +14,6 @@ from torch_xla_donate._report.donors import Donor, describe_donors, describe_pen
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.pairs import resolve_pairs
-from torch_xla_donate._report.predict import StepPrediction
 from torch_xla_donate._report.reasons import sentence
 
 
@@ -159,7 +158,7 @@ class DonationReport:
         }
 
 
-def donation_report(*, steps: int | None = None, predict: bool = False) -> DonationReport:
+def donation_report(*, steps: int | None = None) -> DonationReport:
     """The donors of the last steps with their outcome, and the pending marks.
 
     Waits until running steps have started on the device, which is when XLA takes the buffers. Does not wait for their
@@ -169,9 +168,6 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         steps: the number of steps to look back, at most and by default the number of kept steps, 8 unless `configure`
             has changed it. Steps without donors count from the first step with donors. Reads (``print``, ``.item()``,
             ``.cpu()``) do not count.
-        predict: whether to predict the outcome of each pending mark at the next step, from the bytes per device of
-            marks and outputs. It reads all pending work, so no other thread may compute meanwhile. It compiles and
-            runs nothing. It does not know of exported buffers (dlpack, numpy), which XLA copies.
 
     Raises:
         TypeError: ``steps`` is not an int.
@@ -196,9 +192,7 @@ def donation_report(*, steps: int | None = None, predict: bool = False) -> Donat
         copied = None if facts is None else sum(facts.copied.values())
         summary.append(Step(step["number"], len(own), crossed, copied, compilations))
         donors += own
-    marks = _C.pending()
-    next_step = StepPrediction() if predict and marks else None
-    pending = [describe_pending(raw, next_step) for raw in marks]
+    pending = [describe_pending(raw) for raw in _C.pending()]
     warn_or_raise(everywhere=True)
     left_alone = _C.auto_held()
     with searching:
