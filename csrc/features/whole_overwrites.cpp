@@ -25,31 +25,21 @@ bool HoldsConsumed(const at::Tensor& tensor) {
   return buffer != nullptr && IsGone(buffer.get());
 }
 
-template <typename Op, typename Schema = typename Op::schema>
-struct Overwrite;
-
 at::Tensor EmptyLike(const at::Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); }
 
 bool IsToReplace(const at::Tensor& tensor) { return tensor.defined() && tensor.is_xla() && HoldsConsumed(tensor); }
 
-// The result takes only shape, dtype and device from the first argument.
-template <typename Op, typename... Rest>
-struct Overwrite<Op, at::Tensor(const at::Tensor&, Rest...)> {
-  using Function = at::Tensor (*)(const at::Tensor&, Rest...);
+// The result of zero takes only shape, dtype and device from its argument.
+struct Zero {
+  using Function = at::Tensor (*)(const at::Tensor&);
   static inline Original original;
 
-  static at::Tensor Call(const at::Tensor& self, Rest... rest) {
-    const auto call = original.As<Function>();
-    if (Watches(kRegistry) && IsToReplace(self)) {
-      return call(EmptyLike(self), std::forward<Rest>(rest)...);
-    }
-    return call(self, std::forward<Rest>(rest)...);
+  static at::Tensor Call(const at::Tensor& tensor) {
+    return original.As<Function>()(Watches(kRegistry) && IsToReplace(tensor) ? EmptyLike(tensor) : tensor);
   }
 };
 
-// The same for a list of tensors.
-template <typename Op>
-struct Overwrite<Op, std::vector<at::Tensor>(at::TensorList)> {
+struct ForeachZero {
   using Function = std::vector<at::Tensor> (*)(at::TensorList);
   static inline Original original;
 
@@ -83,42 +73,26 @@ struct Replacement {
   }
 };
 
-template <typename Function>
-Hook Row(const char* name, Function function, void* replacement, Original& original, const char* purpose) {
+template <typename Hooked, typename Function>
+Hook Row(const char* name, Function function, const char* purpose) {
   Dl_info found{};
   if (dladdr(reinterpret_cast<void*>(function), &found) == 0 || found.dli_sname == nullptr) {
     throw std::runtime_error("libtorch does not export what functionalization calls for an update in place");
   }
-  return {name, HookedLibrary::kTorch, {found.dli_sname}, replacement, &original, purpose};
-}
-
-template <typename Op>
-Hook RowOf(const char* name) {
-  return Row(name, &Op::call, reinterpret_cast<void*>(&Overwrite<Op>::Call), Overwrite<Op>::original,
-             "overwrites a donated tensor as a whole: no use");
+  return {name,   HookedLibrary::kTorch, {found.dli_sname}, reinterpret_cast<void*>(&Hooked::Call), &Hooked::original,
+          purpose};
 }
 
 }  // namespace
 
 std::vector<Hook> OverwriteHooks() {
   namespace ops = at::_ops;
+  const char* const overwrites = "full overwrite of a donated tensor; does not count as a use";
   return {
-      RowOf<ops::zero>("_ops::zero::call"),
-      RowOf<ops::_foreach_zero>("_ops::_foreach_zero::call"),
-      RowOf<ops::uniform>("_ops::uniform::call"),
-      RowOf<ops::normal_functional>("_ops::normal_functional::call"),
-      RowOf<ops::bernoulli_Tensor>("_ops::bernoulli_Tensor::call"),
-      RowOf<ops::bernoulli_p>("_ops::bernoulli_p::call"),
-      RowOf<ops::exponential>("_ops::exponential::call"),
-      RowOf<ops::geometric>("_ops::geometric::call"),
-      RowOf<ops::log_normal>("_ops::log_normal::call"),
-      RowOf<ops::cauchy>("_ops::cauchy::call"),
-      RowOf<ops::random>("_ops::random::call"),
-      RowOf<ops::random_from>("_ops::random_from::call"),
-      RowOf<ops::random_to>("_ops::random_to::call"),
-      Row("_ops::_propagate_xla_data::call", &ops::_propagate_xla_data::call,
-          reinterpret_cast<void*>(&Replacement::Call), Replacement::original,
-          "torch_xla asks what an update replaces: no read"),
+      Row<Zero>("_ops::zero::call", &ops::zero::call, overwrites),
+      Row<ForeachZero>("_ops::_foreach_zero::call", &ops::_foreach_zero::call, overwrites),
+      Row<Replacement>("_ops::_propagate_xla_data::call", &ops::_propagate_xla_data::call,
+                       "torch_xla asks what an update replaces: no read"),
   };
 }
 
