@@ -64,12 +64,11 @@ faults: build  ## fail each allocation of the hooks in turn, throw and interrupt
 sanitize: build  ## tests under AddressSanitizer, UBSan and ThreadSanitizer: hours. Needs GCC, x86-64 or arm64, and setarch
 	$(BIN)/python test/sanitize/run.py $(SANITIZE)
 
-lint: env  ## ruff, mypy, clang-format, clang-tidy and our words; changes nothing
+lint: env  ## ruff, mypy, clang-format and clang-tidy; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
 	$(BIN)/mypy
-	$(BIN)/python test/prose.py
 	@$(MAKE) --no-print-directory --output-sync -j $$(nproc) tidy
 
 # clang-tidy parses torch's headers again for each file, so only files that have changed are checked. GCC's precompiled

@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch_xla
 from children import in_process
 
@@ -47,32 +46,29 @@ def test_the_stub_has_the_names_of_the_module() -> None:
     assert public([*FUNCTIONS, *CLASSES]) == public(vars(_C))
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_a_function_has_the_parameters_of_the_stub(name: str) -> None:
-    names, kinds, result = documented(getattr(_C, name))
-    assert names == parameters(FUNCTIONS[name])
-    for argument, kind in zip(FUNCTIONS[name].args.args, kinds, strict=True):
-        assert argument.annotation is not None
-        if kind in PLAIN:
-            assert ast.unparse(argument.annotation) == kind
-    returned = FUNCTIONS[name].returns
-    assert returned is not None
-    if result in PLAIN or ast.unparse(returned) in PLAIN:
-        assert ast.unparse(returned) == result
+def test_a_function_has_the_parameters_of_the_stub() -> None:
+    """mypy's stubtest compares names only, as pybind11 gives signatures in docstrings."""
+    for name, node in FUNCTIONS.items():
+        names, kinds, result = documented(getattr(_C, name))
+        assert names == parameters(node), name
+        for argument, kind in zip(node.args.args, kinds, strict=True):
+            assert argument.annotation is not None
+            assert kind not in PLAIN or ast.unparse(argument.annotation) == kind, name
+        assert node.returns is not None
+        returned = ast.unparse(node.returns)
+        assert returned == result or not {returned, result} & PLAIN, name
 
 
-@pytest.mark.parametrize("name", sorted(public(CLASSES)))
-def test_a_class_has_the_attributes_of_the_stub(name: str) -> None:
-    kind, node = getattr(_C, name), CLASSES[name]
-    members = {member.name: member for member in node.body if isinstance(member, ast.FunctionDef)}
-    assert public(members) == public(vars(kind))
-    assert {name for name in members if name.startswith("__")} <= {*vars(kind), "__eq__"}
-    for member, stub in members.items():
-        found = inspect.getattr_static(kind, member, None)
-        if isinstance(found, property):
-            assert [ast.unparse(decorator) for decorator in stub.decorator_list] == ["property"]
-        elif not member.startswith("__"):
-            assert stub.decorator_list == []
+def test_a_class_has_the_attributes_of_the_stub() -> None:
+    for name in public(CLASSES):
+        kind, node = getattr(_C, name), CLASSES[name]
+        members = {member.name: member for member in node.body if isinstance(member, ast.FunctionDef)}
+        assert public(members) == public(vars(kind)), name
+        assert {name for name in members if name.startswith("__")} <= {*vars(kind), "__eq__"}
+        for member, stub in members.items():
+            found = inspect.getattr_static(kind, member, None)
+            is_property = [ast.unparse(decorator) for decorator in stub.decorator_list] == ["property"]
+            assert member.startswith("__") or is_property is isinstance(found, property), (name, member)
 
 
 def keys(name: str) -> list[str]:
