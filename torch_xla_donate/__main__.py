@@ -18,7 +18,7 @@ from rich.progress import Progress
 from torch_xla_donate import _doctor, _pages
 from torch_xla_donate._errors import see
 from torch_xla_donate._report.table import console, percent
-from torch_xla_donate._tools import collect, edits, record, table
+from torch_xla_donate._tools import collect, record, table
 from torch_xla_donate._tools import run as running
 from torch_xla_donate._tools import verify as verifying
 from torch_xla_donate._tools.summary import RunSummary
@@ -112,8 +112,7 @@ def run(
 @main.command(context_settings={"allow_interspersed_args": False})
 @_program
 @_output
-@click.option("--advise", is_flag=True, help="Also show what could still be donated, and the edit.")
-@click.option("--apply", "apply_", is_flag=True, help="Write only the simple edits of --advise to stdout, as a diff.")
+@click.option("--advise", is_flag=True, help="Also show what could still be donated, and the call to write.")
 @click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the dump here, for `inspect`.")
 def verify(
     arguments: tuple[str, ...],
@@ -125,7 +124,6 @@ def verify(
     html_file: str | None,
     undonated: bool,
     advise: bool,
-    apply_: bool,
     keep: Path | None,
 ) -> None:
     """Runs a script, and shows the donors of each step.
@@ -135,7 +133,7 @@ def verify(
 
     Example: `python -m torch_xla_donate verify --auto --fail-under 95 train.py --epochs 3`
     """
-    program = dataclasses.replace(_named(arguments, auto, is_module), advise=advise or apply_)
+    program = dataclasses.replace(_named(arguments, auto, is_module), advise=advise)
 
     def summarize(progress: collect.Progress) -> RunSummary:
         return verifying.verify(
@@ -143,11 +141,11 @@ def verify(
             keep=keep,
             topology=topology,
             undonated=undonated,
-            keeps_stdout=json_file == "-" or apply_,
+            keeps_stdout=json_file == "-",
             progress=progress,
         )
 
-    _show(summarize, fail_under, json_file, html_file, apply_)
+    _show(summarize, fail_under, json_file, html_file)
 
 
 @main.command()
@@ -200,9 +198,8 @@ def _show(
     fail_under: float | None,
     json_file: str | None,
     html_file: str | None,
-    applies: bool = False,
 ) -> None:
-    """Shows a summary, and exits with its code. applies: whether standard output gets only the diff of the advice."""
+    """Shows a summary, and exits with its code."""
     errors = Console(stderr=True)
     try:
         with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -214,15 +211,10 @@ def _show(
             found = summarize(progress)
     except (ImportError, ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
-    if applies:
-        text, left_out = edits.diff(found.advice or (), os.getcwd())
-        click.echo(text, nl=False)
-        for message in left_out:
-            click.echo(message, err=True)
     if json_file == "-":
         click.echo(table.summary_line(found), err=True)
     else:
-        shown = console(stderr=applies)
+        shown = console()
         for part in table.tables(found):
             shown.print(part)
     if json_file is not None:

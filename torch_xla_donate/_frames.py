@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import os
 import sys
-import threading
 import traceback
 import types
+from collections.abc import Sequence
 
 
 def is_internal(frame: types.FrameType) -> bool:
@@ -37,22 +38,11 @@ def call_site(stacklevel: int = 1) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def main_place() -> tuple[str, int] | None:
-    """The file of the program's main module, and the line that it runs; None without such a frame.
-
-    A process that multiprocessing spawns has imported the whole module before it runs anything.
-    """
-    main = sys.modules.get("__main__")
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    place = None
-    while frame is not None:  # the outermost one, as the program may call exec()
-        if frame.f_code.co_name == "<module>" and frame.f_globals is getattr(main, "__dict__", None):
-            place = frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    if place is not None:
-        return place
-    file = getattr(main, "__file__", None) if main is sys.modules.get("__mp_main__") else None
-    return (file, sys.maxsize) if isinstance(file, str) else None
+def site_of(stack: Sequence[tuple[str, str, int]]) -> str:
+    """``file:line`` of the innermost user frame of (module, file, line), innermost first; empty if there is none."""
+    found = next((frame for frame in stack if not is_internal_code(frame[0], frame[1])), None)
+    # Processes of multiprocessing normalise the path of the program.
+    return "" if found is None else f"{os.path.normpath(found[1])}:{found[2]}"
 
 
 def is_for_with(frame: types.FrameType) -> bool:

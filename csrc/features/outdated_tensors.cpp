@@ -13,9 +13,11 @@
 #include "features/auto_donors.h"
 #include "features/compiled_run.h"
 #include "features/use_guard.h"
+#include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/views.h"
 #include "registry/registry.h"
+#include "step/callbacks.h"
 #include "step/observer.h"
 
 namespace torch_xla_donate {
@@ -89,6 +91,19 @@ void GiveNewValues(const std::vector<c10::intrusive_ptr<c10::TensorImpl>>& tenso
   }
 }
 
+// Only advice asks for it, because the stack costs more than the write.
+std::shared_ptr<const OutdatedTensors::Write> LineOfWrite(bool is_of_part) noexcept {
+  try {
+    if (WatchesInputs()) {
+      return std::make_shared<const OutdatedTensors::Write>(
+          OutdatedTensors::Write{Callbacks().python_stack(), is_of_part});
+    }
+  } catch (const std::exception& error) {  // the write itself has worked
+    DonationRegistry::Get().NoteError(error.what());
+  }
+  return nullptr;
+}
+
 // ---- The intercepts ----
 
 void CommitUpdate(FunctionalTensorWrapper* self) {
@@ -141,6 +156,7 @@ void CopyTensorMetadata(const FunctionalTensorWrapper* source, FunctionalTensorW
       TakeValueFromMarkedBase(*copy);
     }
     OutdatedTensors::Get().NoteBase(*source);
+    OutdatedTensors::Get().NoteLine(*copy);
   }
 }
 
@@ -252,6 +268,7 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
       NoteBase(static_cast<const FunctionalTensorWrapper&>(*base));
     }
   }
+  const auto line = LineOfWrite(/*is_of_part=*/!written.isBaseTensor());
   std::vector<c10::intrusive_ptr<c10::TensorImpl>> outdated;  // released without the lock
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -259,6 +276,7 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
     outdated.reserve(static_cast<std::size_t>(std::distance(begin, end)));
     for (auto it = begin; it != end; ++it) {
       Tag& tag = *it->second;
+      tag.last_write = line != nullptr ? line : tag.last_write;
       if (tag.tensor == &written || tag.place != kUpToDate) {
         continue;
       }
@@ -278,6 +296,20 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
   };
   outdated.erase(std::remove_if(outdated.begin(), outdated.end(), has_value), outdated.end());
   GiveNewValues(outdated);
+}
+
+void OutdatedTensors::NoteLine(FunctionalTensorWrapper& replaced) {
+  auto* tag = dynamic_cast<Tag*>(replaced.get_backend_meta());
+  if (const auto line = tag == nullptr ? nullptr : LineOfWrite(/*is_of_part=*/false)) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tag->last_write = line;
+  }
+}
+
+std::shared_ptr<const OutdatedTensors::Write> OutdatedTensors::LastWrite(const at::TensorBase& tensor) const {
+  const auto* tag = dynamic_cast<const Tag*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return tag == nullptr ? nullptr : tag->last_write;
 }
 
 void OutdatedTensors::BringUpToDate(const lazy::BackendDevice* device) {

@@ -22,12 +22,14 @@
 #include <atomic>
 #include <cstddef>
 #include <limits>
+#include <memory>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
-#include "host/symbols.h"
 #include "host/process_mutex.h"
+#include "host/symbols.h"
+#include "step/callbacks.h"
 #include "step/hooks.h"
 #include "step/watch.h"
 
@@ -57,6 +59,16 @@ class OutdatedTensors {
   // its next use raises. Throws only the exceptions of signal handlers.
   void BringUpToDate(const lazy::BackendDevice* device);
 
+  // The last write of a tensor through an alias, or by `t.data = x`, while advice watches the program.
+  struct Write {
+    std::vector<StackFrame> stack;  // innermost first
+    bool is_of_part;                // through a view, as in `t[i] = x`
+  };
+  // A tensor gets the value of another one. Does nothing for a new tensor, such as `t.detach()`.
+  void NoteLine(at::FunctionalTensorWrapper& replaced);
+  // Null if there is none.
+  std::shared_ptr<const Write> LastWrite(const at::TensorBase& tensor) const;
+
   // The values of outdated tensors, which nothing can read any more. Only for comparison.
   std::unordered_set<const abi::TensorData*> OldValues() const;
 
@@ -83,6 +95,7 @@ class OutdatedTensors {
     const c10::StorageImpl* storage;  // compared only, never dereferenced
     at::Device device;
     std::size_t place = kUpToDate;  // in `outdated_`
+    std::shared_ptr<const Write> last_write;
   };
 
   // The tensor, if it is alive. Call it with the mutex, but release the tensor without it. So a thread that owns such

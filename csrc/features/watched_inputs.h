@@ -1,5 +1,6 @@
 // Notes for advice how the program uses the inputs of a step: as donors, not at all, or held. Also the output that
-// could take the memory. Nothing is donated for it, and the graph stays as it is.
+// could take the memory, and the line that last wrote a tensor. Nothing is donated for it, and the graph stays as it
+// is.
 //
 // Threads: the switch is for the process. Each thread keeps its last step.
 // Errors: throws none itself.

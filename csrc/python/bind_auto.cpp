@@ -7,6 +7,7 @@
 
 #include "features/auto_donors.h"
 #include "features/donor_plans.h"
+#include "features/outdated_tensors.h"
 #include "features/watched_inputs.h"
 #include "host/tensors.h"
 #include "host/views.h"
@@ -67,6 +68,18 @@ void BindAuto(py::module_& m) {
       .def_readonly("outputs", &WatchedStep::outputs, "The alias id of each.");
   m.def("watch_inputs", &WatchInputs, py::arg("on"), "Whether steps note their inputs, in all threads.");
   m.def("take_watched_step", &TakeWatchedStep, "The last step of this thread since the last call; None for none.");
+  m.def(
+      "last_write",
+      [](py::handle tensor) -> py::object {
+        const auto write = OutdatedTensors::Get().LastWrite(TensorOf(tensor));
+        if (write == nullptr) {
+          return py::none();
+        }
+        return py::make_tuple(StackList(write->stack), write->is_of_part);
+      },
+      py::arg("tensor"),
+      "The frames that last wrote the tensor or an alias of it while inputs were watched, as take_runs has them, and "
+      "whether they wrote through a view; None if unknown.");
   m.def(
       "alias_ids",
       [](py::handle tensor) {

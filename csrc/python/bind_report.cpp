@@ -117,10 +117,6 @@ py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
 py::list TakeRuns() {
   py::list result;
   for (const LoggedRun& run : TakeLoggedRuns()) {
-    py::list stack;
-    for (const StackFrame& frame : run.stack) {
-      stack.append(py::make_tuple(frame.module, frame.file, frame.line));
-    }
     py::dict item;
     item["executable"] = run.executable;
     item["graph"] = run.graph;
@@ -128,7 +124,7 @@ py::list TakeRuns() {
     item["header"] = run.header;
     item["memory"] = run.memory;
     item["live_bytes"] = run.live_bytes;
-    item["stack"] = stack;
+    item["stack"] = StackList(run.stack);
     result.append(item);
   }
   return result;

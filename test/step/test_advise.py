@@ -17,7 +17,6 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
-from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.names import OBJECTS, Name, Walk, name_tensors
 from torch_xla_donate._tools.recorder import _NAMED_RUNS, Recorder
 
@@ -245,36 +244,6 @@ def test_the_number_of_named_steps_is_bounded():
             exec(end)
     assert len(recorder._runs) == 3
     assert 0 < len(recorder._findings) <= 3 + _NAMED_RUNS
-
-
-@in_process
-def test_the_source_is_searched_once_for_many_tensors():
-    """A search reads whole files."""
-    monkeypatch = pytest.MonkeyPatch()  # of this child
-    searches = []
-
-    def count(find):
-        def search(name):
-            searches.append(name)
-            return find(name)
-
-        monkeypatch.setattr(edits, find.__name__, search)
-
-    count(edits.find_write)
-    count(edits.find_assignment)
-    params = {f"p{i}": make(8, 8) for i in range(200)}
-    caches = [make(8, 8) for i in range(200)]
-
-    def step():
-        nonlocal params
-        params = {name: p * 0.5 for name, p in params.items()}
-        for cache in caches:
-            cache[1] = 1.0
-
-    advice = advise(step)
-    assert sum(hint.count for hint in advice) == 400
-    assert {hint.kind for hint in advice} == {"functional_update", "slice_assignment"}
-    assert len(searches) < 200
 
 
 @in_process

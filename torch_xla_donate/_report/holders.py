@@ -260,14 +260,22 @@ def _variable(name: str, code: types.CodeType, line: int) -> str:
 @functools.lru_cache(maxsize=256)
 def assigned_at(name: str, code: types.CodeType, line: int) -> int:
     """The last line up to this one that assigns a variable; a later one, or the function's, if there is none."""
-    lines: list[int] = []
-    current = code.co_firstlineno
-    for instruction in dis.get_instructions(code):
-        current = instruction.starts_line or current
-        if instruction.opname.startswith("STORE_") and instruction.argval == name:
-            lines.append(current)
+    lines = list(stores_of(name, code))
     before = [number for number in lines if number <= line]
     return max(before, default=max(lines, default=code.co_firstlineno))
+
+
+def stores_of(name: str, code: types.CodeType, kinds: tuple[str, ...] = ("STORE_",)) -> Iterator[int]:
+    """The lines of the instructions of these kinds that store a variable, or an item or attribute on its line."""
+    current = code.co_firstlineno
+    line_of_load = 0
+    for instruction in dis.get_instructions(code):
+        current = instruction.starts_line or current
+        if instruction.argval == name and instruction.opname.startswith("LOAD_"):
+            line_of_load = current
+        is_part = instruction.opname in kinds and current == line_of_load
+        if is_part or (instruction.argval == name and instruction.opname.startswith(kinds)):
+            yield current
 
 
 def _step(referrer: Any, thing: Any) -> tuple[Any, str] | None:

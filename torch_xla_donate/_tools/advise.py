@@ -19,7 +19,7 @@ from torch_xla_donate._tools.recorder import Recorder
 
 
 def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
-    """Finds memory that a step could still save: which tensor, which line, and the edit.
+    """Finds memory that a step could still save: which tensor, which line, and the call to write.
 
     Calls ``f(*args, **kwargs)`` twice, and ends each call with ``torch_xla.sync()``. The first call shows the state of
     a loop before the second one, and only the steps of the second count. So an optimizer advances by two steps.

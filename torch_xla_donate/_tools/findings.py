@@ -8,15 +8,12 @@ from collections.abc import Container, Iterable, Mapping
 
 import torch
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _frames
 from torch_xla_donate._report.explain import split_sharding
 from torch_xla_donate._report.holders import other_holders
 from torch_xla_donate._report.reasons import sentence
-from torch_xla_donate._tools import edits
 from torch_xla_donate._tools.hints import HintKind
 from torch_xla_donate._tools.names import Name, Named
-
-_SEARCHED = 64  # different tensors whose writes are looked up in the source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +116,6 @@ def find(
     buffers = dict.fromkeys(raw.buffer for raw in held if raw.tensor not in arguments)
     kept: list[_C.WatchedInput] = []
     donated: list[_C.WatchedInput] = []  # arguments
-    lines = _Lines()
     for raw in inputs:
         if raw.use == "other" or raw.next is None:
             continue
@@ -130,7 +126,7 @@ def find(
             note(Key("output_sharding", site, "", _variable(names)), raw.array, names, split_sharding(raw.array)[1])
         elif raw.use == "free" and not step.automatic:
             old = before.get(raw.tensor) if before is not None and raw.tensor is not None else None
-            key, names = _free(raw, site, old, reachable, lines)
+            key, names = _free(raw, site, old, reachable)
             note(key, raw.array, names)
         elif raw.use == "held" and raw.tensor in arguments:
             if raw.next in results:
@@ -222,17 +218,16 @@ def _donate(numbers: list[int | str]) -> str:
     return ", ".join(options + ([f"donate_argnames={names}"] if names else []))
 
 
-def _free(
-    raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable, lines: _Lines
-) -> tuple[Key, tuple[Name, ...]]:
+def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -> tuple[Key, tuple[Name, ...]]:
     """The finding for an input that the program cannot read after the step."""
     # A tensor that was written by slices still has its old value.
     new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.next)  # type: ignore[arg-type]
     tensor = new.tensor() if new is not None else None
     if new is not None and tensor is not None and (raw.tensor in now.by_alias or (old and old.tensor() is tensor)):
         name = new.names[0]
-        where, is_slice = lines.of_write(name)
-        is_slice = is_slice or len(set(_C.alias_ids(tensor))) > 1  # the source may be unknown
+        stack, is_slice = _C.last_write(tensor) or ([], False)
+        where = _frames.site_of(stack) or name.place_of_assignment()
+        is_slice = is_slice or len(set(_C.alias_ids(tensor))) > 1  # a thread without Python may have written it
         kind: HintKind = "slice_assignment" if is_slice else "lost_alias"
         return Key(kind, site, where, name.variable), tuple(new.names)
     names = tuple(name for name in old.names if name.place in now.places) if old is not None else ()
@@ -240,33 +235,7 @@ def _free(
         return Key("free_input", site), tuple(old.names) if old is not None else ()
     name = now.places[names[0].place]
     kind = "functional_update" if name.path else "reassignment"
-    return Key(kind, site, lines.of_assignment(name), name.variable), names
-
-
-class _Lines:
-    """Lines of the source for the tensors of a step. Each is searched once, as a search reads whole files."""
-
-    def __init__(self) -> None:
-        self._writes: dict[tuple[object, ...], tuple[str, bool]] = {}
-        self._assignments: dict[tuple[object, ...], str] = {}
-
-    def of_write(self, name: Name) -> tuple[str, bool]:
-        """As `edits.find_write`. Of many items of a variable only the first ones are searched."""
-        attribute = name.path.rpartition(".")[2]
-        text = attribute if attribute.isidentifier() else name.path
-        key = name.variable, id(name.code), name.file, name.line, name.owner_file, text
-        if key not in self._writes:
-            if len(self._writes) >= _SEARCHED:
-                return self.of_assignment(name), False
-            self._writes[key] = edits.find_write(name)
-        return self._writes[key]
-
-    def of_assignment(self, name: Name) -> str:
-        """As `edits.find_assignment`."""
-        key = name.variable, id(name.code), name.file, name.line, bool(name.path)
-        if key not in self._assignments:
-            self._assignments[key] = edits.find_assignment(name)
-        return self._assignments[key]
+    return Key(kind, site, name.place_of_assignment(), name.variable), names
 
 
 class _Reachable:

@@ -1,4 +1,4 @@
-"""The hints of `advise`: what a program could still donate, with the line and the edit."""
+"""The hints of `advise`: what a program could still donate, with the line and the call to write."""
 
 from __future__ import annotations
 
@@ -38,40 +38,20 @@ NOTHING = "Nothing to gain: every input that a step could reuse is reused. Graph
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
-    """Lines of a file and what to put in their place.
-
-    Attributes:
-        file: path of the file.
-        line: number of the first line, from 1.
-        count: how many lines to replace; 0 to insert before ``line``.
-        text: whole lines.
-        digest: of the file that the lines belong to. `diff` leaves the change out if the file has another one.
-    """
-
-    file: str
-    line: int
-    count: int
-    text: str
-    digest: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Hint:
     """Memory that a step could save.
 
     Attributes:
         kind: see `docs/advise.md`.
-        bytes: bytes on one device that a run of the step saves with the edit.
+        bytes: bytes on one device that a run of the step saves with the call.
         array: the largest array, in XLA's notation, such as ``f32[8,4]``.
         count: the number of arrays.
         name: as the program reaches it, such as ``model.fc.weight``; empty if unknown.
         where: ``file:line`` of the code to change; empty if unknown.
         holder: all that holds it after the step; empty if nothing does.
-        edit: what to change; empty if the tool cannot know it.
+        edit: the call to write; empty if only the program can tell what to change.
         site: ``file:line`` of the end of the step.
         runs: how many watched runs of the step showed it.
-        changes: the edit as text, where `diff` may apply it; empty otherwise.
     """
 
     kind: HintKind
@@ -84,7 +64,6 @@ class Hint:
     edit: str
     site: str
     runs: int
-    changes: tuple[Change, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -123,9 +102,9 @@ class Advice(Sequence[Hint]):
     def table(self) -> Table:
         """A row for each hint."""
         count = f"{len(self)} hint{'s' if len(self) > 1 else ''}"
-        table = Table(title=f"{count}. Bytes that a step saves on one device with the edit", title_justify="left")
+        table = Table(title=f"{count}. Bytes that a step saves on one device with the call", title_justify="left")
         table.add_column("bytes", justify="right", no_wrap=True)
-        for column in ("array", "where", "finding", "edit"):
+        for column in ("array", "where", "finding", "call to write"):
             table.add_column(column, overflow="fold")
         for hint in self:
             more = f" and {hint.count - 1} more" if hint.count > 1 else ""
@@ -148,7 +127,4 @@ class Advice(Sequence[Hint]):
     def from_dict(cls, data: Mapping[str, Any]) -> Advice:
         """Reads what `to_dict` returns."""
         fields = [field.name for field in dataclasses.fields(Hint)]
-        return cls(
-            Hint(**{**{name: raw[name] for name in fields}, "changes": tuple(Change(**c) for c in raw["changes"])})
-            for raw in data["hints"]
-        )
+        return cls(Hint(**{name: raw[name] for name in fields}) for raw in data["hints"])

@@ -22,6 +22,7 @@ from torch_xla_donate._report.holders import (
     assigned_at,
     attributes_of,
     static_member,
+    stores_of,
     suspended_frame,
     user_frames,
     user_modules,
@@ -77,8 +78,15 @@ class Name:
         return assigned_at(self.variable, self.code, self.line) if self.code is not None else 0
 
     def place_of_assignment(self) -> str:
-        """``file:line``; empty if unknown."""
-        return f"{self.file}:{self.assigned()}" if self.code is not None else ""
+        """``file:line``; empty if unknown. Of an item or attribute, the assignment to it or to another one.
+
+        A function inside that assigns the variable (``nonlocal``, ``global``) comes first, as it changes it later.
+        """
+        if self.code is None:
+            return ""
+        inner = list(_inner_stores(self.variable, self.code))
+        parts = stores_of(self.variable, self.code, _PARTS) if self.path else ()
+        return f"{self.file}:{max([*inner, *parts], default=self.assigned())}"
 
     def holder(self, *, with_path: bool) -> str:
         """The text for what holds the tensor: this name, or the variable."""
@@ -113,6 +121,17 @@ def name_tensors() -> dict[int, Named]:
     for named in walk.found.values():
         named.names.sort(key=lambda name: len(name.path))
     return walk.found
+
+
+_PARTS = ("STORE_SUBSCR", "STORE_ATTR")
+
+
+def _inner_stores(variable: str, code: types.CodeType) -> Iterator[int]:
+    """The lines of functions inside that assign a variable of this code, or a part of it."""
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType) and variable not in const.co_varnames:
+            yield from stores_of(variable, const, ("STORE_DEREF", "STORE_GLOBAL", *_PARTS))
+            yield from _inner_stores(variable, const)
 
 
 def is_installed(file: str) -> bool:

@@ -21,7 +21,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class _Record:
         number = run["executable"]
         if run["header"]:
             self.write({"executable": number, "header": run["header"], "memory": run["memory"]})
-        self.write({"run": number, "site": _site(run["stack"]), "live": run["live_bytes"]})
+        self.write({"run": number, "site": _frames.site_of(run["stack"]), "live": run["live_bytes"]})
         if run["has_donors"] and self.tries[number] < _TRIES:
             self._describe_donors(number, run["graph"])
 
@@ -166,13 +166,6 @@ def record_runs() -> None:
                 _record.add(run)
         except Exception as error:  # the program must not depend on its record, as on a full disk
             _C.note_error(f"verify: {type(error).__name__}: {error}")
-
-
-def _site(stack: Sequence[tuple[str, str, int]]) -> str:
-    """``file:line`` of the innermost user frame; empty if there is none."""
-    found = next((frame for frame in stack if not _frames.is_internal_code(frame[0], frame[1])), None)
-    # Processes of multiprocessing normalise the path of the program.
-    return "" if found is None else f"{os.path.normpath(found[1])}:{found[2]}"
 
 
 def _describe(raw: Mapping[str, Any]) -> dict[str, Any]:
