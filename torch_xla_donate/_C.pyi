@@ -36,6 +36,7 @@ class _Donor(TypedDict):
     automatic: bool
     parameter: int | None
     successor: int | None
+    requested: int | None
 
 class _Step(TypedDict):
     number: int

@@ -62,6 +62,7 @@ py::dict DonorDict(const DonorSnapshot& donor) {
   result["automatic"] = donor.automatic;
   result["parameter"] = donor.parameter;
   result["successor"] = donor.successor;
+  result["requested"] = donor.requested;
   return result;
 }
 

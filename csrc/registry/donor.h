@@ -71,8 +71,9 @@ struct DonorStatus {
   c10::SmallVector<Mark, 1> marks;  // oldest first; several for tied tensors and for several calls
   DonorState state = DonorState::kPending;
   Reason reason;  // why it is unusable, if known here; empty if XLA found no use for it
-  // In the graph of the step that reads it: the number of its parameter, and of the output computed from it.
-  std::optional<std::size_t> parameter, successor;
+  // In the graph of the step that reads it: the number of its parameter, of the output computed from it, and of the
+  // output that `into=` names.
+  std::optional<std::size_t> parameter, successor, requested;
   bool reported = false;     // needs no notice: TakeNotices() has returned it, or the user has disabled donation
   bool armed = false;        // this thread's next run of a compiled graph consumes it
   bool left_unused = false;  // claimed by a graph whose last run did not use it

@@ -135,7 +135,7 @@ class DonationRegistry {
   // A donor that a step offers to XLA, with its places in the step's graph.
   struct Offer {
     DonorPtr donor;
-    std::optional<std::size_t> parameter, successor;
+    std::optional<std::size_t> parameter = std::nullopt, successor = std::nullopt, requested = std::nullopt;
   };
   struct Refusal {
     DonorPtr donor;

@@ -136,6 +136,7 @@ DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>
     status.armed = false;
     status.parameter = offer->parameter;
     status.successor = offer->successor;
+    status.requested = offer->requested;
     if (!offer->donor->automatic) {
       pending_.erase(offer->donor->buffer.lock().get());
     }

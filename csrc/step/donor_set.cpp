@@ -107,8 +107,9 @@ void DonorSet::FindOutputs() {
   if (indices.size() == context_.roots.size() && std::all_of(indices.begin(), indices.end(), is_output)) {
     std::transform(indices.begin(), indices.end(), std::back_inserter(outputs_), tensor_at);
   }
-  for (const abi::TensorData* output : outputs_) {
-    ids_.Add(*output);
+  for (std::size_t i = 0; i < outputs_.size(); ++i) {
+    ids_.Add(*outputs_[i]);
+    number_of_.emplace(outputs_[i], i);
   }
   if (outputs_.empty()) {
     context_.gate.Refuse(ReasonCode::kUnmatched, /*notify_user=*/true);
@@ -148,10 +149,6 @@ PlanRequest DonorSet::Request(const std::vector<PendingMark>& marks, const std::
   const abi::Executor::PostOrderData& graph = *context_.graph;
   const lazy::BackendDevice& device = context_.collection.device;
   const std::size_t count = graph.parameters_data.size();
-  std::unordered_map<const abi::TensorData*, std::size_t> output_of_tensor;
-  for (std::size_t i = 0; i < outputs_.size(); ++i) {
-    output_of_tensor.emplace(outputs_[i], i);
-  }
   PlanRequest request{graph,
                       context_.roots,
                       device,
@@ -166,8 +163,8 @@ PlanRequest DonorSet::Request(const std::vector<PendingMark>& marks, const std::
                       /*wanted=*/std::vector<std::optional<std::size_t>>(count)};
   for (const PendingMark& mark : marks) {
     request.donors[mark.position] = true;
-    const auto target = output_of_tensor.find(mark.target.get());
-    if (target != output_of_tensor.end()) {
+    const auto target = number_of_.find(mark.target.get());
+    if (target != number_of_.end()) {
       request.wanted[mark.position] = target->second;
     }
   }
@@ -200,7 +197,7 @@ DonorSet::Donation DonorSet::Plan(const std::vector<PendingMark>& marks) const {
   Donation donation;
   ska::flat_hash_map<const lazy::BackendData*, Offer> offer_of;
   for (const PendingMark& mark : marks) {
-    offer_of.emplace(graph.parameters_data[mark.position].get(), Offer{mark.donor, std::nullopt, std::nullopt});
+    offer_of.emplace(graph.parameters_data[mark.position].get(), Offer{mark.donor});
   }
   std::vector<DonorPtr> inputs;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
@@ -208,13 +205,17 @@ DonorSet::Donation DonorSet::Plan(const std::vector<PendingMark>& marks) const {
     array.device = context_.collection.device;  // another device may have had this graph before
     array.buffer = graph.parameters_data[choice.pairs.chosen[i]];
     inputs.push_back(std::make_shared<Donor>(std::move(array)));
-    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(),
-                     Offer{inputs.back(), std::nullopt, std::nullopt});
+    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(), Offer{inputs.back()});
   }
   donation.move = PrepareMove(choice.pairs.output_order, context_.roots, live_, context_.collection);
   std::vector<std::size_t> place_of(context_.roots.size());
   for (std::size_t place = 0; place < place_of.size(); ++place) {
     place_of[donation.move.has_value() ? choice.pairs.output_order[place] : place] = place;
+  }
+  for (const PendingMark& mark : marks) {
+    if (const auto target = number_of_.find(mark.target.get()); target != number_of_.end()) {
+      offer_of.at(graph.parameters_data[mark.position].get()).requested = place_of[target->second];
+    }
   }
   const std::size_t count = graph.parameters_data.size();
   for (std::size_t i = 0; i < count; ++i) {
@@ -307,7 +308,7 @@ bool DonorSet::Commit(Claim& claim) {
       registry.NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
       donation = {};
       for (const PendingMark& mark : fit) {
-        donation.offers.push_back({mark.donor, std::nullopt, std::nullopt});
+        donation.offers.push_back({mark.donor});
       }
     }
   }

@@ -20,6 +20,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -136,7 +137,8 @@ class DonorSet {
   Note note_;
   std::vector<std::shared_ptr<abi::TensorData>> live_;
   std::vector<const abi::TensorData*> outputs_;
-  abi::OutputIds ids_;  // of the outputs
+  std::unordered_map<const abi::TensorData*, std::size_t> number_of_;  // of each output
+  abi::OutputIds ids_;                                                 // of the outputs
   bool recorded_ = false;
 };
 

@@ -707,17 +707,6 @@ def test_what_shows_the_warning_may_use_the_tensor(make, monkeypatch):
     assert shown == [[0, 1, 2, 3]]
 
 
-def test_a_late_look_at_the_target_of_into_is_not_a_use(make, reuses):
-    old, new = make(4), make(4)
-    pair = _report.pairs.Pair(old, new, may_wait=True)
-    spare(new)
-    assert pair.resolve(wait=True)
-    assert pair.kept is False
-    assert reuses() == []
-    new.cpu()
-    assert len(reuses()) == 1
-
-
 def test_names_of_leaves_are_told(make, reuses):
     state = {"layer": [make(2)]}
     with donation_disabled(report_reuse=True):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
 from children import in_process, run_in_child
 from helpers import pointer
 
 from torch_xla_donate import (
     _C,
     DonationError,
-    _report,
     cancel_donation,
     compile,
     donate_buffer,
@@ -22,13 +24,6 @@ from torch_xla_donate import (
     hlo,
     is_donated,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_pair_stays_open():
-    yield
-    _report.resolve_pairs(wait=True)
-    assert not _report.pairs._open
 
 
 def test_a_pair_that_was_kept_is_reported(make):
@@ -39,27 +34,6 @@ def test_a_pair_that_was_kept_is_reported(make):
     torch_xla.sync()
     assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
     assert (pointer(x), pointer(y)) == addresses
-
-
-def test_a_pair_that_comes_while_others_are_compared_is_kept(monkeypatch, make):
-    a, b = make(6), make(5)
-    resolve = _report.pairs.Pair.resolve
-    outputs = []
-
-    def another_comes(self, wait):
-        monkeypatch.setattr(_report.pairs.Pair, "resolve", resolve)
-        donation_report()  # as on another thread, while this one waits
-        outputs.append(b + 1)
-        donate_buffer(b, into=outputs[0])
-        return self.resolve(wait)
-
-    x = a + 1
-    donate_buffer(a, into=x)
-    torch_xla.sync(wait=True)
-    monkeypatch.setattr(_report.pairs.Pair, "resolve", another_comes)
-    _report.resolve_pairs(wait=True)
-    torch_xla.sync()
-    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True]
 
 
 def test_pairs_that_cross_are_kept_too(make):
@@ -267,14 +241,32 @@ def test_a_list_and_a_dictionary_are_paired_by_position(make):
     assert (pointer(new["x"]), pointer(new["y"])) == addresses
 
 
-def test_a_target_that_has_gone_leaves_the_question_open(make):
+def test_a_pair_is_known_after_its_target_has_gone(make):
+    """The graph shows it, and nothing waits for the values."""
     a = make(9)
     out = a + 1
     donate_buffer(a, into=out)
     torch_xla.sync()
     del out
-    assert donation_report(steps=1).donors[0].into_kept is None
+    assert donation_report(steps=1).donors[0].into_kept is True
     assert is_donated(a)
+
+
+@in_process(devices=4)
+def test_a_pair_of_sharded_tensors_is_known():
+    xr.use_spmd()
+    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
+    a, b = (torch.arange(8.0).to("xla") for _ in range(2))
+    for t in (a, b):
+        xs.mark_sharding(t, mesh, ("x",))
+    torch_xla.sync(wait=True)
+    x, y = a + 1, b + 2
+    for t in (x, y):
+        xs.mark_sharding(t, mesh, ("x",))
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync(wait=True)
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert (x.tolist(), y.tolist()) == ([i + 1.0 for i in range(8)], [i + 2.0 for i in range(8)])
 
 
 @pytest.mark.parametrize(

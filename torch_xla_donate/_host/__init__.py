@@ -57,7 +57,6 @@ from torch_xla_donate._host.settings import (
 from torch_xla_donate._host.switches import current_device, graph_name, is_refused_execution, on_device, tracing
 from torch_xla_donate._host.tensors import (
     array_of,
-    buffer_pointer,
     computed,
     forget_pending,
     give_own_buffer,
@@ -72,5 +71,4 @@ from torch_xla_donate._host.tensors import (
     sharding_spec,
     shardings,
     transfers,
-    wait_for_devices,
 )

@@ -13,14 +13,6 @@ from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import runtime
 
 
-def buffer_pointer(tensor: torch.Tensor) -> int | None:
-    """The address of a materialised tensor's memory; None if the platform does not report it (CPU does)."""
-    try:
-        return int(xlac()._unsafe_buffer_pointer(tensor))
-    except RuntimeError:
-        return None
-
-
 def sharding_spec(tensor: torch.Tensor) -> str:
     """The tensor's sharding in XLA's notation; empty if it has none."""
     return str(xlac()._get_xla_sharding_spec(tensor))
@@ -127,11 +119,6 @@ def pending(values: Iterable[Any]) -> list[torch.Tensor]:
 def list_live_tensors() -> bool:
     """Has torch_xla list the live tensors of the current device for the hooks. Returns whether one is pending."""
     return any(xlac()._check_device_tensor_need_materialization(str(torch_xla.device())))
-
-
-def wait_for_devices() -> None:
-    """Waits until the devices have finished their work."""
-    xlac()._xla_wait_device_ops([])
 
 
 def forget_pending() -> None:

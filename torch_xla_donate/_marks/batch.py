@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C, _report, _trees
-from torch_xla_donate._marks.into import pair_leaves
+from torch_xla_donate._marks.into import check_targets
 from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import refusal
 from torch_xla_donate._marks.request import DonationRequest
@@ -23,17 +23,15 @@ def mark(
     targets: the output for each leaf, or None; empty without outputs.
     argument: the argument that the names belong to.
     """
-    paired, wanted = pair_leaves(leaves, names, targets, request.where) if targets else (None, {})
-    marked = _C.mark(leaves, request.where, request.strictness(), paired or names, wanted)
+    wanted = check_targets(leaves, names, targets) if targets else {}
+    marked = _C.mark(leaves, request.where, request.strictness(), names, wanted)
     if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
         leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
-        marked = _C.mark(leaves, request.where, request.strictness(), paired or names, wanted)
+        marked = _C.mark(leaves, request.where, request.strictness(), names, wanted)
     if (why := marked.refusal) is not None:
         name = names.name(why.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
         raise refusal(leaves[why.leaf], why.obstacle, name)
-    if paired is not None:
-        _report.watch_pairs(paired, request.where)
     return marked
 
 
@@ -57,7 +55,6 @@ def mark_all(donations: Sequence[Donation]) -> None:
     """
     body = current_body()
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
-    _report.resolve_pairs(wait=False)
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         targets = [given.target for given in free]
         names = _trees.FixedNames([given.name for given in free])

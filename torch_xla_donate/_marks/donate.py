@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _config, _report, _trees
+from torch_xla_donate import _C, _config, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._marks.batch import Donation, mark, mark_all
 from torch_xla_donate._marks.into import targets_in_order
@@ -79,7 +79,6 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
             mark_all(donations)
             return Marks(None)  # an error ends the trace of the body and its requests
     prepare(request.where)
-    _report.resolve_pairs(wait=False)
     if into is None and type(tensors) in (list, tuple):
         # The common case needs no pytree, unless a leaf is a container.
         marked = _C.mark(tensors, request.where, request.strictness(), _trees.IndexNames(), {})

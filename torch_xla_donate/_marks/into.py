@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torch_xla_donate import _C, _host, _report, _trees
+from torch_xla_donate import _C, _host, _trees
 from torch_xla_donate._errors import DonationError, see
 
 
@@ -45,17 +45,15 @@ def targets_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
     return targets
 
 
-def pair_leaves(
-    leaves: Sequence[Any], names: _trees.Names, targets: Sequence[Any], where: str
-) -> tuple[_report.Paired, dict[int, torch.Tensor]]:
-    """Validates the targets of the leaves that are donated at ``where``. Returns the pairs, and each leaf's target.
+def check_targets(leaves: Sequence[Any], names: _trees.Names, targets: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """Validates the targets of the donated leaves. Returns the target of each leaf that has one.
 
     Raises:
         TypeError: a target is not a tensor.
         ValueError: the shapes, dtypes, devices or shardings of a pair differ.
         DonationError: a target is materialised already.
     """
-    wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    wanted: dict[int, torch.Tensor] = {}
     for index, (leaf, target) in enumerate(zip(leaves, targets)):
         if leaf is None or target is None:
             continue
@@ -69,11 +67,8 @@ def pair_leaves(
         if not isinstance(source, torch.Tensor) or _C.state(source) in ("not_xla", "pending"):
             continue  # marking refuses this leaf later
         _check(label, source, destination)
-        wanted.append((index, source, destination))
-    first = not _report.is_known_site(where)
-    if first and any(not _C.has_value(source) for _, source, _ in wanted):
-        _host.wait_for_devices()
-    return _report.Paired(names, wanted, first), {index: target for index, _, target in wanted}
+        wanted[index] = destination
+    return wanted
 
 
 def _check(label: str, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -10,7 +10,6 @@ from torch_xla_donate._report.notices import (
     warn_once,
     warn_or_raise,
 )
-from torch_xla_donate._report.pairs import Paired, is_known_site, resolve_pairs, watch_pairs
 from torch_xla_donate._report.reasons import Reason, no_donation, sentence
 from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report, reasons_by_buffer
 from torch_xla_donate._report.reuse import report_reuse

@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 from torch_xla_donate import _C, hlo
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._report.explain import StepSizes, split_sharding
-from torch_xla_donate._report.pairs import pair_kept
 from torch_xla_donate._report.reasons import Reason, sentence
 from torch_xla_donate.hlo.dump import copied_parameters
 from torch_xla_donate.hlo.model import ENTRY
@@ -141,13 +140,13 @@ def describe_donors(
         else:
             sizes = sizes or StepSizes.of(step)
             code, reason = sizes.explain(raw)
-        # A later mark of the same tensor may have named another target.
-        kept = [pair_kept(names, leaf, step["graph"]) for names, leaf in raw["holders"][::-1]]
+        requested = raw["requested"]
+        is_unknown = requested is None or (outcome == "donated" and output is None)
         found.append(
             dataclasses.replace(
                 _donor(raw, outcome, code, reason),
                 step=step["number"],
-                into_kept=next((value for value in kept if value is not None), None),
+                into_kept=None if is_unknown else output == requested,
                 output=output,
                 crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
                 parameter=raw["parameter"],

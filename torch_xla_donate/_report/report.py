@@ -13,7 +13,6 @@ from torch_xla_donate._report import html, settings, table
 from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
-from torch_xla_donate._report.pairs import resolve_pairs
 from torch_xla_donate._report.reasons import sentence
 
 
@@ -177,7 +176,6 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     if steps is not None:
         check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
-    resolve_pairs(wait=True)
     kept = settings.kept_steps()
     found = _last_steps(int(min(steps or kept, kept)))
     donors: list[Donor] = []

@@ -6,17 +6,8 @@ import warnings
 
 from torch_xla_donate import _frames
 from torch_xla_donate._errors import DonationWarning, describe_reuse
-from torch_xla_donate._host import interrupts
 
 _reported: set[tuple[str, str, int]] = set()
-
-
-_quiet = interrupts.per_thread(False)
-
-
-def suppress_reuse_warnings() -> interrupts.Replaced:
-    """A context for reads by this package, which are not uses."""
-    return _quiet.replaced(True)
 
 
 def report_reuse(name: str, array: str, where: str, step: int) -> None:
@@ -24,8 +15,6 @@ def report_reuse(name: str, array: str, where: str, step: int) -> None:
 
     The hooks call this inside the operation. If a filter turns the warning into an error, the operation raises it.
     """
-    if _quiet.value:
-        return
     frame = _frames.user_frame()
     if frame is None:
         filename, _, line = where.rpartition(":")
