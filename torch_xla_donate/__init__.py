@@ -1,5 +1,8 @@
 """Buffer donation for PyTorch/XLA: mark tensors with `donate_buffer`, and the next step may reuse their memory."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from torch_xla_donate import _host  # first: it checks the versions and loads `_C`
 
 from torch_xla_donate import _C, _errors, _modes, _report
@@ -29,9 +32,11 @@ from torch_xla_donate._report import HeldInput as HeldInput
 from torch_xla_donate._report import Reason as Reason
 from torch_xla_donate._report import configure as configure
 from torch_xla_donate._report import donation_report as donation_report
-from torch_xla_donate._tools.advise import advise as advise
-from torch_xla_donate._tools.hints import Advice as Advice
-from torch_xla_donate._tools.hints import Hint as Hint
+
+if TYPE_CHECKING:
+    from torch_xla_donate._tools.advise import advise as advise
+    from torch_xla_donate._tools.hints import Advice as Advice
+    from torch_xla_donate._tools.hints import Hint as Hint
 
 __version__ = "0.1.0"
 
@@ -66,6 +71,21 @@ __all__ = [
     "testing",
     "user_computation",
 ]
+
+_TOOLS = {"Advice": "_tools.hints", "Hint": "_tools.hints", "advise": "_tools.advise"}  # training needs none of them
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_TOOLS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_TOOLS})
+
 
 _C.set_callbacks(
     DonatedBufferError,

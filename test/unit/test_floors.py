@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from helpers import run_script
+
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
     {"_errors", "_config", "_frames", "_locks", "_numbers"},
@@ -41,6 +43,22 @@ def test_imports_go_down_only() -> None:
         others = imported(path) - {part} if part != "__init__" else set()
         wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in others if FLOOR[name] >= FLOOR[part]]
     assert wrong == []
+
+
+def test_a_training_process_loads_no_tools() -> None:
+    """They come with the first use: `advise`, the command line, and the text of a report."""
+    source = """
+        import sys, torch_xla
+        before = set(sys.modules)
+        import torch_xla_donate
+        loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+        tools = {"ast", "difflib", "tokenize", "jinja2", "matplotlib", "rich", "click"} & loaded
+        assert not tools, tools
+        assert not [name for name in sys.modules if name.startswith("torch_xla_donate._tools")]
+        assert "advise" in dir(torch_xla_donate) and callable(torch_xla_donate.advise)
+        assert str(torch_xla_donate.donation_report()) and "rich" in sys.modules
+    """
+    run_script(source)
 
 
 def test_only_the_host_folder_knows_torch_xlas_layouts() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationWarning, see, warn
 from torch_xla_donate._report.donors import describe_donors, facts_of
-from torch_xla_donate._report.table import size
+from torch_xla_donate._report.units import size
 
 _SHOWN = 5
 _examined: set[str] = set()

@@ -9,7 +9,7 @@ from typing import Any
 from torch_xla_donate import _C
 from torch_xla_donate._checks import check_count
 from torch_xla_donate._errors import see
-from torch_xla_donate._report import html, settings, table
+from torch_xla_donate._report import settings
 from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
@@ -133,9 +133,13 @@ class DonationReport:
         return self.reused_fraction == 1.0 and self._is_each_donated()
 
     def __str__(self) -> str:
+        from torch_xla_donate._report import table  # imports rich, which a training loop does not need
+
         return table.report(self)
 
     def _repr_html_(self) -> str:
+        from torch_xla_donate._report import html
+
         return html.report(self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from torch_xla_donate._report.units import percent, size
+
 if TYPE_CHECKING:
     from torch_xla_donate._report.donors import Donor
     from torch_xla_donate._report.report import DonationReport
@@ -27,21 +29,6 @@ def render(table: RenderableType, width: int = 120) -> str:
     out = io.StringIO()
     console(file=out, width=width, no_color=True, legacy_windows=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def size(count: int) -> str:
-    """Bytes with a unit: '1.5 MiB'."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
-def percent(fraction: float) -> str:
-    """A percentage. '100.0%' only for 1.0."""
-    return f"{fraction if fraction >= 1 else min(fraction, 0.999):.1%}"
 
 
 COLUMNS = ("step", "donor", "array", "bytes", "in → out", "outcome", "reason")

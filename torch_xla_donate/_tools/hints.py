@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, overload
 
 from rich.table import Table
 
-from torch_xla_donate._report.table import render, size
+from torch_xla_donate._report.table import render
+from torch_xla_donate._report.units import size
 
 HintKind = Literal[
     "slice_assignment",

@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from torch_xla_donate import hlo
-from torch_xla_donate._report.table import size
+from torch_xla_donate._report.units import size
 from torch_xla_donate._tools.summary import Moment, StepSummary
 
 _SHOWN = 3

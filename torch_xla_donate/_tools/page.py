@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_xla_donate._errors import see
-from torch_xla_donate._report.table import percent, size
+from torch_xla_donate._report.units import percent, size
 from torch_xla_donate._tools import pictures
 from torch_xla_donate._tools.hints import NOTHING
 from torch_xla_donate._tools.memory import findings

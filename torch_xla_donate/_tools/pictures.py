@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch_xla_donate._errors import see
-from torch_xla_donate._report.table import size
+from torch_xla_donate._report.units import size
 from torch_xla_donate._tools.summary import Moment, RunSummary, StepSummary
 
 STYLE = "torch_xla_donate._tools.figures"  # figures.mplstyle in this folder

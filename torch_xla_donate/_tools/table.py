@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torch_xla_donate._report.table import percent, size
+from torch_xla_donate._report.units import percent, size
 from torch_xla_donate._tools.hints import NOTHING, Advice
 from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import Kind, RunSummary, StepDonor, StepSummary
