@@ -1,4 +1,4 @@
-"""Measures the cost of auto_donate() for a step: for each live tensor, for each donor, and while it is off."""
+"""Measures the cost of auto_donate for a step: for each live tensor, for each donor, and while it is off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 import torch
 
 import torch_xla_donate
-from torch_xla_donate import _host, auto_donate
+from torch_xla_donate import _host, set_auto_donate
 
 SCALE = 0.999
 # "A small constant": what one look at a tensor may cost, with the memory it lies in cold.
@@ -22,11 +22,11 @@ OFF_AIM = 0.01
 
 
 def on() -> None:
-    auto_donate(True)
+    set_auto_donate(True)
 
 
 def off() -> None:
-    auto_donate(False)
+    set_auto_donate(False)
 
 
 def multiply(held: list[torch.Tensor], before: Callable[[list[torch.Tensor]], Any] | None = None) -> Callable[[], None]:

@@ -307,7 +307,7 @@ def places(state: State) -> dict[int, int]:
 def run(pattern: str, variant: str, size: int) -> dict[str, Any]:
     """Runs the loop; the values, and how many bytes of the state stay in memory of the state at a steady step."""
     give: Give = functools.partial(torch_xla_donate.donate_buffer, strict=True) if variant == "by hand" else ignore
-    torch_xla_donate.auto_donate(variant == "auto")
+    torch_xla_donate.set_auto_donate(variant == "auto")
     state, step = PATTERNS[pattern](size)
     _common.step()
     values = hashlib.sha256()

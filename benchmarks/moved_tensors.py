@@ -142,7 +142,7 @@ def places(state: State) -> list[int]:
 
 
 def run(pattern: str, way: str, size: int) -> dict[str, int]:
-    torch_xla_donate.auto_donate(way == "auto")
+    torch_xla_donate.set_auto_donate(way == "auto")
     if pattern == IN_PLACE:
         state, step = adamw_in_place(size)
     else:

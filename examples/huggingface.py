@@ -172,9 +172,9 @@ def run(program: str, way: str, size: Size, folder: Path) -> None:
     os.environ.update({"XLA_FLAGS": flags, "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU")})
     mark: Mark = lambda tensors: None  # noqa: E731
     if way != "torch_xla":
-        from torch_xla_donate import auto_donate, donate_buffer
+        from torch_xla_donate import donate_buffer, set_auto_donate
 
-        auto_donate(way == "auto")
+        set_auto_donate(way == "auto")
         mark = donate_buffer if way == "by hand" else mark
     values, replaced = PROGRAMS[program](size, mark)
     result = {"values": values, "bytes": sum(tensor.nbytes for tensor in replaced)}

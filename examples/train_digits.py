@@ -18,7 +18,7 @@ import torch_xla
 from _measure import Meter, Result
 from sklearn.datasets import load_digits
 
-from torch_xla_donate import auto_donate, donate_buffer, donation_report
+from torch_xla_donate import donate_buffer, donation_report, set_auto_donate
 
 Tensors = dict[str, torch.Tensor]
 State = dict[str, Tensors]
@@ -28,7 +28,7 @@ State = dict[str, Tensors]
 MODES: dict[str, Callable[[State, State], None]] = {
     "plain": lambda state, updated: None,
     "donate": lambda state, updated: donate_buffer(state, into=updated),
-    "auto": lambda state, updated: None,  # as plain; `train` calls auto_donate() before the loop
+    "auto": lambda state, updated: None,  # as plain; `train` calls set_auto_donate(True) before the loop
 }
 
 CLASSES = 10
@@ -89,7 +89,7 @@ def train(mode: str, steps: int, hidden: int) -> Result:
     """Trains for some steps, donating the old state at each or not."""
     give_away = MODES[mode]
     if mode == "auto":
-        auto_donate()  # This is the whole change. The loop has no line of donation.
+        set_auto_donate(True)  # This is the whole change. The loop has no line of donation.
     device = torch_xla.device()
     (images, labels), (test_images, test_labels) = load_data(device)
     torch_xla.sync(wait=True)

@@ -26,6 +26,7 @@ from torch_xla_donate._modes import auto_donate as auto_donate
 from torch_xla_donate._modes import debug_nans as debug_nans
 from torch_xla_donate._modes import donation_disabled as donation_disabled
 from torch_xla_donate._modes import expect_donated as expect_donated
+from torch_xla_donate._modes import set_auto_donate as set_auto_donate
 from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import HeldInput as HeldInput
@@ -68,6 +69,7 @@ __all__ = [
     "placeholder_like",
     "scan",
     "scan_layers",
+    "set_auto_donate",
     "testing",
     "user_computation",
 ]

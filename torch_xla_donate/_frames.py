@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import os
 import sys
 import traceback
@@ -43,14 +42,6 @@ def site_of(stack: Sequence[tuple[str, str, int]]) -> str:
     found = next((frame for frame in stack if not is_internal_code(frame[0], frame[1])), None)
     # Processes of multiprocessing normalise the path of the program.
     return "" if found is None else f"{os.path.normpath(found[1])}:{found[2]}"
-
-
-def is_for_with(frame: types.FrameType) -> bool:
-    """Whether the call that the frame is making is the expression of a ``with`` statement."""
-    code, place = frame.f_code.co_code, frame.f_lasti + 2
-    while dis.opname[code[place]] in ("CACHE", "EXTENDED_ARG"):
-        place += 2
-    return dis.opname[code[place]] in ("SETUP_WITH", "BEFORE_WITH")  # of Python 3.10, and from 3.11 on
 
 
 def line_of(error: BaseException) -> str:

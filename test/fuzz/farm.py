@@ -133,7 +133,7 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
             wrong.append(f"{type(error).__name__} at `{text}`: {error}")
         error.__traceback__ = None
     finally:
-        torch_xla_donate.auto_donate(False)
+        torch_xla_donate.set_auto_donate(False)
     consumed = sum(look[0] == "consumed" for _, look in found)
     for number, look in found:
         wrong = wrong + _judge(rendered.expected[number], look)

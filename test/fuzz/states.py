@@ -119,7 +119,7 @@ import torch_xla
 import torch_xla.distributed.spmd
 
 import torch_xla_donate
-from torch_xla_donate import auto_donate, compile, donate_buffer
+from torch_xla_donate import compile, donate_buffer, set_auto_donate
 
 
 def make(shape, dtype, first):
@@ -418,7 +418,7 @@ class _Caller(_Writer):
     def source(self) -> str:
         lines = self.lines
         if self.mode == "auto":
-            lines = ["auto_donate()", *lines]
+            lines = ["set_auto_donate(True)", *lines]
         return "\n".join(lines) + "\n"
 
     # --- variables ---

@@ -174,7 +174,7 @@ DONATED = {
 }
 
 
-AUTO = "import torch_xla_donate\ntorch_xla_donate.auto_donate()\n"
+AUTO = "import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n"
 DETACHED = LOSS.replace("    torch_xla.sync()", "    loss = loss.detach()\n    torch_xla.sync()")
 
 
@@ -187,7 +187,7 @@ def test_the_call_of_a_hint_donates_its_bytes(tmp_path: Path, case: str) -> None
     hint = only(before.advice)
     assert (hint.kind, hint.name, hint.bytes, hint.array) == (kind, name, count * SIZE, "f32[64,64]")
     assert hint.where == f"{file}:{line_of(source)}"
-    assert hint.runs >= 2 and "auto_donate()" in hint.edit
+    assert hint.runs >= 2 and "set_auto_donate(True)" in hint.edit
     after = measure(written(tmp_path, AUTO + (DETACHED if case == "loss" else source)))
     assert after.printed == before.printed
     assert after.aliased == before.aliased + hint.bytes
@@ -237,7 +237,7 @@ def test_a_held_input_is_a_fact_without_an_edit(tmp_path: Path) -> None:
     assert hint.holder == f"variable 'old' at train.py:{line_of(HELD)}"
     assert hint.where == f"{file}:{line_of(HELD)}"
     freed = HELD.replace("    x = x * 0.9\n", "    x = x * 0.9\n    del old\n")
-    source = f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{freed}"
+    source = f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{freed}"
     after = measure(written(tmp_path, source))
     assert after.printed == before.printed
     assert after.aliased == before.aliased + hint.bytes
@@ -260,7 +260,7 @@ def test_a_setting_that_loses_in_place_updates(tmp_path: Path) -> None:
 
 WELL_WRITTEN = {
     "in place": GRADIENTS.replace("    torch_xla.sync()", "    optimizer.zero_grad()\n    torch_xla.sync()"),
-    "automatic": f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{FUNCTIONAL}",
+    "automatic": f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{FUNCTIONAL}",
     "marked": REASSIGNED.replace("    x = ", "    torch_xla_donate.donate_buffer(x)\n    x = ").replace(
         "\nx", "import torch_xla_donate\nx", 1
     ),

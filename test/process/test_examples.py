@@ -232,7 +232,7 @@ def test_donation_saves_at_least_half_of_the_donated_bytes(training: Training, m
 def test_the_loop_of_the_automatic_run_has_no_line_of_donation() -> None:
     source = (EXAMPLES / "train_digits.py").read_text(encoding="utf-8")
     before, _, loop = source.partition("def train(")[2].partition("for step in range(")
-    assert 'if mode == "auto":\n        auto_donate()' in before
+    assert 'if mode == "auto":\n        set_auto_donate(True)' in before
     assert "donat" not in loop.partition("report = ")[0]
     # It treats the old state as the plain run does.
     plain, auto = re.findall(r'"(?:plain|auto)": (lambda state, updated: [^,]+),', source)

@@ -35,6 +35,7 @@ from torch_xla_donate import (
     donation_disabled,
     donation_report,
     is_donated,
+    set_auto_donate,
 )
 from torch_xla_donate._host import switches
 
@@ -606,7 +607,7 @@ def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException |
 def test_a_signal_during_a_step_that_donates_is_raised(marks):
     """The program gets the exception of the signal's handler, and the following steps donate and are right."""
     install_handlers()
-    auto_donate(not marks)
+    set_auto_donate(not marks)
     w = torch.rand(700, 700).to("xla")
 
     def step(update):
@@ -639,7 +640,7 @@ def test_a_signal_during_a_step_that_donates_is_raised(marks):
 @in_process
 def test_a_signal_that_is_pending_when_a_step_ends_loses_nothing(marks):
     install_handlers()
-    auto_donate(not marks)
+    set_auto_donate(not marks)
     marker = functools.partial(torch_xla._XLAC._xla_step_marker, "xla:0", [], True)
     p, seen = make(8, 8), []
     for count, (number, error) in enumerate(ERRORS.items(), 1):

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 from helpers import make
 from rich.console import Group
 
-from torch_xla_donate import _C, auto_donate, compile, donate_buffer
+from torch_xla_donate import _C, compile, donate_buffer, set_auto_donate
 from torch_xla_donate import __main__ as command_line
 from torch_xla_donate._report import table as tables
 from torch_xla_donate._tools import children, record, table
@@ -58,7 +58,7 @@ def kinds(step: StepSummary) -> list[tuple[str, str]]:
 
 
 def all_kinds_of_donors() -> None:
-    auto_donate()
+    set_auto_donate(True)
     state = {"marked": make(1024)}
     taken = make(1024)
     layer = torch.nn.Linear(8, 8).to("xla")
@@ -542,9 +542,9 @@ def test_the_advice_is_in_all_outputs(tmp_path):
     assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
     assert "1.9375" in shown and "1 hint" in shown
     page = (tmp_path / "page.html").read_text()
-    assert "Advice" in page and "torch_xla_donate.auto_donate()" in page
+    assert "Advice" in page and "torch_xla_donate.set_auto_donate(True)" in page
     assert all(step["undonated"] == step["memory"] for step in before["steps"])
-    script.write_text(f"import torch_xla_donate\ntorch_xla_donate.auto_donate()\n{LOOP}")
+    script.write_text(f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{LOOP}")
     shown, _, after = verified(tmp_path, "--advise", "--undonated")
     assert "1.9375" in shown and "Nothing to gain" in shown
     (step,) = [step for step in after["steps"] if step["donors"]]

@@ -92,7 +92,7 @@ def test_the_state_of_a_closure():
     (hint,) = advise(step)
     assert (hint.kind, hint.name, hint.bytes) == ("reassignment", "x", SIZE)
     assert hint.where == f"{__file__}:{step.__code__.co_firstlineno + 2}"
-    assert "auto_donate()" in hint.edit and "donate_buffer" not in hint.edit
+    assert "set_auto_donate(True)" in hint.edit and "donate_buffer" not in hint.edit
     with auto_donate():
         assert not advise(step)
         assert donation_report(steps=1).donated_bytes == hint.bytes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import gc
 import sys
 import threading
+import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -28,8 +28,18 @@ from helpers import loops_with_and_without_donation, pointer
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 import torch_xla_donate
-from torch_xla_donate import _C, _host, auto_donate, donate_buffer, donation_disabled, donation_report, hlo
-from torch_xla_donate._modes import auto, debug
+from torch_xla_donate import (
+    _C,
+    DonationWarning,
+    _host,
+    auto_donate,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    hlo,
+    set_auto_donate,
+)
+from torch_xla_donate._modes import debug
 
 SWITCHED_ON = {"TORCH_XLA_DONATE_AUTO": "1"}
 
@@ -529,18 +539,18 @@ def test_a_context_holds_for_its_thread_and_a_call_for_all():
 
     assert _C.auto_donates() and not on_another_thread()
     try:
-        auto_donate()
+        set_auto_donate(True)
         assert on_another_thread()
         with auto_donate(False):
             assert not _C.auto_donates() and on_another_thread()
     finally:
-        auto_donate(False)
+        set_auto_donate(False)
     assert not on_another_thread()
 
 
 def test_other_than_yes_or_no_is_refused():
     with pytest.raises(TypeError, match=r"enabled is of type Tensor, not a bool\..*donate_buffer"):
-        auto_donate(torch.tensor(1))  # type: ignore[arg-type]
+        set_auto_donate(torch.tensor(1))  # type: ignore[arg-type]
     assert not _C.auto_donate_is_default()
 
 
@@ -834,19 +844,6 @@ def test_of_two_inputs_the_one_that_sharding_lets_through_wins():
 # --- What other parts rely on ---
 
 
-def test_contexts_of_two_threads_leave_the_process_as_it_was():
-    first = auto_donate()
-    second = auto_donate()
-    with first, second:
-        assert _C.auto_donates()
-    assert not _C.auto_donate_is_default()
-    again = auto_donate(False)
-    for _ in range(2):
-        with again:
-            assert not _C.auto_donates()
-    assert not _C.auto_donate_is_default() and _C.auto_donates()
-
-
 def test_donors_of_a_step_are_told_apart_whoever_has_marked_them(make):
     for marked in (0, 1):
         pair = [make(5), make(5)]
@@ -877,7 +874,7 @@ def test_an_error_while_the_first_step_is_prepared_is_raised():
         return count()
 
     _host.process_count = count_slowly
-    auto_donate()
+    set_auto_donate(True)
     p = torch.ones(4, 4).to("xla") * 2
     for error in (KeyboardInterrupt, TimeoutError):
         with pytest.raises(error):
@@ -901,7 +898,7 @@ def test_a_step_leaves_the_collectives_of_other_devices():
         torch_xla._XLAC._xla_all_reduce_inplace("sum", one, 1.0, [[0], [1]], True)
         return torch_xla._XLAC._get_xla_tensors_text(one).count("cross_replica_sum")
 
-    auto_donate()
+    set_auto_donate(True)
     for device, other, name in (("xla:0", "xla:1", "CPU:0"), ("xla:1", "xla:0", "CPU:1")):
         p = torch.ones(4, 3).to(device)
         torch_xla._XLAC._xla_step_marker(device, [], True)
@@ -916,86 +913,29 @@ def test_a_step_leaves_the_collectives_of_other_devices():
             torch_xla._XLAC._set_all_reduce_token(either, None)
 
 
-@pytest.mark.parametrize(
-    ("program", "is_default_before_it_enters"),
-    [
-        ("with auto_donate(): pass", False),
-        ("with contextlib.suppress(KeyError), auto_donate(True) as _mode: pass", False),
-        ("with contextlib.ExitStack() as stack: stack.enter_context(auto_donate())", True),
-        ("mode = auto_donate()\nwith mode: pass", True),
-        ("with auto_donate():" + "\n    print" * 300, False),
-    ],
-)
-def test_a_with_statement_never_reaches_other_threads(monkeypatch, program, is_default_before_it_enters):
-    found = []
-    enter = auto_donate.enter
-
-    def entering(self):
-        found.append(_C.auto_donate_is_default())
-        enter(self)
-        found.append(_C.auto_donate_is_default())
-
-    monkeypatch.setattr(auto_donate, "enter", entering)
-    exec(program, {"auto_donate": auto_donate, "contextlib": contextlib})
-    assert found == [is_default_before_it_enters, False]
+def test_a_call_that_is_never_entered_warns_of_its_line():
+    with pytest.warns(DonationWarning, match=r"no effect without `with`.* Call set_auto_donate\(True\)") as caught:
+        auto_donate()
+    assert (caught[0].filename, caught[0].lineno) == (__file__, sys._getframe().f_lineno - 1)
     assert not _C.auto_donate_is_default()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(auto_donate(False))
+        auto_donate()(lambda: None)()
 
 
-def test_a_context_restores_no_default_that_a_later_call_has_set():
-    first = auto_donate(False)
-    auto_donate()
-    with first:
-        pass
-    assert _C.auto_donate_is_default()
-    second, third = auto_donate(False), auto_donate()
-    with second:
-        assert _C.auto_donate_is_default()
-    with third:
-        assert _C.auto_donate_is_default()  # as before the second one
-    auto_donate(False)
-    assert not _C.auto_donate_is_default()
+def test_a_decorated_function_donates(make):
+    @auto_donate()
+    def step(p):
+        p = p * 2
+        torch_xla.sync(wait=True)
+        return p, _C.auto_donates()
 
-
-def test_calls_leave_nothing_behind():
-    def calls():
-        return sum(type(found) is auto._Call for found in gc.get_objects())
-
-    before = calls()
-    for _ in range(100):
-        auto_donate(False)
-    assert calls() == before
-
-
-def test_a_call_without_a_caller_in_python(monkeypatch):
-    errors = []
-    monkeypatch.setattr(sys, "unraisablehook", errors.append)
-    _thread.start_new_thread(auto_donate, ())
-    while not (_C.auto_donate_is_default() or errors):
-        pass
-    auto_donate(False)
-    assert not errors
-
-
-@in_process
-def test_a_signal_handler_may_enter_it_during_a_call():
-    is_default = _C.auto_donate_is_default
-
-    def handler(*_):
-        with auto_donate(False):
-            assert not _C.auto_donates()
-        donating = auto_donate()
-        with donating:
-            assert _C.auto_donates()
-
-    def interrupted():
-        _C.auto_donate_is_default = is_default
-        raise_signal(SIGINT)
-        return is_default()
-
-    handle_signal(SIGINT, handler)
-    _C.auto_donate_is_default = interrupted
-    auto_donate()
-    assert _C.auto_donate_is_default is is_default and is_default()
+    with auto_donate(False):
+        p, inside = step(make(4, 4) + 0)
+        assert inside and not _C.auto_donates()
+    assert p[0].tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 @in_process(env={"CPU_NUM_DEVICES": "2"})

@@ -62,7 +62,6 @@ def state():
         "body": _marks.current_body(),
         "watcher": _trace.current_watcher(),
         "postponed": _report.notices._postponed.value,
-        "quiet": _report.reuse._quiet.value,
         "disabled": _C.disabled_reason().code,
         "infs": list(_modes.debug._infinities.entries),
         "auto": (_C.auto_donate_depth(), _C.auto_donates()),
@@ -166,7 +165,6 @@ CONTEXTS = {
     "auto_donate off": lambda: auto_donate(False),
     "restored": lambda: _host.interrupts.Restored(),
     "later": _report.later,
-    "unreported": _report.reuse.suppress_reuse_warnings,
     "a scan": lambda: _host.OneScan(),
     "replaced": lambda: _host.switches.replaced(dynamo_bridge, "extract_graph_helper", None),
 }

@@ -223,7 +223,7 @@ HINT = Hint(
     name=NAME,
     where=f"/user/{FILE}:12",
     holder=f"variable 'kept' at {FILE}:77",
-    edit="call torch_xla_donate.auto_donate() before the loop",
+    edit="call torch_xla_donate.set_auto_donate(True) before the loop",
     site=f"/user/{FILE}:14",
     runs=3,
 )

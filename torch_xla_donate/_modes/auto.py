@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-import itertools
-import sys
-import weakref
+import warnings
 
 from torch_xla_donate import _C, _config, _host
-from torch_xla_donate._errors import see
-from torch_xla_donate._frames import is_for_with
-from torch_xla_donate._locks import make_lock
-from torch_xla_donate._modes.context import ThreadMode
+from torch_xla_donate._errors import DonationWarning, see
+from torch_xla_donate._modes.context import DecoratorMode, F
 
 
-class auto_donate(ThreadMode[int]):
+def set_auto_donate(enabled: bool) -> None:
+    """Switches `auto_donate` on or off for the steps of all threads. Their ``with auto_donate()`` blocks come first.
+
+    ``TORCH_XLA_DONATE_AUTO=1`` does it when the package is imported.
+
+    Args:
+        enabled: whether to donate.
+
+    Raises:
+        TypeError: ``enabled`` is not a bool.
+    """
+    _check(enabled)
+    _C.set_auto_donate(enabled)
+
+
+def _check(enabled: object) -> None:
+    if not isinstance(enabled, bool):
+        raise TypeError(
+            f"enabled is of type {type(enabled).__name__}, not a bool. Pass True or False, or mark tensors with "
+            f"donate_buffer(tensors). {see('auto')}"
+        )
+
+
+class auto_donate(DecoratorMode[int]):
     """Donates every input of a step that no live tensor can reach after the step.
 
-    A call as a function switches it on for all threads. As a context manager it applies to the steps of this thread
-    inside, and ``with auto_donate(False)`` excludes a part. An object that is made outside the ``with`` statement, as
-    for ``ExitStack.enter_context``, is a call for all threads until it is entered. The environment variable
-    ``TORCH_XLA_DONATE_AUTO=1`` has the effect of a call when the package is imported.
+    A context manager and decorator: it applies to the steps of this thread inside, and ``with auto_donate(False)``
+    excludes a part. `set_auto_donate` switches it on for all threads.
 
     At a step (``torch_xla.sync()``, ``xm.mark_step()``, the end of a ``torch_xla.compile``d function) torch_xla lists
     all live tensors of the device. A program can never again read an input that no live tensor holds, by its buffer, as
@@ -41,25 +58,29 @@ class auto_donate(ThreadMode[int]):
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        if not isinstance(enabled, bool):
-            raise TypeError(
-                f"enabled is of type {type(enabled).__name__}, not a bool. Pass True or False, or mark tensors with "
-                f"donate_buffer(tensors). {see('auto')}"
-            )
+        self._is_used = True  # if the check fails
+        _check(enabled)
         super().__init__()
-        self._enabled = enabled
-        # A `with` statement must not reach other threads, not even until it enters.
-        caller = sys._getframe().f_back
-        self._call: _Call | None = None
-        if caller is None or not is_for_with(caller):
-            with _lock:
-                self._call = _Call(enabled)
+        self._enabled, self._is_used = enabled, False
+
+    def __call__(self, func: F) -> F:
+        self._is_used = True
+        return super().__call__(func)
+
+    def __del__(self) -> None:
+        if not self._is_used:
+            warnings.warn(
+                "auto_donate() has no effect without `with`, and is not a switch. Call set_auto_donate(True) to donate "
+                f"in all threads from now on. {see('auto')}",
+                DonationWarning,
+                stacklevel=2,
+            )
 
     def make_entry(self) -> int:
         return _C.auto_donate_depth()
 
     def enter(self) -> None:
-        self._take_back()
+        self._is_used = True
         super().enter()
 
     def switch_on(self, entry: int) -> None:
@@ -67,47 +88,6 @@ class auto_donate(ThreadMode[int]):
 
     def switch_off(self, entry: int) -> None:
         _C.pop_auto_donate(entry)
-
-    def leave(self, raised: bool) -> None:
-        self._take_back()  # an interrupt may have kept enter() from it
-        super().leave(raised)
-
-    def _take_back(self) -> None:
-        """Restores the default before this object, which was a call for all threads until now.
-
-        A later call keeps its value, but must not restore this one when it becomes a context.
-        """
-        with _lock:
-            if self._call is not None:
-                self._call.take_back()
-                self._call = None
-
-
-class _Call:
-    """A call for all threads, with what held before it. Needs the lock."""
-
-    numbers = itertools.count(1)
-    newest = 0  # the number of the last call that was not taken back
-
-    def __init__(self, enabled: bool) -> None:
-        self.number = next(self.numbers)
-        self.before, self.default = _Call.newest, _C.auto_donate_is_default()
-        _calls.add(self)
-        _Call.newest = self.number
-        _C.set_auto_donate(enabled)
-
-    def take_back(self) -> None:
-        """May run again after an interrupt."""
-        if _Call.newest == self.number:
-            _C.set_auto_donate(self.default)
-            _Call.newest = self.before
-        for later in list(_calls):
-            if later.before == self.number:
-                later.default, later.before = self.default, self.before
-
-
-_lock = make_lock()  # a signal's handler may take it again
-_calls: weakref.WeakSet[_Call] = weakref.WeakSet()  # that their objects may still take back
 
 
 def prepare() -> _C.Reason:
@@ -134,4 +114,4 @@ def start() -> None:
     """Switches it on for the process if the environment does. Raises ValueError for neither yes nor no."""
     _C.keep_order(_config.flag("TORCH_XLA_DONATE_KEEP_ORDER"))
     if _config.flag("TORCH_XLA_DONATE_AUTO"):
-        auto_donate(True)
+        set_auto_donate(True)

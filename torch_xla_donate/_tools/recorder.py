@@ -122,7 +122,7 @@ def _names() -> dict[int, Named] | None:
         return None
 
 
-_AUTO_DONATE = "call torch_xla_donate.auto_donate() before the loop"
+_AUTO_DONATE = "call torch_xla_donate.set_auto_donate(True) before the loop"
 
 
 def _hint(key: Key, finding: Finding) -> Hint:

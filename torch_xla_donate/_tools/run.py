@@ -11,7 +11,7 @@ import sys
 import types
 from importlib.machinery import SourceFileLoader
 
-from torch_xla_donate._modes import auto_donate
+from torch_xla_donate._modes import set_auto_donate
 from torch_xla_donate._tools import children
 
 
@@ -55,7 +55,7 @@ def run(program: Program) -> None:
     """
     if program.auto is not None:
         os.environ["TORCH_XLA_DONATE_AUTO"] = str(int(program.auto))  # for child processes
-        auto_donate(program.auto)
+        set_auto_donate(program.auto)
     children.prepare()
     sys.argv = [program.target, *program.args]
     main = types.ModuleType("__main__")
