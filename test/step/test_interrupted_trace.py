@@ -70,7 +70,7 @@ def state():
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
         "graph name": _XLAC._get_current_graph_name(),
         "bridge": (dynamo_bridge.extract_graph_helper, dynamo_bridge.SpecialReturnHandler),
-        "locks": [lock._is_owned() for lock in (_host.switches.compiling, _host.loops._scanning, _modes.auto._lock)],
+        "locks": [lock._is_owned() for lock in (_host.switches.compiling, _host.loops._scanning)],
     }
 
 
