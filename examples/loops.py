@@ -1,4 +1,4 @@
-"""Donates what loops on the device carry and go over: scan, a scan in a scan, scan_layers, gradient accumulation.
+"""Donates what loops on the device carry and go over: scan, scan_layers, gradient accumulation.
 
     python examples/loops.py
 
@@ -38,15 +38,6 @@ def plain_scan() -> list[torch.Tensor]:
     return [total, sums]
 
 
-def nested_scan() -> list[torch.Tensor]:
-    def inner(carry: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        donate_buffer(carry)
-        return carry + x, carry.sum()
-
-    total, sums = scan(lambda carry, rows: scan(inner, carry, rows), ready(WIDTH), ready(LENGTH, LENGTH, WIDTH))
-    return [total, sums]
-
-
 def layers() -> list[torch.Tensor]:
     stack = [nn.Linear(WIDTH, WIDTH).to("xla") for _ in range(LENGTH)]
     with torch.no_grad():
@@ -67,7 +58,6 @@ def accumulation() -> list[torch.Tensor]:
 
 LOOPS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "scan": plain_scan,
-    "scan in a scan": nested_scan,
     "scan_layers": layers,
     "gradient accumulation": accumulation,
 }

@@ -1011,16 +1011,6 @@ def test_a_scan_draws_other_random_numbers_at_every_call(make):
     assert len({number for numbers in drawn for number in numbers}) == 18
 
 
-def test_nested_scans_are_traced_once_too(make):
-    outer = lambda init, xs: scan(lambda c, rows: scan(cell, c, rows), init, xs)[0]  # noqa: E731
-    run = give_away(outer)
-    expected = outer(make(3), make(2, 4, 3)).tolist()
-    for _ in range(2):
-        init = make(3)
-        assert run(init, make(2, 4, 3)).tolist() == expected
-        assert is_donated(init)
-
-
 def test_a_scan_that_donates_more_than_the_arguments_is_refused(make):
     run = pure(lambda init, xs: scan(cell, init, xs, donate="init"))
     init, xs = make(3), make(4, 3)

@@ -20,6 +20,7 @@ from torch_xla.experimental import scan as host_module
 from torch_xla.experimental.scan import scan as host_scan
 
 from torch_xla_donate import (
+    _C,
     DonatedBufferError,
     DonationError,
     DonationWarning,
@@ -34,7 +35,6 @@ from torch_xla_donate import (
     scan,
     scan_layers,
 )
-from torch_xla_donate._loops import nested as nested_loops
 
 
 def accumulate(carry, x):
@@ -545,176 +545,19 @@ def test_layers_that_need_gradients_donate_their_input(make, sync):
     assert all(torch.allclose(one.cpu(), other.cpu(), atol=1e-5) for one, other in zip(found, expected))
 
 
-class Deep(torch.nn.Module):
-    """A layer of layers, that deep."""
-
-    def __init__(self, depth: int, pure: bool) -> None:
-        super().__init__()
-        self.inner = torch.nn.ModuleList([Deep(depth - 1, pure) for _ in range(2)] if depth else [])
-        self.weight = torch.nn.Linear(3, 3)
-        self.register_buffer("shift", torch.rand(3))
-        self.pure = pure
-
-    def forward(self, x):
-        return scan_layers(self.inner, torch.tanh(self.weight(x)) + self.shift, is_layer_pure=self.pure)
-
-    def by_hand(self, x):
-        x = torch.tanh(self.weight(x)) + self.shift
-        for layer in self.inner:
-            x = layer.by_hand(x)
-        return x
-
-
-@pytest.mark.parametrize("pure", [False, True])
-def test_layers_may_scan_layers_of_their_own(make, pure):
-    torch.manual_seed(0)
-    layers = torch.nn.ModuleList([Deep(1, pure) for _ in range(2)]).to("xla")
-    weights = list(layers.parameters())
-
-    def loss_and_gradients(x, scanned):
-        if scanned:
-            y = scan_layers(layers, x, is_layer_pure=pure, donate=True)
-        else:
-            y = layers[1].by_hand(layers[0].by_hand(x))
-        return [y, *(torch.autograd.grad(y.pow(2).sum(), weights) if y.requires_grad else ())]
-
-    for gradients in (True, False, True):
-        with torch.set_grad_enabled(gradients):
-            x = make(2, 3)
-            found, expected = loss_and_gradients(x, True), loss_and_gradients(make(2, 3), False)
-        torch_xla.sync()
-        assert is_donated(x) and len(found) == 1 + gradients * len(weights)
-        assert all(torch.allclose(one.cpu(), other.cpu(), atol=1e-5) for one, other in zip(found, expected))
-
-
-def by_hand(fn, carry, xs, **options):
-    """The results of a scan."""
-    ys = []
-    for x in xs:
-        carry, y = fn(carry, x)
-        ys.append(y)
-    return carry, {name: torch.stack([y[name] for y in ys]) for name in ys[0]}
-
-
-def nested(depth, loop, **options):
-    """A body with a loop in it, that many times."""
-
-    def innermost(carry, x):
-        return carry * 0.5 + x["a"] * torch.sin(carry), {"sum": carry.sum(), "made": x["a"] + carry}
-
-    def around(body):
-        def outer(carry, x):
-            carry, ys = loop(body, carry * 2, x, **options)
-            return carry - 1, ys
-
-        return outer
-
-    body = innermost
-    for _ in range(depth):
-        body = around(body)
-    return body
-
-
-@pytest.mark.parametrize(("depth", "is_fn_pure", "calls"), [(1, False, 2), (1, True, 2), (2, False, 1), (2, True, 2)])
-def test_a_body_may_scan_itself_and_the_gradients_are_right(depth, is_fn_pure, calls):
-    init = torch.linspace(-1, 1, 3)
-    xs = {"a": torch.linspace(-2, 1, 3 * 2 ** (depth + 1)).reshape(*[2] * (depth + 1), 3)}
-
-    def run(loop, device, **options):
-        leaves = [t.to(device).requires_grad_() for t in (init, xs["a"])]
-        # The slices of a dictionary, where the loop is Python's.
-        rows = {"a": leaves[1]} if device == "xla" else sliced(leaves[1], depth)
-        body = nested(depth, loop, **options)
-        carry, ys = loop(body, leaves[0], rows, **options)
-        (carry.sum() + ys["made"].pow(2).sum()).backward()
-        if device == "xla":
-            torch_xla.sync()  # else each read compiles a graph
-        return [t.detach().cpu() for t in (carry, ys["sum"], ys["made"], *(leaf.grad for leaf in leaves))]
-
-    def sliced(tensor, levels):
-        return [sliced(row, levels - 1) if levels else {"a": row} for row in tensor]
-
-    # torch_xla's first: autograd counts the devices once.
-    results = [run(scan, "xla", is_fn_pure=is_fn_pure) for _ in range(calls)]
-    expected = run(by_hand, "cpu")
-    for found in results:
-        assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected))
-
-
-def test_an_inner_scan_is_a_loop_on_the_device_inside_the_outer(make):
-    final, _ = scan(nested(1, scan), make(3), {"a": make(40, 50, 3)})
-    text = torch_xla._XLAC._get_xla_tensors_hlo([final])
-    torch_xla.sync()
-    assert text.count(" while(") == 2
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"), [(torch.rand_like, "rand_like"), (torch.nn.functional.dropout, "native_dropout"), (None, None)]
-)
-def test_random_numbers_in_an_inner_scan_are_refused(make, draw, name):
-    def inner(carry, x):
-        return carry + x, carry if draw is None else draw(carry) * carry
-
-    def run():
-        return scan(lambda carry, x: scan(inner, carry, x), make(2), make(3, 4, 2))
-
-    if draw is None:
-        run()
-    else:
-        with pytest.raises(NotImplementedError, match=f"draws random numbers .aten.{name}"):
-            run()
-    torch_xla.sync()
-
-
-def test_the_outer_body_of_nested_scans_may_draw_random_numbers(make):
-    def outer(carry, x):
-        final, _ = scan(lambda c, y: (c + y, c), carry, x)
-        return final, torch.rand_like(carry) + carry * 0
-
-    _, ys = scan(outer, make(2), make(3, 4, 2))
-    assert len(set(ys.flatten().tolist())) == 6
-
-
-def test_an_inner_body_donates_the_outer_argument(make):
-    def inner(carry, x):
-        donate_buffer(carry)
-        return carry + x, carry.sum()
-
-    init, xs = make(3), make(2, 4, 3)
-    final, _ = scan(lambda carry, x: scan(inner, carry, x), init, xs)
-    torch_xla.sync()
-    assert (is_donated(init), is_donated(xs)) == (True, False)
-    assert final.tolist() == [84, 93, 102]
-    assert [(donor.name, donor.outcome) for donor in donation_report(steps=1).donors] == [("init", "donated")]
-    with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
-        scan(lambda carry, x: scan(inner, carry * 2, x), make(3), xs)
-
-
-def test_nested_scans_leave_nothing_behind(make):
-    before = (host_module._scan_impl_flat, host_module.value_and_grad_partitioned)
-    gc.collect()
-    loops = len(nested_loops._loops)  # torch_xla keeps pure layers of other tests, and with them their traces
-
-    def once():
-        init = make(3).requires_grad_()
-        final, _ = scan(nested(2, scan), init, {"a": make(2, 2, 2, 3)})
-        gc.collect()
-        with torch.autograd.set_multithreading_enabled(False):  # autograd's thread may keep the graph a moment longer
-            final.sum().backward()  # its loops are alive
-        torch_xla.sync()
-
-    def fails(carry, x):
-        raise RuntimeError("a body that fails")
-
-    once()
-    gc.collect()
-    assert (host_module._scan_impl_flat, host_module.value_and_grad_partitioned) == before
-    assert (len(nested_loops._loops), nested_loops._holders) == (loops, [])
-    with pytest.raises(RuntimeError, match="a body that fails"):
-        scan(lambda carry, x: scan(fails, carry, x), make(3), make(2, 2, 3))
-    assert (host_module._scan_impl_flat, host_module.value_and_grad_partitioned) == before
-    assert nested_loops._holders == []
-    torch_xla.sync()
+@pytest.mark.parametrize("is_fn_pure", [False, True])
+def test_a_scan_in_a_body_is_refused(make, is_fn_pure):
+    layer = torch.nn.Linear(3, 3).to("xla")
+    inner = {
+        "scan": lambda c, x: scan(lambda a, b: (a + b, a), c, x),
+        "scan_layers": lambda c, x: (scan_layers([layer, layer], c), c),
+    }
+    for body in inner.values():
+        init = make(3)
+        with pytest.raises(NotImplementedError, match=r"is called in the body of a scan.*explain loops"):
+            scan(body, init, make(2, 4, 3), donate="init", is_fn_pure=is_fn_pure)
+        assert not _C.pending() and init.tolist() == [0, 1, 2]
+    assert scan(lambda c, x: (c + x, c), make(3), make(2, 3))[0].tolist() == [3, 6, 9]
 
 
 @pytest.mark.parametrize("options", [None, {}, {"pure": True}], ids=["plain", "lazy", "pure"])
@@ -751,29 +594,6 @@ def test_the_bodys_own_frame_keeps_its_values_in_an_error(make):
         scan(body, make(3), make(4, 3))
     assert raised.traceback[-1].locals["mine"] == 3
     torch_xla.sync()
-
-
-@in_process
-def test_the_contexts_of_two_scans_end_in_any_order():
-    inside, leave = threading.Event(), threading.Event()
-
-    def other():
-        with nested_loops.allowed([]):
-            inside.set()
-            leave.wait()
-
-    worker = threading.Thread(target=other)
-    with nested_loops.allowed([]):
-        worker.start()
-        inside.wait()
-    leave.set()
-    worker.join()
-    assert host_module._scan_impl_flat.__module__ == "torch_xla.experimental.scan"
-    free = []
-    third = threading.Thread(target=lambda: free.append(_host.switches.compiling.acquire(blocking=False)))
-    third.start()
-    third.join()
-    assert free == [True]
 
 
 class TellingLock:
@@ -831,7 +651,7 @@ def test_a_scan_that_fails_lets_other_threads_scan(make, error):
         _host.loops._scanning.release()
 
     with pytest.raises(error):
-        scan(lambda carry, x: scan(fails, carry, x), make(3), make(2, 4, 3))
+        scan(fails, make(3), make(4, 3))
     free, other = [], threading.Thread(target=try_lock)
     other.start()
     other.join()
@@ -879,18 +699,6 @@ def test_a_scan_ends_while_a_backward_pass_waits_to_scan():
     assert init.grad.tolist() == [16, 16, 16] and result[0].tolist() == [5, 5, 5]
 
 
-def test_an_inner_scan_without_outputs_is_refused():
-    init, rows = torch.zeros(3).to("xla"), torch.ones(2, 4, 3).to("xla")
-    torch_xla.sync()
-
-    def body(carry, row):
-        carry, _ = scan(lambda c, x: (c + x, None), carry, row)
-        return carry, carry.sum()
-
-    with pytest.raises(NotImplementedError, match="backward pass with nothing to go over.*such as the new carry"):
-        scan(body, init, rows)
-
-
 def test_a_pure_body_donates_by_the_shapes_of_its_arguments(make):
     def body(carry, x):
         if carry.shape[0] == 5:
@@ -900,20 +708,6 @@ def test_a_pure_body_donates_by_the_shapes_of_its_arguments(make):
     for size, donated in ((3, False), (5, True), (3, False), (5, True)):
         init = make(size)
         result = scan(body, init, make(4, size), is_fn_pure=True)
-        torch_xla.sync()
-        assert is_donated(init) is donated and result[0].shape == init.shape
-
-
-def test_a_pure_body_that_scans_keeps_the_donations_of_each(make):
-    def body(carry, x):
-        if isinstance(x, dict):
-            donate_buffer(carry)
-            return scan(body, carry, x["inner"], is_fn_pure=True)
-        return carry + x, carry.sum()
-
-    for xs, donated in (({"inner": make(2, 4, 3)}, True), (make(4, 3), False)):
-        init = make(3)
-        result = scan(body, init, xs, is_fn_pure=True)
         torch_xla.sync()
         assert is_donated(init) is donated and result[0].shape == init.shape
 

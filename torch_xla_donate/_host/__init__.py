@@ -36,10 +36,8 @@ from torch_xla_donate._host.loops import (
     OneScan,
     accumulate,
     is_traced,
-    nested_scans,
     read_by_backward_scan,
     scan_layers,
-    scan_loop,
 )
 from torch_xla_donate._host.load import Build, build, build_record, check_versions, supported_versions
 from torch_xla_donate._host.modules import has_hooks, remove_module_hook

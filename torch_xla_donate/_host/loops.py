@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate import _C, _numbers
 from torch_xla_donate._errors import see
@@ -44,46 +42,6 @@ class OneScan(_C.Scope):
             torch._C._set_multithreading_enabled(self._backward_threads)  # type: ignore[attr-defined]
 
 
-def scan_loop(body: Callable[..., Any], init: list[torch.Tensor], xs: list[torch.Tensor], reverse: bool) -> Any:
-    """Runs torch_xla's loop over flat lists of tensors. Returns the last carry and the stacked outputs of `body`."""
-    from torch_xla.experimental import scan as host
-
-    return host._scan_impl_flat(body, init, xs, reverse=reverse)
-
-
-@contextlib.contextmanager
-def nested_scans(loop: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context torch_xla's scan also works in a trace.
-
-    torch_xla cannot trace its loop, which lowers the body and needs data that tensors of a trace do not have. In a
-    trace it calls `loop(body, init, xs, reverse)` instead. The body is traced on tensors outside the running trace.
-    """
-    from torch_xla.experimental import scan as host
-
-    run, trace = host._scan_impl_flat, host.value_and_grad_partitioned
-
-    def flat(fn: Any, init: Any, xs: Any, reverse: bool = False) -> Any:
-        if any(map(is_traced, (*init, *xs))):
-            return loop(fn, list(init), list(xs), reverse)
-        return run(fn, init, xs, reverse=reverse)
-
-    def partitioned(fn: Any, init: Any, xs: Any, *args: Any, **options: Any) -> Any:
-        leaves, structure = pytree.tree_flatten((init, xs))
-        if any(map(is_traced, leaves)):
-            with _disable_current_modes():
-                init, xs = pytree.tree_unflatten([_placeholder_for(leaf) for leaf in leaves], structure)
-                return trace(fn, init, xs, *args, **options)
-        with OneScan():  # this thread may call torch_xla's own scan
-            return trace(fn, init, xs, *args, **options)
-
-    # Not `replaced`, which holds a lock: the first thread enters this context, and the last one leaves it.
-    host._scan_impl_flat, host.value_and_grad_partitioned = flat, partitioned
-    try:
-        yield
-    finally:
-        host._scan_impl_flat, host.value_and_grad_partitioned = run, trace
-
-
 def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **options: Any) -> Any:
     """Calls a copy of torch_xla's scan_layers with another scan. Other threads may run the original."""
     from torch_xla.experimental import scan_layers as host
@@ -99,10 +57,6 @@ def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **o
 def is_traced(leaf: object) -> bool:
     """Whether a value represents a tensor in a running trace."""
     return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter, _numbers.Number)
-
-
-def _placeholder_for(leaf: torch.Tensor) -> torch.Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="xla").requires_grad_(leaf.requires_grad)
 
 
 def read_by_backward_scan(node: Any) -> Sequence[Any]:

@@ -13,7 +13,6 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
 from torch_xla_donate._errors import see
-from torch_xla_donate._loops import nested
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("init", "xs")
@@ -29,7 +28,6 @@ class _Wrapped:
     def __init__(self, function: Callable[[], Callable[..., Any] | None]) -> None:
         self._find = function
         self.requests: dict[Any, dict[int, _marks.DonationRequest | None]] = {}  # by `_arrays` of the arguments
-        self.loops: list[object] = []  # the loops inside the function, which its traces need
 
     def __call__(self, carry: Any, x: Any) -> Any:
         function = self._find()
@@ -103,6 +101,7 @@ def scan(
         ValueError: ``donate`` names another argument, or ``fn`` cannot be called.
         TypeError: ``donate``, ``strict`` or ``stacklevel`` has another type, or ``fn`` is pure but cannot be hashed or
             weakly referenced.
+        NotImplementedError: it is called in the body of another scan.
         DonationError: a donated leaf is pending, a tensor donated in the body is not one of its arguments, torch_xla is
             in eager mode, or, with ``strict``, autograd has saved a donated leaf.
     """
@@ -114,24 +113,33 @@ def scan(
             f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('loops')}"
         )
     refuse_eager_mode("scan")
+    _refuse_inside_a_scan()
     chosen = chosen_arguments(donate, _ARGUMENTS)
     flat = [_trees.flatten_fast(tree, name) for name, tree in zip(_ARGUMENTS, (init, xs))]
     structures = tuple(structure for _, structure in flat)
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
-    with _host.on_device(device), nested.allowed(body.loops), _host.OneScan():
+    with _host.on_device(device), _host.OneScan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:
             _frames.forget_values(error)
             raise
-    _keep_loops(result, body.loops)
     arguments = [(name, *_trees.flatten(tree, name)) for name, tree in zip(_ARGUMENTS, (init, xs))]
     found = body.requests.get(_arrays(init, xs, rows=1), {})
     donations = loop_donations(arguments, chosen, request, found)
     _donate_leaves(donations, result)
     return result
+
+
+def _refuse_inside_a_scan() -> None:
+    body = _marks.current_body()
+    if body is not None and body.loop == "scan":
+        raise NotImplementedError(
+            "scan or scan_layers is called in the body of a scan, which torch_xla cannot trace (2.9.0). Write the "
+            f"inner loop as a Python loop, or make one loop of both. {see('loops')}"
+        )
 
 
 def _the_device(leaves: list[Any]) -> list[int]:
@@ -143,14 +151,6 @@ def _the_device(leaves: list[Any]) -> list[int]:
             f"them to one device. {see('loops')}"
         )
     return devices
-
-
-def _keep_loops(result: Any, loops: list[object]) -> None:
-    """Keeps the loops inside a body alive as long as autograd may run the body's backward graph."""
-    for leaf in pytree.tree_leaves(result) if loops else ():
-        node = getattr(leaf, "grad_fn", None)
-        if node is not None:
-            node.torch_xla_donate_loops = loops
 
 
 def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
@@ -215,9 +215,6 @@ def scan_layers(
     by = _trace.current_watcher()
     if by is not None:
         by.uses(module for layer in layers for module in layer.modules())
-    given: list[Any] = layers
-    if layers and nested.is_in_a_trace(layers[0]):
-        given = [nested.InATrace(layers[0]), *layers[1:]]
-        is_layer_pure = False  # torch_xla caches a pure layer by its id, and this one ends with the trace
+    _refuse_inside_a_scan()  # before torch_xla copies a layer
     ours = functools.partial(scan, donate="init" if donate else (), strict=strict, stacklevel=stacklevel)
-    return _host.scan_layers(ours, given, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
+    return _host.scan_layers(ours, layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
