@@ -111,6 +111,8 @@ def test_zero_dimensional_and_empty_tensors_do_no_harm(make):
     donate_buffer([scalar, empty])
     total, same = scalar + 1, empty + 1
     torch_xla.sync(wait=True)
+    assert {donor.shape: donor.outcome for donor in donation_report(steps=1).donors}[()] == "donated"
+    assert is_donated(scalar)
     assert total.item() == 7
     assert same.shape == (0,)
     _C.take_notices()

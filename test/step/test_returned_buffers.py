@@ -119,10 +119,15 @@ def test_a_buffer_of_two_arguments(tied, backend, other):
         for form in FORMS.values():
             for place in (0, 1):
                 g = give_away(
-                    lambda a, b, form=form, place=place: (form((a, b)[place]), (b, a)[place] + 1), backend, (0, 1)
+                    lambda a, b, c, form=form, place=place: (form((a, b)[place]), (b, a)[place] + 1, c * 2),
+                    backend,
+                    (0, 1, 2),
                 )
                 for _ in range(2):
-                    result, new = g(*tied(other))
+                    free = torch.ones(3).to("xla")
+                    torch_xla.sync()
+                    result, new, _ = g(*tied(other), free)
+                    assert is_donated(free)
                     assert (result.tolist(), new.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
                 torch._dynamo.reset()
 
@@ -158,10 +163,11 @@ IN_CONTAINERS = [
 
 @pytest.mark.parametrize(("backend", "name"), IN_CONTAINERS)
 def test_what_is_returned_in_a_container(make, backend, name):
-    g = give_away(lambda p, t: CONTAINERS[name](p, t + 1), backend, (0, 1))
+    g = give_away(lambda p, t, x: (CONTAINERS[name](p, t + 1), x * 2), backend, (0, 1, 2))
     for _ in range(2):
-        p = make(3)
-        result = g(p, p.detach())
+        p, free = make(3), make(4)
+        result, _ = g(p, p.detach(), free)
+        assert is_donated(free) and not is_donated(p)
         found = [tensor.tolist() for tensor in _trees.tensors_in(result)]
         assert sorted(found) == [[0, 1, 2], [1, 2, 3]]
 
@@ -169,11 +175,12 @@ def test_what_is_returned_in_a_container(make, backend, name):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_argument_is_returned_as_a_whole(make, backend):
     """The result is the dictionary that the caller gave: nothing in it may go, whatever has computed with it."""
-    g = give_away(lambda s: (s, s["b"] + 1), backend)
+    g = give_away(lambda s, x: (s, s["b"] + 1, x * 2), backend, (0, 1))
     for _ in range(2):
-        w = make(3)
+        w, free = make(3), make(4)
         state = {"a": w, "b": w.detach(), "c": [make(3)]}
-        same, new = g(state)
+        same, new, _ = g(state, free)
+        assert is_donated(free) and not is_donated(w)
         assert same["a"].tolist() == same["b"].tolist() == same["c"][0].tolist() == [0, 1, 2]
         assert new.tolist() == [1, 2, 3]
 
@@ -194,9 +201,11 @@ def test_a_module_is_returned(make, backend):
 def test_a_parameter_of_a_donated_module_is_returned(make, backend):
     module = torch.nn.Linear(3, 3, bias=False).to("xla").requires_grad_(False)
     expected = module.weight.tolist()
-    g = give_away(lambda m: (m.weight, m.weight * 2), backend)
+    g = give_away(lambda m, x: (m.weight, m.weight * 2, x * 2), backend, (0, 1))
     for _ in range(2):
-        same, twice = g(module)
+        free = make(4)
+        same, twice, _ = g(module, free)
+        assert is_donated(free) and not is_donated(module.weight)
         assert same.tolist() == expected
         assert twice.tolist() == (torch.tensor(expected) * 2).tolist()
 
