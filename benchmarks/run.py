@@ -16,6 +16,7 @@ BENCHMARKS = (
     "auto_cost",
     "auto_instructions",
     "auto_patterns",
+    "example_bits",
     "last_bits",
     "moved_tensors",
     "peak_memory",

@@ -124,6 +124,13 @@ def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> 
         assert rows[name]["aliased_bytes"]["auto"] >= cache
 
 
+def test_the_bits_of_an_example_are_compared(tmp_path: Path) -> None:
+    printed, found = run("example_bits.py", tmp_path, "--tiny")
+    assert "met" in printed
+    assert [row["example"] for row in found["rows"]] == ["quickstart"]
+    assert all(found["rows"][0][way] == {"tensors": 2, "different": 0} for way in ("as written", "automatic"))
+
+
 def test_a_kept_order_leaves_the_last_bits_as_they_are(tmp_path: Path) -> None:
     printed, found = run("last_bits.py", tmp_path, "--tiny")
     assert "torch.optim, auto, order kept" in printed
