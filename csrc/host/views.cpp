@@ -151,18 +151,18 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
   return Resolve(tensor).buffer;
 }
 
-Resolution ResolveToDonate(const at::Tensor& tensor) {
+at::Tensor TensorToDonate(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   if (functional::isFunctionalTensor(tensor)) {
     const at::FunctionalTensorWrapper* view = functional::unsafeGetFunctionalWrapper(tensor);
     if (!view->is_up_to_date()) {
       GroupOf(*view).apply_updates();
       if (RearrangesBase(*view)) {
-        return Resolve(GroupOf(*view).base());
+        return GroupOf(*view).base();
       }
     }
   }
-  return Resolve(tensor);
+  return tensor;
 }
 
 lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor) {

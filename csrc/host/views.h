@@ -32,9 +32,9 @@ std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor);
 // has neither. Computes nothing, unlike Resolve().
 lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor);
 
-// Resolves what a mark of the tensor donates: as Resolve(), but the base in place of a view that is out of date and has
-// each element of the base once, such as a reshape. Torch computes such a view again from its base at the next use.
-Resolution ResolveToDonate(const at::Tensor& tensor);
+// The tensor that a mark donates: the base in place of a view that is out of date and has each element of the base
+// once, such as a reshape; else the tensor. Torch computes such a view again from its base at the next use.
+at::Tensor TensorToDonate(const at::Tensor& tensor);
 // The buffer of that mark, also after a use of the view; null if there is none. Computes nothing.
 lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor);
 

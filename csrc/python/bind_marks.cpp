@@ -109,8 +109,8 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
     if (!THPVariable_Check(items[i])) {
       return refuse("not_tensor");
     }
-    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
-    abi::Resolution leaf = abi::ResolveToDonate(tensor);
+    const at::Tensor tensor = abi::TensorToDonate(THPVariable_Unpack(items[i]));
+    abi::Resolution leaf = abi::Resolve(tensor);
     const char* obstacle = Obstacle(leaf);
     if (*obstacle != '\0') {
       return refuse(obstacle);
