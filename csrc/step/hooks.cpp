@@ -121,7 +121,7 @@ std::vector<Hook> ExecutorHooks() {
       row("LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, &RunPostOrder, run_post_order,
           "chooses the donors of a step"),
       row("LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier, &TensorCollectionBarrier,
-          tensor_collection_barrier, "compiled: gives rewritten infos back"),
+          tensor_collection_barrier, "graph compiled: restores torch_xla's notes on its inputs"),
       row("LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, &AsyncConstructor, async_constructor,
           "the step will run: donors are committed"),
       row("MultiWait::Completer", abi::kCompleter, &Completer, completer, "the step has run: outcomes are read"),
