@@ -1,5 +1,5 @@
 // Numbers the nodes of a graph and hashes its edges.
-#include "features/graph_wiring.h"
+#include "repairs/graph_wiring.h"
 
 #include <cstdint>
 

@@ -1,5 +1,5 @@
 // Looks parameters up by buffer, and walks pending graphs.
-#include "features/liveness.h"
+#include "step/liveness.h"
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 

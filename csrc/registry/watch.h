@@ -12,13 +12,13 @@ enum Watch : std::uint32_t {
   kNothing = 0,
   kMarks = 1,      // registry: a mark is pending
   kConsumed = 2,   // registry: a step has consumed a buffer that the program may still use
-  kSpared = 4,     // registry: the same, but donation was disabled
+  kUndonated = 4,  // registry: the same, but donation was disabled
   kAutomatic = 8,  // auto_donors: some thread may donate by liveness
   kAliases = 16,   // outdated_tensors: hooks follow new aliases of tensors
   kEmpty = 32,     // placeholders: an array without memory is alive
   kInputs = 64,    // watched_inputs: notes what the inputs of steps are
 };
-constexpr std::uint32_t kRegistry = kMarks | kConsumed | kSpared;
+constexpr std::uint32_t kRegistry = kMarks | kConsumed | kUndonated;
 constexpr std::uint32_t kListed = kRegistry | kAutomatic | kEmpty | kInputs;  // needs the list of live tensors
 
 inline std::atomic<std::uint32_t> watch_word{0};

@@ -1,7 +1,6 @@
-// The planner chooses which inputs become donors, and the order of parameters and outputs by which XLA pairs them well.
+// Keeps the plans of graphs that run again, and bounds the number of graphs that they make.
 //
-// It decides once for each graph and dead set. Of each size it chooses as many inputs as there are outputs without
-// another donor, each close to the output computed from it. The dead set of a loop may change, for example when the
+// A graph gets one plan for each set of inputs out of reach. That set may change in a loop, for example when the
 // garbage collector frees a cycle. Then the planner makes at most kMaxChoices graphs and reuses one that fits.
 //
 // Ownership: the process keeps the last kKeptPlans plans, or fewer if together they exceed kKeptParameters. A plan
@@ -9,6 +8,7 @@
 // Threads: any; one mutex guards everything. Errors: throws none itself.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -22,28 +22,26 @@
 #include "host/process_mutex.h"
 #include "registry/registry.h"
 #include "step/graph_arrays.h"
+#include "step/plan.h"
 
 namespace torch_xla_donate {
 
-// A step as the planner sees it: its donors, and the inputs that may become donors.
-struct PlanRequest {
+// A step before it is planned.
+struct StepFacts {
   const abi::Executor::PostOrderData& graph;
   const std::vector<lazy::Value>& roots;
   const lazy::BackendDevice& device;
   lazy::hash_t hash;  // of the graph without its donors
   bool sharded;       // SPMD: the compiler's shardings are not known yet
   bool automatic;     // whether inputs may become donors; otherwise only the step's donors are paired
-  // By position of the parameter:
-  std::vector<bool> held;                          // by a live tensor
-  std::vector<bool> read_later;                    // by work that stays pending
-  std::vector<bool> barred;                        // must not be donated, even if nothing holds it
-  std::vector<bool> donors;                        // already in the donor set, by a mark or by torch_xla
-  std::vector<bool> own;                           // torch_xla donates it, as an output replaces it in place
-  std::vector<std::optional<std::size_t>> wanted;  // the output that such a donor was given
-};
+  std::vector<PlanInput> inputs;
 
-// By position of the parameter: whether an output that no donor takes has its size.
-std::vector<bool> FindFits(const PlanRequest& request, const GraphArrays& arrays);
+  GraphArrays Measure() const { return MeasureArrays(graph.parameters_data, roots, sharded); }
+  // A plan that is not kept.
+  StepPlan PlanFor(const GraphSizes& sizes) const {
+    return Plan(sizes, inputs, NearParameters(graph.parameters_data, roots), KeepsOrder());
+  }
+};
 
 struct DonorChoice {
   DonorPairs pairs;
@@ -74,11 +72,14 @@ class DonorPlanner {
   // Never destroyed: hooks may run until the process ends.
   static DonorPlanner& Get();
 
-  // Never returns a null choice. Linear in the parameters; slower for a dead set that is new for this graph.
-  PlanResult Choose(const PlanRequest& request);
+  // Never returns a null choice. Linear in the parameters; slower for a set out of reach that is new for this graph.
+  PlanResult Choose(const StepFacts& step);
 
-  // The compiler has not used these parameters, so the graph does not ask for them again.
-  void OfNoUse(lazy::hash_t plan, const std::vector<std::size_t>& parameters);
+  // The step has run. Where only the compiler chooses shardings, only the outcome of the chosen donors shows which ones
+  // it has used. The graph does not ask for the others again. Does nothing in one of several processes, which must all
+  // compile the same graph: the next step may come before or after this call.
+  void Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors);
+  void SetMultiProcess(bool on) { multi_process_.store(on, std::memory_order_relaxed); }
 
   // The held inputs of each device's last step, from BeginStep() on; none if that step has not called Choose().
   std::vector<HeldInput> LastHeld() const;
@@ -88,19 +89,19 @@ class DonorPlanner {
 
  private:
   using ChoicePtr = std::shared_ptr<const DonorChoice>;
-  struct Plan {
-    std::shared_ptr<const std::vector<std::string>> arrays;       // the parameters, as abi::DescribeBuffer writes them
-    GraphArrays sizes;                                            // without the texts of `arrays`
+  struct KeptPlan {
+    std::shared_ptr<const std::vector<std::string>> arrays;  // the parameters, as abi::DescribeBuffer writes them
+    GraphSizes sizes;
     std::vector<bool> fits;                                       // an output of this size is free
-    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_dead;  // the last answers, newest first
+    std::deque<std::pair<std::vector<bool>, ChoicePtr>> by_free;  // the last answers, newest first
     std::vector<ChoicePtr> choices;                               // distinct; each may be a compiled graph
-    std::vector<bool> always_dead;
+    std::vector<bool> always_free;
   };
 
   void Forget(lazy::hash_t key);
-  static Plan Look(const PlanRequest& request);
-  static ChoicePtr Decide(const Plan& plan, const PlanRequest& request, const std::vector<bool>& dead);
-  static ChoicePtr Settle(Plan& plan, const PlanRequest& request, const std::vector<bool>& dead);
+  static KeptPlan Look(const StepFacts& step);
+  static ChoicePtr Decide(const KeptPlan& plan, const StepFacts& step, const std::vector<bool>& free);
+  static ChoicePtr ChooseFallback(KeptPlan& plan, const StepFacts& step, const std::vector<bool>& free);
 
   // The held inputs of a step that outputs had room for, without the texts.
   struct Left {
@@ -114,8 +115,9 @@ class DonorPlanner {
   };
 
   std::mutex& mutex_ = ProcessMutex(MutexOf::kDonorPlans);
+  std::atomic<bool> multi_process_{false};
   std::map<lazy::BackendDevice, Left> last_left_;
-  std::unordered_map<lazy::hash_t, Plan, lazy::HashReducer> plans_;
+  std::unordered_map<lazy::hash_t, KeptPlan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
   std::size_t parameters_ = 0;  // of all plans
 };
