@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,6 +176,20 @@ def last_reasons() -> list[str]:
     from torch_xla_donate import donation_report
 
     return [donor.reason for donor in donation_report(steps=1).donors]
+
+
+class TellingLock:
+    """For the lock of the scans: it calls `asked` in each thread that is about to wait for it."""
+
+    def __init__(self, asked: Callable[[], None]) -> None:
+        self._lock, self._asked = threading.RLock(), asked
+
+    def acquire(self) -> bool:
+        self._asked()
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
 
 
 def loops_with_and_without_donation(rank: int) -> None:
