@@ -192,6 +192,12 @@ class TellingLock:
         self._lock.release()
 
 
+def model_of(width: int = 4) -> torch.nn.Module:
+    """A linear model on the device with one output."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(width, 1).to("xla")
+
+
 def loops_with_and_without_donation(rank: int) -> None:
     """For `torch_xla.launch`: a loop with a cache and kept tensors computes the same with automatic donation."""
     import torch_xla
