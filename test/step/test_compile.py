@@ -379,6 +379,9 @@ def test_a_warning_names_unread_and_unusable_arguments_once(make):
     with pytest.warns(DonationWarning) as told:
         for y in (make(2), make(2)):
             f(x, y)
+        torch_xla.sync(wait=True)
+        donation_report()
+        torch_xla.sync(wait=True)
     (warning,) = told
     text = str(warning.message)
     assert text.startswith(f"Some donated buffers were not usable: f32[3] (donated at {__file__}:")
