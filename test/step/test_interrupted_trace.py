@@ -164,7 +164,7 @@ CONTEXTS = {
     "auto_donate": auto_donate,
     "auto_donate off": lambda: auto_donate(False),
     "restored": lambda: _host.interrupts.Restored(),
-    "later": _report.later,
+    "postpone_notices": _report.postpone_notices,
     "a scan": lambda: _host.OneScan(),
     "replaced": lambda: _host.switches.replaced(dynamo_bridge, "extract_graph_helper", None),
 }

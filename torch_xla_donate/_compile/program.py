@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
@@ -19,10 +19,6 @@ from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.pure import PureCompiled
-
-
 # Results of these types hide no tensors.
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -36,38 +32,48 @@ class ValueSource(NamedTuple):
 
 
 class TracedProgram:
-    """A traced function: its compiled graph, and the sources of inputs and results."""
+    """A traced function: its compiled graph, and the sources of inputs and results.
 
-    def __init__(self, compiled: PureCompiled, call: CallArguments, offered: Sequence[int]) -> None:
+    function: its name in messages.
+    offered: the positions of the leaves that the graph may consume.
+    """
+
+    def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
-        proxies = ArgumentProxies(compiled.function, call)
-        while self._trace_once(compiled, proxies, offered):
+        refuse = _trace.Refusal(function)
+        proxies = ArgumentProxies(function, call, refuse)
+        while self._trace_once(f, function, proxies, refuse, offered):
             proxies.separate()
         proxies.refuse_kept(self._opaque)
 
-    def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
+    def _trace_once(
+        self,
+        f: Callable[..., Any],
+        function: str,
+        proxies: ArgumentProxies,
+        refuse: _trace.Refusal,
+        offered: Sequence[int],
+    ) -> bool:
         """Returns True if an argument shares its buffer with another input, which the graph cannot distinguish."""
         with _host.tracing():
             call, leaves = proxies.make()
-            recorder = _trace.Recorder(compiled.function, leaves)
+            recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable = proxies.inseparable()
             with _trace.Restoring(recorder):
-                reads = recorder.reads
-                watched = _trace.watched(recorder)
-                refused = _trace.host_reads_refused(compiled.function)
-                with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
-                    tree = compiled.trace(*call.args, **call.kwargs)
+                refused, watched = _trace.host_reads_refused(refuse), _trace.watched(recorder)
+                with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:
+                    tree = f(*call.args, **call.kwargs)
                     try:
                         results, self._structure = pytree.tree_flatten(tree)
                     except RecursionError:
-                        raise _trees.refuse_depth(f"the result of {compiled.function}") from None
+                        raise _trees.refuse_depth(f"the result of {function}") from None
                     self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, _PLAIN)), "")
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
                     del tree
                 proxies.refuse_changed()
-                reads.check()
-                _refuse_gradients(compiled.function, results, recorder)
+                recorder.reads.check()
+                _refuse_gradients(function, results, recorder)
                 recorder.note_returned(results)
                 recorder.check()
                 floats = proxies.floats  # a float that the function returns unchanged is the call's float
@@ -75,7 +81,7 @@ class TracedProgram:
                     leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
                 ]
                 outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
-                _refuse_other_devices(compiled.function, [*outputs, *recorder.captured.values()])
+                _refuse_other_devices(function, [*outputs, *recorder.captured.values()])
                 places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 given = {_C.identity(leaf)[0]: i for i, leaf in reversed(tensors)}
@@ -93,7 +99,7 @@ class TracedProgram:
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
                 given_up = [leaves[i] for i in donors]
-                log.dump_lowered(compiled.function, lambda: _host.hlo_text(outputs, given_up)[0])
+                log.dump_lowered(function, lambda: _host.hlo_text(outputs, given_up)[0])
                 graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()

@@ -53,7 +53,7 @@ class PureCompiled(Compiled):
         self._limit = max_different_graphs
         self._programs: dict[Hashable, TracedProgram] = {}
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, *args: Any, **kwargs: Any) -> Any:
         with _host.graph_name(self._graph_name):
             return self._f(*args, **kwargs)
 
@@ -158,5 +158,5 @@ class PureCompiled(Compiled):
         if key not in self._programs:
             self.note_signature(call.arguments, _frames.call_site(self.stacklevel))
         offered = donation.positions(call.leaves) if donation is not None else ()
-        program = self._programs[key] = TracedProgram(self, call.arguments, offered)
+        program = self._programs[key] = TracedProgram(self._trace, self.function, call.arguments, offered)
         return program
