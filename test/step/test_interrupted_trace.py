@@ -58,12 +58,12 @@ def state():
         "threads of autograd": torch._C._is_multithreading_enabled(),
         "flags of modes": [getattr(_python_dispatch, name) for name in FLAGS],
         "module hooks": len(modules._global_forward_pre_hooks),
-        "inside": _marks.is_inside_call(),
+        "inside": _marks.inside_call.value,
         "body": _marks.current_body(),
         "watcher": _trace.current_watcher(),
         "postponed": _report.notices._postponed.value,
         "disabled": _C.disabled_reason().code,
-        "infs": list(_modes.debug._infinities.entries),
+        "infs": list(_modes.debug._infinities.value),
         "auto": (_C.auto_donate_depth(), _C.auto_donates()),
         "eager": _XLAC._get_use_eager_mode(),
         "executes": _XLAC._get_allow_execution(),
@@ -270,9 +270,9 @@ def test_nested_contexts_end_in_their_order():
     with donation_disabled() as outer:
         assert _C.disabled()
         with outer, debug_nans(infs=True):
-            assert _modes.debug._infinities.entries
+            assert _modes.debug._infinities.value
         assert _C.disabled()
-        assert not _modes.debug._infinities.entries
+        assert not _modes.debug._infinities.value
     assert not _C.disabled()
 
     @donation_disabled()

@@ -3,6 +3,7 @@ entered or left."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any, Generic, TypeVar
 
@@ -77,10 +78,10 @@ class Replaced(_C.Scope):
 
 
 class PerThread(threading.local, Generic[T]):
-    """A value of each thread. `per_thread` makes it."""
+    """A value of each thread, which begins as a copy of the given one."""
 
     def __init__(self, value: T) -> None:
-        self.value = value
+        self.value = copy.copy(value)
 
     def replaced(self, value: T) -> Replaced:
         """A context in which this thread has another value."""
@@ -88,7 +89,7 @@ class PerThread(threading.local, Generic[T]):
 
 
 def per_thread(value: T) -> PerThread[T]:
-    """A value of each thread that begins as the given one. `Restored` restores it."""
+    """A value of each thread that `Restored` restores."""
     made = PerThread(value)
     restore(made, "value")
     return made
