@@ -18,8 +18,7 @@ from torch._guards import TracingContext
 from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments, leaves_of_call
-from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
+from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
@@ -173,22 +172,13 @@ class OpenxlaCompiled(Compiled):
         if not call.roles.donated:
             return self._compiled(*call.args, **call.kwargs)
         leaves, parts = leaves_of_call(call)
-        with self.on_device(call, _C.devices(leaves)):
-            donation = RunDonation(DonatedArguments(self, call, parts), where)
+        with self.on_device(call, _C.devices(leaves)), RunDonation(self, call, parts, where) as donation:
             del leaves, parts  # the function may drop an argument
-            return self._run_donating(call, donation)
-
-    def _run_donating(self, call: CallArguments, donation: RunDonation) -> Any:
-        donation.unread = _C.Reason("no_graph")  # until a graph runs
-        try:
+            donation.unread = _C.Reason("no_graph")  # until a graph runs
             with _donation.replaced(donation):
                 result = self._compiled(*call.args, **call.kwargs)
-        except BaseException:
-            donation.cancel()
-            raise
-        _C.keep_returned(_trees.tensors_in(result))
-        donation.end()
-        return result
+            _C.keep_returned(_trees.tensors_in(result))
+            return result
 
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls for each graph: openxla's, except for runs of the forward graph."""

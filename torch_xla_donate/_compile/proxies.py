@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import Argument, CallArguments
-from torch_xla_donate._compile.donated import leaves_of_call
+from torch_xla_donate._compile.donation import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
 

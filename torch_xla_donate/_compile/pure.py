@@ -11,9 +11,8 @@ import torch_xla
 from torch_xla_donate import _C, _config, _frames, _host, _numbers, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import DonatedArguments, leaves_of_call
+from torch_xla_donate._compile.donation import RunDonation, leaves_of_call
 from torch_xla_donate._compile.program import TracedProgram
-from torch_xla_donate._compile.run_donation import RunDonation
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import see
 
@@ -64,25 +63,19 @@ class PureCompiled(Compiled):
             if call.pending:
                 torch_xla.sync()
                 call.sign()
-            donated = DonatedArguments(self, arguments, parts) if arguments.roles.donated else None
-            return self._run_once(call, None if donated is None else RunDonation(donated, where))
+            if not arguments.roles.donated:
+                return self._run_once(call, None)
+            with RunDonation(self, arguments, parts, where) as donation:
+                return self._run_once(call, donation)
 
     def _run_once(self, call: _Call, donation: RunDonation | None) -> Any:
         try:
-            try:
-                result = self._replay(call, donation)
-            except RuntimeError as error:
-                if not _host.is_evicted(error):
-                    raise
-                self._programs.clear()  # torch_xla has probably dropped the others as well
-                result = self._replay(call, donation)
-        except BaseException:
-            if donation is not None:
-                donation.cancel()
-            raise
-        if donation is not None:
-            donation.end()
-        return result
+            return self._replay(call, donation)
+        except RuntimeError as error:
+            if not _host.is_evicted(error):
+                raise
+        self._programs.clear()  # torch_xla has probably dropped the others as well
+        return self._replay(call, donation)
 
     def _replay(self, call: _Call, donation: RunDonation | None) -> Any:
         while True:
