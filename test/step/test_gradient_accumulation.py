@@ -48,14 +48,6 @@ def test_carried_tensors_come_back_in_their_order(make, count):
     assert [t[0].item() for t in result] == [100 * k + 3 * (k + 1) for k in range(count)]
 
 
-def test_the_order_of_torch_xla_itself_is_another(make):
-    # The reason for the reordering: should torch_xla change, so must this package.
-    model, carried = model_of(), [make(2) + 100 * k for k in range(3)]
-    torch_xla.sync()
-    _, *result = host_gradient_accumulation(counted(model), (make(3, 2, 4),), model, *carried)
-    assert [t[0].item() for t in result] == [3, 209, 106]
-
-
 def test_the_step_donates_its_carry_and_its_slices(make):
     model, data, first, second = model_of(), make(3, 4), make(3, 5), make(5)
 

@@ -15,7 +15,6 @@ from torch_xla_donate._host.dynamo import (
     captured_frame,
     compute_pending,
     extract_graph,
-    with_pure_copies,
     wrapping_code,
 )
 from torch_xla_donate._host.graphs import (
@@ -41,6 +40,7 @@ from torch_xla_donate._host.loops import (
 )
 from torch_xla_donate._host.load import Build, build, build_record, check_versions, supported_versions
 from torch_xla_donate._host.modules import has_hooks, remove_module_hook
+from torch_xla_donate._host.repairs import results_apart, with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 import sys
@@ -25,38 +24,6 @@ def compute_pending(arguments: Sequence[Any]) -> None:
     pending = [tensor for tensor, is_missing in zip(tensors, missing, strict=True) if is_missing]
     if pending:
         xlac()._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
-
-
-def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a functional graph in which a whole copy makes a new value.
-
-    torch_xla's `aten.copy` and `aten._foreach_copy` write into the tensor that a functional graph passes as `self`,
-    so the bridge would trace the rest of the graph with another argument.
-    """
-    aten = torch.ops.aten
-    graph = copy.deepcopy(model.graph)
-
-    def copied(target: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node:
-        dtype = {"dtype": target.meta["val"].dtype}
-        if source.meta["val"].dtype != dtype["dtype"]:
-            source = graph.call_function(aten._to_copy.default, (source,), dtype)
-        expanded = graph.call_function(aten.expand_as.default, (source, target))
-        made = graph.call_function(aten.clone.default, (expanded,))
-        made.meta["val"] = target.meta["val"]
-        return made
-
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(copied(*node.args[:2]))
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=aten._foreach_copy.default):
-        with graph.inserting_before(node):
-            values = [copied(target, source) for target, source in zip(*node.args[:2], strict=True)]
-        for item in list(node.users):
-            item.replace_all_uses_with(values[item.args[1]])
-            graph.erase_node(item)
-        graph.erase_node(node)
-    return torch.fx.GraphModule(model, graph)
 
 
 class ExtractedGraph(NamedTuple):
