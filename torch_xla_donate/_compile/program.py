@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch_xla
@@ -23,12 +23,8 @@ from torch_xla_donate._host import interrupts
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class ValueSource(NamedTuple):
-    """The source of a result, or of an input of the graph."""
-
-    kind: str  # "graph", "argument", "detached argument", "value", "detached value", "copied value" or "floats"
-    source: Any
-    like: Any = None  # Parameter or requires_grad, of a result that is one
+# Makes a result from the outputs of the graph and the leaves of the call.
+Result = Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
 
 
 class TracedProgram:
@@ -89,7 +85,7 @@ class TracedProgram:
                 if proxies.are_shared(recorder.captured.values(), leaves):
                     return True
                 self._results = [
-                    ValueSource("argument", floats[id(leaf)])
+                    _argument(floats[id(leaf)])
                     if id(leaf) in floats
                     else self._result(leaf, places, given, leaves, recorder)
                     for leaf in own
@@ -113,18 +109,16 @@ class TracedProgram:
     ) -> None:
         """Finds the source of each input of the graph."""
         self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
-        by_buffer: dict[int, ValueSource] = {}
-        if floats is not None:
-            by_buffer[_C.identity(floats)[1]] = ValueSource("floats", None)
-        for tensor in self.captured:
-            by_buffer[_C.identity(tensor)[1]] = ValueSource("value", tensor)
-        for i, leaf in arguments:
-            by_buffer.setdefault(_C.identity(leaf)[1], ValueSource("argument", i))
-        sources = [by_buffer.get(_C.identity(tensor)[1], ValueSource("value", tensor)) for tensor in graph.inputs]
-        self._inputs = [None if one.kind == "argument" else one.source for one in sources]
-        self._floats = next((place for place, one in enumerate(sources) if one.kind == "floats"), None)
-        self._arguments = [(place, one.source) for place, one in enumerate(sources) if one.kind == "argument"]
-        self._places = {source: (place, graph.successors[place]) for place, source in self._arguments}
+        buffers = [_C.identity(tensor)[1] for tensor in graph.inputs]
+        captured = {_C.identity(tensor)[1]: tensor for tensor in self.captured}
+        given = {_C.identity(leaf)[1]: i for i, leaf in reversed(arguments)}
+        uploaded = 0 if floats is None else _C.identity(floats)[1]
+        self._inputs: list[Any] = [captured.get(buffer, tensor) for buffer, tensor in zip(buffers, graph.inputs)]
+        self._arguments = [(n, given[b]) for n, b in enumerate(buffers) if b in given and b not in captured]
+        self._floats = buffers.index(uploaded) if uploaded in buffers else None
+        for place, _ in self._arguments:
+            self._inputs[place] = None  # each call gives another tensor
+        self._places = {i: (place, graph.successors[place]) for place, i in self._arguments}
         self._usable = self._places.keys() - set(self.returned)
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
@@ -137,20 +131,31 @@ class TracedProgram:
     @staticmethod
     def _result(
         leaf: Any, places: Mapping[int, int], given: Mapping[int, int], leaves: Sequence[Any], recorder: _trace.Recorder
-    ) -> ValueSource:
+    ) -> Result:
         if not isinstance(leaf, torch.Tensor):
-            return ValueSource("value", leaf)
+            return lambda outputs, now: leaf
         identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
-        like = torch.nn.Parameter if isinstance(leaf, torch.nn.Parameter) else True if leaf.requires_grad else None
+        is_parameter, requires_grad = isinstance(leaf, torch.nn.Parameter), leaf.requires_grad
+
+        def like(result: torch.Tensor) -> torch.Tensor:
+            if is_parameter:
+                return torch.nn.Parameter(result)
+            return result.requires_grad_() if requires_grad else result
+
         if identity in places:
-            return ValueSource("graph", places[identity], like)
+            output = places[identity]
+            return lambda outputs, now: like(outputs[output])
         if identity in given:
-            same = leaf is leaves[given[identity]]
-            return ValueSource("argument" if same else "detached argument", given[identity], None if same else like)
+            argument = given[identity]
+            if leaf is leaves[argument]:
+                return _argument(argument)
+            return lambda outputs, now: like(now[argument].detach())
         known = recorder.captured.get(identity)
-        if known is not None:
-            return ValueSource("value" if leaf is known else "detached value", known, None if leaf is known else like)
-        return ValueSource("copied value", leaf)
+        if known is None:
+            return lambda outputs, now: leaf.clone()
+        if leaf is known:
+            return lambda outputs, now: known
+        return lambda outputs, now: like(known.detach())
 
     def _sign(self) -> tuple[Hashable, bool]:
         found = signature_of(self.captured)
@@ -186,25 +191,14 @@ class TracedProgram:
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        pick: dict[str, Callable[[Any], Any]] = {
-            "graph": outputs.__getitem__,
-            "argument": leaves.__getitem__,
-            "detached argument": lambda index: leaves[index].detach(),
-            "value": lambda value: value,
-            "detached value": lambda value: value.detach(),
-            "copied value": lambda value: value.clone(),
-        }
-        results = [
-            pick[kind](source) if like is None else _like(pick[kind](source), like)
-            for kind, source, like in self._results
-        ]
+        results = [make(outputs, leaves) for make in self._results]
         if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)
 
 
-def _like(result: torch.Tensor, like: Any) -> torch.Tensor:
-    return result.requires_grad_() if like is True else torch.nn.Parameter(result)
+def _argument(number: int) -> Result:
+    return lambda outputs, leaves: leaves[number]
 
 
 def _refuse_other_devices(function: str, tensors: Sequence[torch.Tensor]) -> None:
