@@ -41,10 +41,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarnin
 # Entering and leaving, of this package, of torch's modes and of contextlib, and what they call.
 FUNCTIONS = {
     "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
-    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "later", "compilations", "watched", "trace_body",
+    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices", "compilations", "watched", "trace_body",
     "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
     "has_new_gradient", "compile_graph", "cancel", "end", "_recreate_cm", "_take_back", "take_back",
-    "make_entry", "last_entry", "switch_on", "switch_off",
+    "make_entry", "last_entry", "switch_on", "switch_off", "read", "write", "one_scan", "compiling_graphs",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
@@ -165,8 +165,10 @@ CONTEXTS = {
     "auto_donate off": lambda: auto_donate(False),
     "restored": lambda: _host.interrupts.Restored(),
     "postpone_notices": _report.postpone_notices,
-    "a scan": lambda: _host.OneScan(),
-    "replaced": lambda: _host.switches.replaced(dynamo_bridge, "extract_graph_helper", None),
+    "a scan": lambda: _host.one_scan(),
+    "replaced": lambda: _host.interrupts.replaced(
+        dynamo_bridge, "extract_graph_helper", None, _host.switches.compiling
+    ),
 }
 
 

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _numbers
 from torch_xla_donate._errors import see
+from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.repairs import accumulation_by_buffer, carried_in_order
 from torch_xla_donate._host.settings import runtime
@@ -23,23 +24,13 @@ from torch_xla_donate._locks import make_lock
 _scanning = make_lock()
 
 
-class OneScan(_C.Scope):
-    """One thread at a time is inside. It may enter again.
+def one_scan() -> Switched[bool]:
+    """A context that one thread at a time is inside. It may enter again.
 
     Another thread waits without the GIL, and no scan holds a lock of a device. Inside, a backward pass runs on the
     thread itself: torch_xla traces a body with one, and autograd's thread of the device may be waiting to scan.
     """
-
-    def __init__(self) -> None:
-        super().__init__(_scanning)
-
-    def enter(self) -> None:
-        self._backward_threads = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
-        torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
-
-    def leave(self, raised: bool) -> None:
-        if hasattr(self, "_backward_threads"):
-            torch._C._set_multithreading_enabled(self._backward_threads)  # type: ignore[attr-defined]
+    return Switched(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, False, _scanning)
 
 
 def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **options: Any) -> Any:

@@ -120,7 +120,7 @@ def scan(
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
-    with _host.on_device(device), _host.OneScan():
+    with _host.on_device(device), _host.one_scan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:

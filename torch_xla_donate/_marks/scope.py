@@ -66,6 +66,6 @@ def current_body() -> LoopBody | None:
     return _body.value
 
 
-def trace_body(body: LoopBody) -> interrupts.Replaced:
+def trace_body(body: LoopBody) -> interrupts.Switched[LoopBody | None]:
     """A context in which this thread traces the body."""
     return _body.replaced(body)

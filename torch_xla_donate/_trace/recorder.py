@@ -61,7 +61,7 @@ class ModulesCalled(_C.Scope):
         torch.nn.modules.module.register_module_forward_pre_hook(self.note)
 
     def leave(self, raised: bool) -> None:
-        _host.remove_module_hook(self.note)
+        interrupts.remove_module_hook(self.note)
 
     def note(self, module: torch.nn.Module, _: Any = None) -> None:
         if id(module) not in self._seen:
@@ -295,7 +295,7 @@ def current_watcher() -> Recorder | None:
     return _watcher.value
 
 
-def watched(by: Recorder) -> interrupts.Replaced:
+def watched(by: Recorder) -> interrupts.Switched[Recorder | None]:
     """A context in which `by` watches this thread's operations."""
     return _watcher.replaced(by)
 
