@@ -84,7 +84,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         if marked.refusal is None:
             return Marks(marked)
     is_single = isinstance(tensors, torch.Tensor)
-    leaves, names = ([tensors], _trees.Unnamed()) if is_single else _trees.flatten(tensors, "tensors")
+    leaves, names = ([tensors], _trees.TreePaths(None)) if is_single else _trees.flatten(tensors, "tensors")
     targets = [] if into is None else targets_in_order(names, into, len(leaves))
     return Marks(mark(leaves, names, targets, request, "tensors"))
 

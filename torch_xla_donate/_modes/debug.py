@@ -142,7 +142,7 @@ def _text(bad: Sequence[str]) -> str:
 
 def start() -> None:
     """Switches the checks on for the process if the environment does. Raises ValueError for neither yes nor no."""
-    if _config.debug_nans():
+    if _config.flag("TORCH_XLA_DONATE_DEBUG_NANS"):
         _C.set_debug_process(True)
         atexit.register(_check_at_exit)
 
