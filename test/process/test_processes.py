@@ -162,7 +162,7 @@ def test_a_postponed_error_waits_for_its_own_device():
 
     def rank_main(rank):
         if rank == 0:
-            with notices.later():
+            with notices.postpone_notices():
                 useless_step(rank)
             postponed.set()
             other.wait()

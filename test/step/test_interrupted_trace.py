@@ -22,9 +22,11 @@ CONTEXTS = {
     "auto_donate": auto_donate,
     "auto_donate off": lambda: auto_donate(False),
     "restored": lambda: _host.interrupts.Restored(),
-    "later": _report.later,
-    "a scan": lambda: _host.OneScan(),
-    "replaced": lambda: _host.switches.replaced(dynamo_bridge, "extract_graph_helper", None),
+    "postpone_notices": _report.postpone_notices,
+    "a scan": lambda: _host.one_scan(),
+    "replaced": lambda: _host.interrupts.replaced(
+        dynamo_bridge, "extract_graph_helper", None, _host.switches.compiling
+    ),
 }
 
 
@@ -98,9 +100,9 @@ def test_nested_contexts_end_in_their_order():
     with donation_disabled() as outer:
         assert _C.disabled()
         with outer, debug_nans(infs=True):
-            assert _modes.debug._infinities.entries
+            assert _modes.debug._infinities.value
         assert _C.disabled()
-        assert not _modes.debug._infinities.entries
+        assert not _modes.debug._infinities.value
     assert not _C.disabled()
 
     @donation_disabled()

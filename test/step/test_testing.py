@@ -205,7 +205,7 @@ def test_a_strict_error_does_not_reach_the_next_test(make):
     try:
         donate_buffer(t, strict="error")
         total = t.sum()
-        with _report.later():  # or sync() raises, if the step has started by then
+        with _report.postpone_notices():  # or sync() raises, if the step has started by then
             torch_xla.sync()
         with pytest.raises(AssertionError, match="were not usable: f32"):
             watch.finish()
@@ -222,7 +222,7 @@ def test_a_strict_error_ends_with_the_test_that_failed(make):
     watch.enter()
     donate_buffer(lost, strict="error")
     total = lost.sum()
-    with _report.later():
+    with _report.postpone_notices():
         torch_xla.sync(wait=True)
     watch.leave(raised=True)
     torch_xla.sync(wait=True)

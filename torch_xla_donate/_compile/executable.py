@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,8 +15,16 @@ from torch_xla_donate import _host, _numbers, _trees, hlo
 from torch_xla_donate._compile.arguments import ArgumentRoles
 from torch_xla_donate._errors import see
 
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.base import Compiled
+
+class Lowerable(Protocol):
+    """A function made by `compile`, as far as `lower` needs it."""
+
+    traces_floats: bool
+
+    @property
+    def function(self) -> str: ...
+    def body(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +91,7 @@ class Executable:
     """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
 
     def __init__(
-        self, compiled: Compiled, types: Types, before: hlo.HloModule | None, text: str, memory: str, names: list[str]
+        self, compiled: Lowerable, types: Types, before: hlo.HloModule | None, text: str, memory: str, names: list[str]
     ) -> None:
         self._compiled = compiled
         self._types = types

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch.utils import _pytree as pytree
@@ -12,20 +12,19 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees, hlo
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import ArgumentRoles, CallArguments
-from torch_xla_donate._compile.executable import Executable, TopologyExecutable, Types
+from torch_xla_donate._compile.executable import Executable, Lowerable, TopologyExecutable, Types
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._compile.placeholders import Placeholders, is_materialised
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.base import Compiled
-
 
 class Lowered:
     """A function traced for certain arguments. `Compiled.lower` makes it."""
 
-    def __init__(self, compiled: Compiled, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, compiled: Lowerable, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._compiled = compiled
         self._roles = roles
         CallArguments(roles, args, kwargs).flattened(roles.nonstatic)  # may raise
@@ -56,13 +55,13 @@ class Lowered:
         floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
         with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
             _host.show_shardings([leaf for leaf in [*donated, *kept] if is_materialised(leaf)])
-            call, numbers = put_numbers(function, call, floats)
-            refusal = _trace.impure if self._compiled.traces_floats else _trace.not_lowerable
-            observer = Observer(function, [*donated, *kept], refusal)
+            refuse = _trace.Refusal(function, is_pure=self._compiled.traces_floats)
+            call, numbers = put_numbers(call, floats, refuse)
+            observer = Observer(refuse, [*donated, *kept])
             given = [_host.same_buffer(leaf) for leaf in donated if is_materialised(leaf)]
             try:
                 with interrupts.Restored(), _trace.Restoring(observer):
-                    with _trace.host_reads_refused(function, refusal), observer.reads, observer:
+                    with _trace.host_reads_refused(refuse), observer.reads, observer:
                         _C.refuse_reads(True)
                         results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
                         _C.refuse_reads(False)
@@ -169,8 +168,8 @@ class Lowered:
 class Observer(_trace.Recorder):
     """Watches a trace that may change tensors from outside, which a step may do."""
 
-    def __init__(self, function: str, arguments: Sequence[Any], refusal: _trace.Refusal) -> None:
-        super().__init__(function, arguments, refusal)
+    def __init__(self, refuse: _trace.Refusal, arguments: Sequence[Any]) -> None:
+        super().__init__(refuse, arguments)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
         self._snapshots += [
@@ -188,7 +187,7 @@ class Observer(_trace.Recorder):
                 self._read(leaf)
                 if len(self._snapshots) > known:  # the first use of a tensor from outside
                     _host.show_shardings([leaf])
-        return self._call_with_numbers(func, args, kwargs or {})
+        return self._call(func, args, kwargs or {})
 
     def forget_nodes(self) -> None:
         """Drops the placeholders' nodes of the trace, so that a later use of one passes the hooks."""

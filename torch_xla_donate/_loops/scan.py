@@ -32,11 +32,12 @@ class _Wrapped:
     def __call__(self, carry: Any, x: Any) -> Any:
         function = self._find()
         assert function is not None, "the caller of scan holds it"
-        body = _marks.LoopBody("scan", [*_trees.leaves_of(carry, "carry"), *_trees.leaves_of(x, "x")])
+        leaves = [leaf for tree, name in ((carry, "carry"), (x, "x")) for leaf in _trees.flatten_fast(tree, name)[0]]
+        body = _marks.LoopBody("scan", leaves)
         with _marks.trace_body(body):
             result = function(carry, x)
         self.requests[_arrays(carry, x)] = body.requests
-        _trees.leaves_of(result, "the result of fn")  # may raise
+        _trees.flatten_fast(result, "the result of fn")  # may raise
         return result
 
 
@@ -120,7 +121,7 @@ def scan(
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
-    with _host.on_device(device), _host.OneScan():
+    with _host.on_device(device), _host.one_scan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:

@@ -9,10 +9,9 @@ import torch
 
 from torch_xla_donate import _C, _report, _trees
 from torch_xla_donate._marks.into import check_targets
-from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import refusal
-from torch_xla_donate._marks.request import DonationRequest
-from torch_xla_donate._marks.traced_body import current_body
+from torch_xla_donate._marks.request import DonationRequest, prepare
+from torch_xla_donate._marks.scope import current_body
 
 
 def mark(

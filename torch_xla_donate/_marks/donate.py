@@ -10,10 +10,9 @@ from torch_xla_donate import _C, _config, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._marks.batch import Donation, mark, mark_all
 from torch_xla_donate._marks.into import targets_in_order
-from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import describe, refusal
-from torch_xla_donate._marks.request import DonationRequest
-from torch_xla_donate._marks.traced_body import current_body
+from torch_xla_donate._marks.request import DonationRequest, prepare
+from torch_xla_donate._marks.scope import current_body
 
 
 class Marks:
@@ -85,7 +84,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         if marked.refusal is None:
             return Marks(marked)
     is_single = isinstance(tensors, torch.Tensor)
-    leaves, names = ([tensors], _trees.Unnamed()) if is_single else _trees.flatten(tensors, "tensors")
+    leaves, names = ([tensors], _trees.TreePaths(None)) if is_single else _trees.flatten(tensors, "tensors")
     targets = [] if into is None else targets_in_order(names, into, len(leaves))
     return Marks(mark(leaves, names, targets, request, "tensors"))
 

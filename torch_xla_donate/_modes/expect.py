@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch_xla_donate import _C, _report
 from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import DonationError, see
-from torch_xla_donate._modes.context import DecoratorMode
+from torch_xla_donate._modes.context import ThreadMode
 
 
-class expect_donated(DecoratorMode[_C.StepTally]):
+class expect_donated(ThreadMode[_C.StepTally]):
     """The steps of this thread inside the context have at least this `reused_fraction`, or its end raises.
 
     It counts all steps that begin inside, beyond those that `donation_report` keeps, and no others. The end waits until
@@ -53,7 +50,7 @@ class expect_donated(DecoratorMode[_C.StepTally]):
         _C.wait_for_steps()
         _report.raise_with_notices(self._failure(self.last_entry().read()))
 
-    def _failure(self, found: Mapping[str, Any]) -> DonationError | None:
+    def _failure(self, found: _C._Tally) -> DonationError | None:
         steps, plain = found["steps"], found["plain_steps"]
         if not found["offered_bytes"]:
             return DonationError(

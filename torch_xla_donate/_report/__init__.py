@@ -3,7 +3,7 @@
 from torch_xla_donate._report.donors import Donor
 from torch_xla_donate._report.notices import (
     is_postponed,
-    later,
+    postpone_notices,
     print_notices,
     raise_with_notices,
     unusable_texts,

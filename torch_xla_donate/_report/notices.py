@@ -16,13 +16,13 @@ from torch_xla_donate._report.donors import describe_donors
 _postponed = interrupts.per_thread(False)
 
 
-def later() -> interrupts.Replaced:
+def postpone_notices() -> interrupts.Switched[bool]:
     """A context in which steps of this thread report nothing, because an exception would interrupt torch_xla."""
     return _postponed.replaced(True)
 
 
 def is_postponed() -> bool:
-    """Whether `later` holds on this thread."""
+    """Whether `postpone_notices` holds on this thread."""
     return _postponed.value
 
 
@@ -39,7 +39,7 @@ def warn_once(message: str, where: str) -> None:
 def warn_or_raise(*, everywhere: bool = False) -> None:
     """Warns of unusable donations, once for each line. Raises DonationError for strict donations.
 
-    The hooks call this at the end of a step that has something to report. Inside `later` it does nothing.
+    The hooks call this at the end of a step that has something to report. Inside `postpone_notices` it does nothing.
 
     Args:
         everywhere: whether to report for all devices, or only for the device of this thread's last step.
