@@ -189,6 +189,23 @@ def test_code_outside_the_graph_keeps_the_argument(make):
             assert reason in last_reasons()[-1]
 
 
+def test_a_graph_of_another_function_consumes_nothing(make):
+    """Beyond its limit of recompilations torch.compile runs inner frames by graphs that it has compiled for others."""
+
+    def inner(x):
+        return x + 1
+
+    consume, outer = give_away(inner), give_away(lambda x, n: (inner(x), x * n), dynamic=False)
+    x = make(3)
+    assert consume(x).tolist() == [1, 2, 3] and is_donated(x)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for n in (2, 3, 4):
+            x = make(3)
+            assert [t.tolist() for t in outer(x, n)] == [[1, 2, 3], [0, n, 2 * n]]
+            assert is_donated(x) is (n == 2)
+    assert last_reasons() == ["torch.compile did not compile the whole function, and the rest may read it"]
+
+
 def test_what_the_backward_pass_needs_stays(make):
     w = make(3).requires_grad_()
     needed, free = give_away(lambda x, w: x * w), give_away(lambda x, w: (x + 1) * w)

@@ -22,7 +22,8 @@ from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
-_donation: interrupts.PerThread[RunDonation | None] = interrupts.per_thread(None)
+#: The call whose function torch.compile runs on this thread, and what it donates.
+_running: interrupts.PerThread[tuple[OpenxlaCompiled, RunDonation] | None] = interrupts.per_thread(None)
 
 
 class Graph:
@@ -51,10 +52,13 @@ class Graph:
             return self._call(args)
 
     def _call(self, args: Sequence[Any]) -> Any:
-        donation = _donation.value
+        compiled, donation = _running.value or (None, None)
         if donation is not None and donation.unread.code in ("no_graph", "not_read"):
             donation.unread = self._unread
-        if donation is not None and not self._refusal:
+        if compiled is not None and donation is not None and not self._refusal:
+            if not compiled.contains(self._frame):
+                # Beyond its limit of recompilations torch.compile runs inner frames by graphs of other functions.
+                donation.refuse(args, _C.Reason("partial_graph"))
             _host.compute_pending(args)
             if self._is_resumed:  # the part of the function before the break may have read the donors, or kept them
                 donation.refuse_shared()
@@ -143,7 +147,7 @@ class OpenxlaCompiled(Compiled):
         with self.on_device(call, _C.devices(leaves)), RunDonation(self, call, parts, where) as donation:
             del leaves, parts  # the function may drop an argument
             donation.unread = _C.Reason("no_graph")  # until a graph runs
-            with _donation.replaced(donation):
+            with _running.replaced((self, donation)):
                 result = self._compiled(*call.args, **call.kwargs)
             _C.keep_returned(_trees.tensors_in(result))
             return result
@@ -198,9 +202,11 @@ class OpenxlaCompiled(Compiled):
             return _C.Reason("graph_break")
         if self._module is not None and _host.has_hooks(self._module):
             return _C.Reason("module_hooks")
-        if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
-            return _C.Reason("partial_graph")
-        return _C.Reason()
+        return _C.Reason() if self.contains(frame) else _C.Reason("partial_graph")
+
+    def contains(self, frame: _host.CapturedFrame | None) -> bool:
+        """Whether a frame is the function, or its rest after a graph break."""
+        return frame is not None and any(_is_part_of(frame.code, whole) for whole in self._codes)
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # torch.compile's name of a frame after a graph break
