@@ -154,6 +154,20 @@ def test_bits_are_those_of_the_function_that_is_not_pure(dtype):
     assert different == {}
 
 
+def test_a_float_is_converted_to_the_dtype_of_the_tensor_it_is_written_into(make):
+    """float32 does not have this number."""
+    value = 2.0**24 + 1
+
+    @compile(pure=True)
+    def written(x, n):
+        x = x.clone()
+        x[0] = n
+        return x, torch.full_like(x, n), x.clone().fill_(n), torch.float_power(x, n / n)
+
+    for found in written(make(3).to(torch.int64), value):
+        assert found[0].item() == value
+
+
 def test_one_trace_serves_a_schedule_of_learning_rates(make):
     traces = []
 
