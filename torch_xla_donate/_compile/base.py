@@ -146,7 +146,7 @@ class Compiled:
             DonationError: the function reads a value on the host.
         """
         _marks.prepare(_frames.call_site(self.stacklevel))
-        return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
+        return Lowered(self, CallArguments(self._arguments.roles(args, kwargs), args, kwargs))
 
     def _run(self, call: CallArguments, where: str) -> Any:
         """Runs the step and ends its marks. Returns f's result."""
