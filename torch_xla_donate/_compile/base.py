@@ -80,7 +80,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another step, or a loop's body, the call belongs to that and has no separate step to donate at.
-        if _marks.inside_call.value or _marks.current_body() is not None or torch.compiler.is_compiling():
+        if _marks.inside_call.value or _marks.current_body.value is not None or torch.compiler.is_compiling():
             return self._f(*args, **kwargs)
         with interrupts.Restored():
             return self._call(args, kwargs)
