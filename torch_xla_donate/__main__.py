@@ -77,13 +77,6 @@ def _output(command: _F) -> _F:
             callback=_in_a_folder,
             help="Write JSON; - for stdout.",
         ),
-        click.option(
-            "--html",
-            "html_file",
-            type=click.Path(dir_okay=False),
-            callback=_in_a_folder,
-            help="Write a page with pictures.",
-        ),
         click.option("--undonated", is_flag=True, help="Also compile each step without donation, for its memory."),
     ):
         command = add(command)
@@ -122,7 +115,6 @@ def verify(
     topology: str,
     fail_under: float | None,
     json_file: str | None,
-    html_file: str | None,
     undonated: bool,
     advise: bool,
     keep: Path | None,
@@ -146,7 +138,7 @@ def verify(
             progress=progress,
         )
 
-    _show(summarize, fail_under, json_file, html_file)
+    _show(summarize, fail_under, json_file)
 
 
 @main.command()
@@ -157,7 +149,6 @@ def inspect(
     topology: str,
     fail_under: float | None,
     json_file: str | None,
-    html_file: str | None,
     undonated: bool,
 ) -> None:
     """Shows the donors of each step in a folder that XLA dumped to.
@@ -171,17 +162,7 @@ def inspect(
     def summarize(progress: collect.Progress) -> RunSummary:
         return collect.collect(folder, str(folder), topology=topology, undonated=undonated, progress=progress)
 
-    _show(summarize, fail_under, json_file, html_file)
-
-
-def _write_page(file: str, found: RunSummary) -> None:
-    try:
-        # Imported late, because its libraries are an extra. The other output does not depend on them.
-        from torch_xla_donate._tools.page import render
-
-        Path(file).write_text(render(found), encoding="utf-8")
-    except (ImportError, OSError) as error:
-        raise click.UsageError(str(error)) from error
+    _show(summarize, fail_under, json_file)
 
 
 def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> running.Program:
@@ -198,7 +179,6 @@ def _show(
     summarize: Callable[[collect.Progress], RunSummary],
     fail_under: float | None,
     json_file: str | None,
-    html_file: str | None,
 ) -> None:
     """Shows a summary, and exits with its code."""
     errors = Console(stderr=True)
@@ -227,8 +207,6 @@ def _show(
             raise
         except OSError as error:
             raise click.UsageError(str(error)) from error
-    if html_file is not None:
-        _write_page(html_file, found)
     if found.exit_code:
         sys.exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
     if found.skipped:

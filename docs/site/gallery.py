@@ -8,8 +8,6 @@ from pathlib import Path
 
 from links import ROOT, examples, pages, pictures, read, relink
 
-#: An HTML report that `make docs` has made, if there is one.
-REPORT = ROOT / "out" / "example_report.html"
 _PICTURE = re.compile(r"!\[(?P<caption>[^\]]+)\]\((?:docs/)?(?P<name>[^)/]+)\)")
 
 
@@ -32,8 +30,8 @@ def _docstring(path: Path) -> str:
     return ast.get_docstring(ast.parse(read(path))) or ""
 
 
-def gallery(report: bool) -> str:
-    """The page with all pictures. report: whether the site has an HTML report to show."""
+def gallery() -> str:
+    """The page with all pictures and examples."""
     lines = ["# Gallery", "## Pictures"]
     for name in pictures():
         caption, page = captions()[name]
@@ -41,12 +39,6 @@ def gallery(report: bool) -> str:
             f"<figure markdown>\n![{caption}]({name}){{ loading=lazy }}\n"
             f"<figcaption markdown>{caption}. From [{_title(page)}]({page})</figcaption>\n</figure>"
         )
-    if report:
-        lines += [
-            "## The HTML report",
-            "`python -m torch_xla_donate verify --html FILE SCRIPT` writes this page. [Open it](example_report.html)",
-            '<iframe class="report" src="example_report.html" title="The HTML report" loading="lazy"></iframe>',
-        ]
     lines += ["## Examples", "| program | shows |\n| --- | --- |"]
     for path in examples():
         first = _docstring(path).partition("\n")[0].replace("|", "\\|")

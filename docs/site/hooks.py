@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gallery
 import message_pages
 import site_pages
 from messages import messages
@@ -20,9 +19,8 @@ def on_files(files: Files, *, config: Any) -> Files:
     files.remove(files.src_uris["README.md"])  # mkdocs would make it the first page
     for path, text in site_pages.generated(_messages).items():
         files.append(File.generated(config, path, content=text))
-    for path in (gallery.REPORT, Path(__file__).with_name("site.css")):
-        if path.exists():
-            files.append(File.generated(config, path.name, abs_src_path=str(path)))
+    style = Path(__file__).with_name("site.css")
+    files.append(File.generated(config, style.name, abs_src_path=str(style)))
     return files
 
 

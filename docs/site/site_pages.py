@@ -14,7 +14,7 @@ def generated(messages: list[message_pages.MessagePage]) -> dict[str, str]:
     moved = {page: file for file, page in pages().items() if file != f"docs/{page}" and page not in programs}
     made = {page: relink(read(ROOT / file), file, page) for page, file in moved.items()} | programs
     made["license.md"] = f"# License\n\n```text\n{read(ROOT / 'LICENSE')}```\n"
-    made["gallery.md"] = gallery.gallery(report=gallery.REPORT.exists())
+    made["gallery.md"] = gallery.gallery()
     made |= {api.page(module): api.markdown(module) for module in api.modules()}
     made[message_pages.INDEX] = message_pages.index(messages)
     return made | {page.path: message_pages.markdown(page) for page in messages}

@@ -93,29 +93,6 @@ def test_runs_are_counted_at_the_line_of_their_sync(tmp_path):
     run = recorded(all_kinds_of_donors, tmp_path)
     looped = [step for step in run.steps if line_of(all_kinds_of_donors, "# the step") in step.sites]
     assert sum(step.executed or 0 for step in looped) == 3
-    assert len(run.timeline) == sum(step.executed or 0 for step in run.steps)
-
-
-def a_large_input_and_a_read() -> None:
-    x = make(1024, 256)
-    kept = make(256)
-    torch_xla.sync()
-    y = x.sum()
-    print(y.item())  # the read
-    del kept
-
-
-def test_live_bytes_are_those_of_living_arrays(tmp_path):
-    run = recorded(a_large_input_and_a_read, tmp_path)
-    (read,) = [
-        moment
-        for moment in run.timeline
-        if run.steps[moment.step].sites == (line_of(a_large_input_and_a_read, "# the read"),)
-    ]
-    memory = run.steps[read.step].memory
-    assert memory is not None
-    assert 1025 * 1024 <= read.live_bytes < 1025 * 1024 + 4096
-    assert read.peak_bytes == read.live_bytes + memory.output_bytes + memory.temp_bytes - memory.alias_bytes
 
 
 def compiled_functions() -> None:
@@ -167,7 +144,7 @@ def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
     """A wait at each run would let no run begin before the one before has ended."""
     waits = []
     runs = record._Record(tmp_path, "main", False)
-    run = {"executable": 1, "header": "", "stack": [], "live_bytes": 0, "has_donors": True, "graph": "dropped"}
+    run = {"executable": 1, "header": "", "stack": [], "has_donors": True, "graph": "dropped"}
     sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
     for _ in range(50):
         runs.add(run)
@@ -537,12 +514,10 @@ def verified(tmp_path: Path, *options: str) -> tuple[str, str, dict]:
 def test_the_advice_is_in_all_outputs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP)
-    shown, log, before = verified(tmp_path, "--advise", "--undonated", "--html", str(tmp_path / "page.html"))
+    shown, log, before = verified(tmp_path, "--advise", "--undonated")
     assert before["donated_fraction"] == 0.0
     assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
     assert "1.9375" in shown and "1 hint" in shown
-    page = (tmp_path / "page.html").read_text()
-    assert "Advice" in page and "torch_xla_donate.set_auto_donate(True)" in page
     assert all(step["undonated"] == step["memory"] for step in before["steps"])
     script.write_text(f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{LOOP}")
     shown, _, after = verified(tmp_path, "--advise", "--undonated")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import html
 import json
 import sys
 import threading
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -290,7 +289,6 @@ def test_the_report_says_which_output_took_which_donor(make):
     assert {donor.parameter: donor.output for donor in report.donors} == aliases
     for donor in report.donors:
         assert f"{donor.parameter} → {donor.output}" in str(report)
-        assert f"{donor.parameter} → {donor.output}" in report._repr_html_()
     assert len(outs) == 3
 
 
@@ -516,58 +514,14 @@ def test_settings_of_the_environment_are_numbers(monkeypatch):
     assert _config.kept_steps() == 8
 
 
-# --- HTML ---
+# --- Notebooks ---
 
 
-class _Tags(HTMLParser):
-    """Every tag is closed, and none loads anything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag, attributes):
-        assert {name for name, _ in attributes} <= {"style"}
-        assert not any("url(" in value for _, value in attributes)
-        self.open.append(tag)
-        self.seen.add(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-
-def test_a_notebook_shows_the_report_as_html(make):
-    used, unused = make(30), make(10)
-    donate_buffer({"<script>alert(1)</script>": used, "a&b": unused}, strict="off")
-    out = used + unused.sum()
-    torch_xla.sync()
-    found = donation_report(steps=1)
-    page = found._repr_html_()
-    tags = _Tags()
-    tags.feed(page)
-    assert tags.open == []
-    assert tags.seen == {"div", "table", "caption", "thead", "tbody", "tr", "th", "td"}
-    assert "<script>" not in page
-    text = "".join(tags.text)
-    assert "['<script>alert(1)</script>'] (test_report.py:" in text
-    assert text.startswith("1 of 2 donors donated, 120 B (75.0% of the bytes offered)")
-    assert "no output of the step has its size of 40 bytes" in text
-    assert out.shape == (30,)
-
-
-def test_html_is_cut_after_a_thousand_donors(make):
-    tensors = [make(3) for _ in range(5)]
-    donate_buffer(tensors)
-    out = [t + 1 for t in tensors]
-    torch_xla.sync()
+def test_a_notebook_shows_the_text_of_the_report(make):
+    names = {"<script>alert(1)</script>": make(3), "a&b": make(4)}
+    donate_buffer(names)
     report = donation_report(steps=1)
-    many = dataclasses.replace(report, donors=report.donors * 300)
-    assert many._repr_html_().count("<tr>") == 1001
-    assert "... and 500 more; see .to_dict()" in many._repr_html_()
-    assert dataclasses.replace(report, donors=())._repr_html_().startswith("<div><p")
-    assert len(out) == 5
+    cancel_donation(names)
+    page = report._repr_html_()
+    assert "<script>" not in page
+    assert html.unescape(page) == f"<pre>{report}</pre>"

@@ -174,10 +174,10 @@ def test_records_match_without_replicas_to_the_last_line(tmp_path):
     refused = {**donor, "parameter": -1, "name": "tied", "reason": "another tensor holds it"}
     lines = [
         {"executable": 1, "header": header, "memory": ""},
-        {"run": 1, "site": "a.py:4", "live": 140},
+        {"run": 1, "site": "a.py:4"},
         {"donors_of": 1, "donors": [donor, refused]},
-        {"run": 1, "site": "a.py:5", "live": None},
-        {"run": 1, "site": "a.py:5", "live": 150},
+        {"run": 1, "site": "a.py:5"},
+        {"run": 1, "site": "a.py:5"},
     ]
     (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"run": 1, "si')
     run = collect(tmp_path, "dump")
@@ -187,10 +187,6 @@ def test_records_match_without_replicas_to_the_last_line(tmp_path):
         ("marked", "w", 0, ""),
         ("torch_xla", "", 1, "no output has 12 bytes on a device"),
         ("marked", "tied", -1, "another tensor holds it"),
-    ]
-    assert [(moment.step, moment.live_bytes, moment.peak_bytes) for moment in run.timeline] == [
-        (0, 140, 140),
-        (0, 150, 150),
     ]
 
 
@@ -304,10 +300,9 @@ def test_json_has_everything_and_nothing_else(tmp_path):
     assert json.loads((tmp_path / "steps.json").read_text()) == json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("option", ["--json", "--html"])
-def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, option):
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path):
     write(tmp_path, 0, "step")
-    shown = inspected(option, str(tmp_path / "missing" / "x"), str(tmp_path), exit_code=2)
+    shown = inspected("--json", str(tmp_path / "missing" / "x"), str(tmp_path), exit_code=2)
     assert "missing' cannot be written to. Make it, or name another one." in " ".join(shown.split())
     assert "Step 1" not in shown
 

@@ -50,7 +50,7 @@ def test_the_navigation_has_each_page_once() -> None:
 
 
 def test_each_link_of_a_page_leads_to_a_page() -> None:
-    files = {*SITE, *links.pictures(), gallery.REPORT.name}
+    files = {*SITE, *links.pictures()}
     for page, text in SITE.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", without_code(text)):
             name, _, fragment = target.partition("#")
@@ -136,12 +136,7 @@ def test_the_api_has_the_public_names() -> None:
 
 
 def test_the_gallery_has_all_pictures_and_examples() -> None:
-    text = gallery.gallery(report=False)
+    text = gallery.gallery()
     assert sorted(re.findall(r"!\[.+\]\((.+?)\)", text)) == links.pictures()
     assert len(links.examples()) >= 12
     assert all(f"](examples/{path.stem}.md)" in text for path in links.examples())
-
-
-def test_the_gallery_shows_a_report_if_there_is_one() -> None:
-    assert "<iframe" not in gallery.gallery(report=False)
-    assert 'src="example_report.html"' in gallery.gallery(report=True)

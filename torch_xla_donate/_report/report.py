@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 from collections.abc import Mapping
 from typing import Any
 
@@ -138,9 +139,7 @@ class DonationReport:
         return table.report(self)
 
     def _repr_html_(self) -> str:
-        from torch_xla_donate._report import html
-
-        return html.report(self)
+        return f"<pre>{html.escape(str(self))}</pre>"  # for notebooks
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data for ``json.dumps``. docs/report_schema.json is its JSON schema."""

@@ -15,8 +15,8 @@ from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
 from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.memory import moment, with_undonated
-from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
+from torch_xla_donate._tools.memory import with_undonated
+from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
 
 _T = TypeVar("_T")
 # Called with the number of things that are done, and their number.
@@ -26,36 +26,34 @@ _DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --
 
 @dataclasses.dataclass
 class _Executable:
-    """A graph of a process's record. `step` is its place among the distinct steps, once its text is found."""
+    """A graph of a process's record."""
 
     signature: int
     memory: hlo.MemoryAnalysis | None
     donors: list[StepDonor] = dataclasses.field(default_factory=list)
     sites: Counter[str] = dataclasses.field(default_factory=Counter)
-    step: int | None = None
 
 
 class _Process:
-    """The record of a process. `runs` are (number of the executable, live bytes)."""
+    """The record of a process. is_active: whether it ran an executable."""
 
     def __init__(self, path: Path) -> None:
         self.executables: dict[int, _Executable] = {}
-        self.runs: list[tuple[int, int | None]] = []
-        runs: list[tuple[int, str, int | None]] = []
+        runs: list[tuple[int, str]] = []
         donors_of: dict[int, list[StepDonor]] = {}
         for line in _lines(path):
             if "executable" in line:
                 found = _Executable(signature_of(hlo.parse(line["header"])), _memory(line["memory"]))
                 self.executables[line["executable"]] = found
             elif "run" in line:
-                runs.append((line["run"], line["site"], line["live"]))
+                runs.append((line["run"], line["site"]))
             else:
                 donors_of[line["donors_of"]] = [StepDonor(**donor) for donor in line["donors"]]
         # Another thread may run a graph before the line that describes it.
-        for number, site, live in runs:
+        for number, site in runs:
             if number in self.executables:
                 self.executables[number].sites[site] += 1
-                self.runs.append((number, live))
+        self.is_active = any(executable.sites for executable in self.executables.values())
         for number in donors_of.keys() & self.executables.keys():
             self.executables[number].donors = donors_of[number]
         self._waiting: dict[int, deque[_Executable]] = {}
@@ -111,7 +109,6 @@ class _Steps:
         self.summaries[place] = step = dataclasses.replace(step, executed=step.executed or 0)
         if executable is None:
             return
-        executable.step = place
         sites = self._sites[place]
         sites.update(executable.sites)
         self.summaries[place] = dataclasses.replace(
@@ -158,7 +155,6 @@ def collect(
         ImportError, ValueError: as for `hlo.compile_for`.
     """
     steps = _Steps()
-    timeline: list[Moment] = []
     skipped: list[SkippedFile] = []
     noted: list[_ProcessAdvice] = []
     lost = 0
@@ -176,18 +172,14 @@ def collect(
                 steps.add(module, process)
             done += 1
             progress(done, total)
-        if process is not None:
-            timeline += _moments(process, steps)
         advice = _read(_ProcessAdvice.read, one / record.ADVICE, skipped)
         if advice is not None:
             noted.append(advice)
-            lost += not advice.ended and process is not None and bool(process.runs)
+            lost += not advice.ended and process is not None and process.is_active
         skipped += dump.skipped
     if topology or undonated:
         _compile(steps, topology, undonated, skipped, progress)
-    return RunSummary(
-        source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, *_first_advice(noted, lost)
-    )
+    return RunSummary(source, tuple(steps.summaries), tuple(skipped), exit_code, *_first_advice(noted, lost))
 
 
 def _read(read: Callable[[Path], _T], path: Path, skipped: list[SkippedFile]) -> _T | None:
@@ -248,13 +240,6 @@ def _with_kinds(dumped: tuple[StepDonor, ...], recorded: list[StepDonor]) -> tup
             found.append(dataclasses.replace(donor, kind=known.kind, name=known.name, where=known.where, reason=reason))
     refused = [donor for donor in recorded if donor.parameter < 0 or donor.parameter in by_number]
     return (*found, *(dataclasses.replace(donor, parameter=-1) for donor in refused))
-
-
-def _moments(process: _Process, steps: _Steps) -> Iterator[Moment]:
-    for number, live in process.runs:
-        place = process.executables[number].step
-        if place is not None and live is not None:
-            yield moment(place, steps.summaries[place], live)
 
 
 def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile], progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""The truth about a step's memory: what its donation saves, and what its runs add to the live bytes."""
+"""The truth about a step's memory: what its donation saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from torch_xla_donate import hlo
 from torch_xla_donate._report.units import size
-from torch_xla_donate._tools.summary import Moment, StepSummary
+from torch_xla_donate._tools.summary import StepSummary
 
 _SHOWN = 3
 # Temporaries that grow by less than this share of the aliased bytes are not worth a sentence.
@@ -63,16 +63,3 @@ def findings(step: StepSummary) -> list[str]:
             f"donation XLA keeps them in the memory of the outputs. {peaks}"
         )
     return found
-
-
-def moment(number: int, step: StepSummary, live: int) -> Moment:
-    """The moment when a run of a step begins.
-
-    Args:
-        number: index of the step in `RunSummary.steps`.
-        step: the step.
-        live: bytes on one device of all live arrays before the run.
-    """
-    memory = step.memory
-    planned = memory.output_bytes + memory.temp_bytes - memory.alias_bytes if memory else 0
-    return Moment(number, live, live + planned)

@@ -4,7 +4,7 @@ Each process has a folder with its dump and `record.jsonl`. A line of the record
 
 - ``{"executable": 1, "header": ..., "memory": ...}``: a graph runs for the first time. The header is the first line of
   its optimised HLO, by which `verify` finds it in the dump.
-- ``{"run": 1, "site": "train.py:12", "live": 1024}``: a run of that executable begins.
+- ``{"run": 1, "site": "train.py:12"}``: a run of that executable begins.
 - ``{"donors_of": 1, "donors": [...]}``: its donors that this package offered or refused, known after the run began.
 
 Lines are appended as the runs begin, so that the record survives the end of the process.
@@ -90,7 +90,7 @@ class _Record:
         number = run["executable"]
         if run["header"]:
             self.write({"executable": number, "header": run["header"], "memory": run["memory"]})
-        self.write({"run": number, "site": _frames.site_of(run["stack"]), "live": run["live_bytes"]})
+        self.write({"run": number, "site": _frames.site_of(run["stack"])})
         if run["has_donors"] and self.tries[number] < _TRIES:
             self._describe_donors(number, run["graph"])
 

@@ -101,28 +101,12 @@ class SkippedFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
-    """The bytes on one device when a run of a step began.
-
-    Attributes:
-        step: index in `RunSummary.steps`.
-        live_bytes: bytes of all live arrays before it.
-        peak_bytes: the same with the outputs and temporaries that XLA plans, less what outputs reuse.
-    """
-
-    step: int
-    live_bytes: int
-    peak_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class RunSummary:
     """The steps of a program or of a dump, in the order of their compilation.
 
     Attributes:
         source: the command or the folder.
         steps: the distinct steps.
-        timeline: the runs of steps in their order; empty for a dump.
         skipped: files that could not be read.
         exit_code: of the program; None for a dump.
         advice: what the first process that ran steps could still donate; None if that was not asked for, or if no such
@@ -132,7 +116,6 @@ class RunSummary:
 
     source: str
     steps: tuple[StepSummary, ...]
-    timeline: tuple[Moment, ...] = ()
     skipped: tuple[SkippedFile, ...] = ()
     exit_code: int | None = None
     advice: tuple[Hint, ...] | None = None
