@@ -169,44 +169,6 @@ def test_graphs_of_one_signature_are_distinguished(tmp_path):
     assert (2, (line_of(alike_graphs, "# the product"),)) in found
 
 
-def different_graphs() -> None:
-    w, cache = make(8, 8), make(8, 8)
-    torch_xla.sync()
-    for rows in (2, 3, 4):
-        w = w + (make(rows, 8) @ w).sum(0)
-        torch_xla.sync()  # shapes
-    for i in range(3):
-        cache[i] = w[0]
-        torch_xla.sync()  # numbers
-    for i in range(3):
-        w = w.sin() if i else w.cos()
-        torch_xla.sync()  # operations
-    for i in range(2):
-        w = w * w.sum(i)
-        torch_xla.sync()  # dimensions
-    for i in (0, 4):
-        w[i : i + 4] = cache[0]
-        torch_xla.sync()  # positions
-    for result in torch.sort(make(8)):
-        print(result)  # results
-
-
-def test_the_table_shows_how_graphs_of_one_line_differ(tmp_path):
-    run = recorded(different_graphs, tmp_path)
-    shown = [" ".join(str(part).split()) for part in table.tables(run)]
-    for comment, count, cause in (
-        ("shapes", 3, "shapes. Pad arrays"),
-        ("numbers", 3, "numbers. A Python number"),
-        ("operations", 2, "operations. A branch, or"),
-        ("dimensions", 2, "operations. A branch, or"),
-        ("positions", 2, "numbers. A Python number"),
-        ("results", 2, "results. Each read of a result"),
-    ):
-        site = line_of(different_graphs, f"# {comment}")
-        (place,) = [i for i, text in enumerate(shown) if text.endswith(f"at {site.rpartition('/')[2]}")]
-        assert shown[place + 2].startswith(f"{count} graphs were compiled for it, which differ in {cause}")
-
-
 def flags_of_the_user() -> None:
     before = os.environ["XLA_FLAGS"]
     x = make(8) + 1

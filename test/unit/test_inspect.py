@@ -190,13 +190,6 @@ def test_records_match_without_replicas_to_the_last_line(tmp_path):
     ]
 
 
-def test_a_signature_may_be_in_the_instructions(tmp_path):
-    path = write(tmp_path, 0, "old")
-    path.write_text(f"HloModule old\n{BODY}")
-    (step,) = collect(tmp_path, "dump").steps
-    assert (step.parameters, step.outputs) == (2, 2)
-
-
 def test_the_table_fits_eighty_columns(tmp_path):
     write(tmp_path, 0, "step")
     write(tmp_path, 1, "plain", before="", after="")
@@ -253,9 +246,7 @@ def test_steps_of_one_line_are_shown_once(tmp_path):
     other = replace(step, module="other", sites=("loop.py:12",))
     shown = rendered(RunSummary("loop.py", (at_line[0], other, *at_line[1:])))
     assert "Step 1 and 49 alike: step.0, ran 100 times at loop.py:9" in shown
-    assert "50 graphs were compiled for it. Their operations, the shapes of their arrays, or numbers" in " ".join(
-        shown.split()
-    )
+    assert "50 graphs were compiled for it." in shown
     assert "Step 2: other, ran 2 times at loop.py:12" in shown
     assert "51 distinct steps" in shown
     shown = rendered(RunSummary("dump", tuple(replace(one, sites=(), executed=None) for one in at_line)))

@@ -10,8 +10,7 @@ from torch_xla_donate import _C, hlo
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._report.explain import StepSizes, split_sharding
 from torch_xla_donate._report.reasons import Reason, sentence
-from torch_xla_donate.hlo.dump import copied_parameters
-from torch_xla_donate.hlo.model import ENTRY
+from torch_xla_donate.hlo.dump import ENTRY, copied_parameters
 
 Outcome = Literal["donated", "unusable", "pending"]
 

@@ -12,24 +12,13 @@ from typing import TextIO
 
 from torch_xla_donate import hlo
 from torch_xla_donate._tools.summary import SkippedFile, StepDonor, StepSummary
-from torch_xla_donate.hlo.dump import copied_parameters
-from torch_xla_donate.hlo.model import ENTRY
+from torch_xla_donate.hlo.dump import ENTRY, copied_parameters
 from torch_xla_donate.hlo.parser import FILE, STAGE
 
 # Characters of a line that are read at once. Constants make lines of many megabytes.
 _PIECE = 1 << 20
 # The header of a module of 100,000 parameters takes less.
 _LONGEST_HEADER = 1 << 24
-_SIGNATURE = re.compile(r" parameter\(|^\s*ROOT ")
-# Numbers of the program in a graph: constants, and the positions of slices, which torch_xla pads for a write.
-_CONSTANT = re.compile(r" constant\(.*", re.DOTALL)
-_SLICE = re.compile(r"\bslice=\{[^}]*\}|\bpadding=[\d_x]+")
-# The result that a line of the entry computation takes from an operation with several, and the graph's results.
-_ELEMENT = re.compile(r" get-tuple-element\(.*(index=\d+)")
-_ROOT = re.compile(r"\s*ROOT ")
-# All numbers but those in names of types and of parameters.
-_NUMBER = re.compile(r"(?:\b|_)\d+")
-_DIMENSIONS = re.compile(r"dim\w*=(?:\{[^}]*\}|\d+)")
 _ALLOCATION = re.compile(r"allocation \d+: size ([\d.]+)([KMGT]i)?B?, (.*)")
 _UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
@@ -43,16 +32,12 @@ class ModuleFile:
         module: the module of the header.
         copied: bytes that it copies, by number of the parameter.
         digest: equal for equal texts.
-        operations, results, shapes: as of `StepSummary`.
     """
 
     path: Path
     module: hlo.HloModule
     copied: dict[int, int]
     digest: bytes
-    operations: str
-    results: str
-    shapes: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +120,10 @@ def read_module(path: Path) -> ModuleFile:
         if not header.endswith("\n"):
             raise ValueError("it is truncated: it ends in its first line")
         digest.update(header.encode())
-        entry = _Entry(file, digest)
         copied: dict[int, int] = {}
-        for number, size in copied_parameters(entry):
+        for number, size in copied_parameters(_entry_lines(file, digest)):
             copied[number] = copied.get(number, 0) + size
-        if not entry.is_closed:
-            raise ValueError("it is truncated: its entry computation has no end")
-    # XLA writes the signature in the header. Other writers leave it to the instructions.
-    text = (
-        header if "entry_computation_layout=" in header else f"{header}ENTRY entry {{\n{''.join(entry.signature)}}}\n"
-    )
-    differences = f"{entry.operations:x}", entry.results.hexdigest(), entry.shapes.hexdigest()
-    return ModuleFile(path, hlo.parse(text), copied, digest.digest(), *differences)
+    return ModuleFile(path, hlo.parse(header), copied, digest.digest())
 
 
 def signature_of(module: hlo.HloModule) -> int:
@@ -157,58 +134,25 @@ def signature_of(module: hlo.HloModule) -> int:
     return hash((module.name, module.parameters, module.result, module.aliases, module.donors))
 
 
-class _Entry:
-    """The lines of a text's entry computation. Reads on to the end of the text.
-
-    Attributes:
-        is_closed: whether the computation had an end.
-        signature: its parameters and its root.
-        operations, results, shapes: the digests of `StepSummary`, of the whole text.
-    """
-
-    def __init__(self, file: TextIO, digest: hashlib.blake2b) -> None:
-        self._file = file
-        self._digest = digest
-        self.is_closed = False
-        self.signature: list[str] = []
-        self.operations = 0  # a sum over the lines, whose order depends on the results
-        self.results, self.shapes = (hashlib.blake2b(digest_size=8) for _ in range(2))
-
-    def _note(self, piece: str, is_inside: bool) -> None:
-        """Adds a piece of a line to the digests, without the program's numbers."""
-        text = _SLICE.sub("", _CONSTANT.sub(" constant", piece))
-        self.shapes.update(text.encode())
-        operation = " ".join([_NUMBER.sub("", text), *_DIMENSIONS.findall(text)]).encode()
-        if is_inside and (element := _ELEMENT.search(piece)):
-            self.results.update(element[1].encode())
-        if ENTRY.match(piece) or (is_inside and _ROOT.match(piece)):
-            self.results.update(operation)
-        else:
-            line = hashlib.blake2b(operation, digest_size=8).digest()
-            self.operations = (self.operations + int.from_bytes(line, "little")) % (1 << 64)
-
-    def __iter__(self) -> Iterator[str]:
-        is_inside, is_start, is_constant = False, True, False
-        while piece := self._file.readline(_PIECE):
-            self._digest.update(piece.encode())
-            is_constant = (is_start and " constant(" in piece) or (is_constant and not is_start)
-            if is_start or not is_constant:
-                self._note(piece, is_inside)
-            if is_start and ENTRY.match(piece):
-                is_inside = True
-            elif is_start and is_inside and piece.startswith("}"):
-                is_inside, self.is_closed = False, True
-            elif is_start and is_inside:
-                if _SIGNATURE.search(piece):
-                    self.signature.append(piece)
-                yield piece
-            is_start = piece.endswith("\n")
+def _entry_lines(file: TextIO, digest: hashlib.blake2b) -> Iterator[str]:
+    """The lines of a text's entry computation. Reads on to the end of the text, and adds all of it to the digest."""
+    is_inside, is_closed, is_start = False, False, True
+    while piece := file.readline(_PIECE):
+        digest.update(piece.encode())
+        if is_start and ENTRY.match(piece):
+            is_inside = True
+        elif is_start and is_inside and piece.startswith("}"):
+            is_inside, is_closed = False, True
+        elif is_start and is_inside:
+            yield piece
+        is_start = piece.endswith("\n")
+    if not is_closed:
+        raise ValueError("it is truncated: its entry computation has no end")
 
 
 def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummary:
     """A step from its texts. Donors are those of either text, because JAX writes aliases, and torch_xla donors."""
-    files = [file for file in (before, after) if file is not None]
-    texts = [file.module for file in files]
+    texts = [file.module for file in (before, after) if file is not None]
     compiled = texts[-1]
     offered = {donor for text in texts for donor in (*text.donors, *(alias.donor for alias in text.aliases))}
     number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.leaves)}
@@ -247,9 +191,6 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
         donors=tuple(donors),
         aliases=0 if after is None else len(after.module.aliases),
         memory=None if after is None else read_memory(after.path),
-        operations=files[0].operations,
-        results=files[0].results,
-        shapes=files[0].shapes,
     )
 
 

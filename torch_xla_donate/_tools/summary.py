@@ -60,9 +60,6 @@ class StepSummary:
         sites: ``file:line`` of the syncs that ran it, the most frequent first.
         topology: the TPU topology that it was compiled for; empty for the machine of the dump.
         on_topology: the same step on a TPU topology; None if that was not asked for.
-        operations: equal for graphs that have the same operations, on arrays of any size; empty without a dump.
-        results: equal for graphs that also return the same of their results; empty without a dump.
-        shapes: equal for graphs that differ only in numbers of the program, such as constants; empty without a dump.
     """
 
     module: str
@@ -77,9 +74,6 @@ class StepSummary:
     sites: tuple[str, ...] = ()
     topology: str = ""
     on_topology: StepSummary | None = None
-    operations: str = ""
-    results: str = ""
-    shapes: str = ""
 
     @property
     def donated_bytes(self) -> int:

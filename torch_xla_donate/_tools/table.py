@@ -35,7 +35,7 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
         yield Text(_heading(numbers, run.steps), style="bold")
         yield Text(f"  {_arrays(step)}")
         if len(numbers) > 1:
-            yield Text(f"  {_alike([run.steps[number - 1] for number in numbers])}")
+            yield Text(f"  {_count(len(numbers), 'graph')} were compiled for it. Operations, shapes or numbers differ.")
         yield from (Text(f"  {line}") for line in (*_memory(step), *findings(step)))
         if step.donors:
             yield _donors(step)
@@ -67,26 +67,6 @@ def summary_line(run: RunSummary) -> str:
         ended = f"signal {-run.exit_code}" if run.exit_code < 0 else f"exit code {run.exit_code}"
         text += f"; the program ended with {ended}"
     return text
-
-
-def _alike(steps: Sequence[StepSummary]) -> str:
-    """Why one line ran several graphs, as far as their texts show it."""
-    text = f"{_count(len(steps), 'graph')} were compiled for it"
-    if not all(step.shapes for step in steps):
-        return f"{text}. Their operations, the shapes of their arrays, or numbers of the program differ."
-    operations = len({step.operations for step in steps})
-    results = len({(step.operations, step.results) for step in steps})
-    shapes = len({(step.operations, step.results, step.shapes) for step in steps})
-    remedies = {
-        "operations": operations > 1 and "A branch, or a first step that differs from the others, makes other graphs.",
-        "results": results > operations
-        and "Each read of a result is a graph, so call torch_xla.sync() before the program reads several.",
-        "shapes": shapes > results and "Pad arrays whose sizes change to a few sizes.",
-        "numbers": len(steps) > shapes
-        and "A Python number is a constant of a graph, so pass one that changes, such as a position, as a tensor.",
-    }
-    shown = {name: remedy for name, remedy in remedies.items() if remedy}
-    return f"{text}, which differ in {' and '.join(shown)}. {' '.join(shown.values())}"
 
 
 def _heading(numbers: Sequence[int], steps: Sequence[StepSummary]) -> str:

@@ -62,6 +62,7 @@ def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
     )
 
 
+ENTRY = re.compile(r"^ENTRY ", re.MULTILINE)  # begins the entry computation
 _PARAMETER = re.compile(r"\s*%?([\w.-]+) = .* parameter\((\d+)\)")
 _ELEMENT = re.compile(r"\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-]+)\), index=(\d+)")
 _COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
