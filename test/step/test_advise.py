@@ -17,7 +17,7 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
-from torch_xla_donate._tools.names import OBJECTS, Name, Walk, name_tensors
+from torch_xla_donate._report.walk import OBJECTS, Name, Walk, name_tensors
 from torch_xla_donate._tools.recorder import _NAMED_RUNS, Recorder
 
 SIZE = 32 * 32 * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers import make
 
 from torch_xla_donate import _C, advise, auto_donate, donation_report
 from torch_xla_donate._report import holders
+from torch_xla_donate._report.walk import Name, Named
 from torch_xla_donate._tools.recorder import Recorder
 
 HERE = "test_advise_holders.py"
@@ -100,13 +102,15 @@ def test_many_graphs_are_searched_in_part(monkeypatch):
     for _ in range(40):
         states.append(states[-1] @ w)
     torch_xla.sync()
-    few, many = ([*states[: count + 1]] for count in (5, 40))
+    name = Name("x", "", None, "train.py", 0)
+    few, many = ([Named(weakref.ref(state), [name]) for state in states[: count + 1]] for count in (5, 40))
     for tensors, named, are_more in ((few, 5, False), (many, holders._SEARCHED, True)):
-        graphs = holders._Graphs(tensors, lambda tensor: "x")
-        assert [*graphs.saving({_C.holds(w)})] == [("grad_fn of x", {_C.holds(w)})] * named
+        graphs = holders._Graphs(tensors)
+        text = "grad_fn of variable 'x' in train.py"
+        assert [*graphs.saving({_C.holds(w)})] == [(text, {_C.holds(w)})] * named
         assert graphs.are_more == are_more
     monkeypatch.setattr(holders, "_NODES", 3)
-    graphs = holders._Graphs(many, lambda tensor: "x")
+    graphs = holders._Graphs(many)
     assert len([*graphs.saving({_C.holds(w)})]) == 2 and graphs.are_more
 
 

@@ -26,8 +26,8 @@ class HeldInput:
         bytes: bytes of the whole array, before any sharding.
         device: such as ``CPU:0``.
         holder: the holder, if Python can find it when the report is made: ``variable 'old' at train.py:12``,
-            ``grad_fn of variable 'loss' at train.py:9``, ``attribute 'weight' of variable 'model' at train.py:5``,
-            ``unknown holder``, or ``work that stays pending``.
+            ``grad_fn of variable 'loss' at train.py:9``, ``model.weight at train.py:5``, ``unknown holder``, or
+            ``work that stays pending``.
     """
 
     array: str

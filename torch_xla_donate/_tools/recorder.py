@@ -12,9 +12,9 @@ from torch_xla_donate import _C, _frames
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._report.holders import searching
+from torch_xla_donate._report.walk import Named, name_tensors
 from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.names import Named, name_tensors
 
 _NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
 _SHOWN = 4  # holders after the first
