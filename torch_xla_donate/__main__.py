@@ -17,8 +17,8 @@ from rich.progress import Progress
 
 from torch_xla_donate import _doctor, _pages
 from torch_xla_donate._errors import see
-from torch_xla_donate._report.table import console
-from torch_xla_donate._report.units import percent
+from torch_xla_donate._report.console import console
+from torch_xla_donate._text import percent
 from torch_xla_donate._tools import collect, record, table
 from torch_xla_donate._tools import run as running
 from torch_xla_donate._tools import verify as verifying

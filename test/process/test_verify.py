@@ -25,7 +25,7 @@ from rich.console import Group
 
 from torch_xla_donate import _C, compile, donate_buffer, set_auto_donate
 from torch_xla_donate import __main__ as command_line
-from torch_xla_donate._report import table as tables
+from torch_xla_donate._report import console as tables
 from torch_xla_donate._tools import children, record, table
 from torch_xla_donate._tools import verify as verifying
 from torch_xla_donate._tools.collect import collect
@@ -122,7 +122,7 @@ def test_a_donor_without_an_output_has_a_reason(tmp_path):
     run = recorded(unusable_donors, tmp_path)
     (step,) = [step for step in run.steps if step.donors]
     assert {(donor.name, donor.output) for donor in step.donors} == {("['long']", None), ("['short']", None)}
-    assert all("no output has" in donor.reason for donor in step.donors)
+    assert all("no output of the step has its size" in donor.reason for donor in step.donors)
     assert run.donated_fraction == 0.0
 
 

@@ -85,7 +85,7 @@ class _Facts(NamedTuple):
 _known_facts: dict[str, _Facts] = {}
 
 
-def facts_of(step: Mapping[str, Any]) -> _Facts | None:
+def facts_of(step: _C._Step) -> _Facts | None:
     """The facts of a step's graph; None if unknown. The time to read them is proportional to the HLO's size."""
     graph = step["graph"]
     facts = _known_facts.get(graph)
@@ -121,9 +121,7 @@ def _facts_in(text: str) -> _Facts:
     return _Facts(output_of, copied)
 
 
-def describe_donors(
-    raws: Iterable[Mapping[str, Any]], step: Mapping[str, Any], facts: _Facts | None = None
-) -> list[Donor]:
+def describe_donors(raws: Iterable[_C._Donor], step: _C._Step, facts: _Facts | None = None) -> list[Donor]:
     """Donors of a step that has read them."""
     sizes: StepSizes | None = None
     found = []
@@ -133,7 +131,8 @@ def describe_donors(
         output = None
         if raw["outcome"] == "donated":
             outcome, reason = "donated", ""
-            output = facts.output_of.get(raw["parameter"]) if facts is not None else None
+            parameter = raw["parameter"]
+            output = None if facts is None or parameter is None else facts.output_of.get(parameter)
         elif raw["reason"]:
             code, reason = Reason(raw["reason"].code), sentence(raw["reason"])
         else:
@@ -154,12 +153,12 @@ def describe_donors(
     return found
 
 
-def describe_pending(raw: Mapping[str, Any]) -> Donor:
+def describe_pending(raw: _C._Donor) -> Donor:
     """A mark that no step has read yet."""
     return _donor(raw, "pending", Reason.UNREAD, "no step has read it yet")
 
 
-def _donor(raw: Mapping[str, Any], outcome: Outcome, code: Reason | None, reason: str) -> Donor:
+def _donor(raw: _C._Donor, outcome: Outcome, code: Reason | None, reason: str) -> Donor:
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     return Donor(
         name=raw["name"],

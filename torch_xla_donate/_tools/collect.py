@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
 from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.memory import with_undonated
 from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
+from torch_xla_donate.hlo.outcomes import read_statistics
 
 _T = TypeVar("_T")
 # Called with the number of things that are done, and their number.
@@ -43,7 +43,7 @@ class _Process:
         donors_of: dict[int, list[StepDonor]] = {}
         for line in _lines(path):
             if "executable" in line:
-                found = _Executable(signature_of(hlo.parse(line["header"])), _memory(line["memory"]))
+                found = _Executable(signature_of(hlo.parse(line["header"])), read_statistics(line["memory"]))
                 self.executables[line["executable"]] = found
             elif "run" in line:
                 runs.append((line["run"], line["site"]))
@@ -218,13 +218,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if line.endswith("\n"):  # a killed process may leave half a line
                 yield json.loads(line)
-
-
-def _memory(statistics: str) -> hlo.MemoryAnalysis | None:
-    """XLA's statistics of an executable; None if the platform reports none."""
-    sizes = {name: int(size) for name, size in re.findall(r"(\w+)_size_in_bytes=(\d+)", statistics)}
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    return hlo.MemoryAnalysis(*(sizes[name] for name in names)) if sizes.keys() >= set(names) else None
 
 
 def _with_kinds(dumped: tuple[StepDonor, ...], recorded: list[StepDonor]) -> tuple[StepDonor, ...]:

@@ -19,8 +19,7 @@ from torch_xla_donate.hlo.parser import FILE, STAGE
 _PIECE = 1 << 20
 # The header of a module of 100,000 parameters takes less.
 _LONGEST_HEADER = 1 << 24
-_ALLOCATION = re.compile(r"allocation \d+: size ([\d.]+)([KMGT]i)?B?, (.*)")
-_UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+_ALLOCATION = re.compile(r"allocation \d+: size (\d+), (.*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,19 +197,15 @@ _DROPPED = "the compiler dropped the donation"
 
 
 def read_memory(after: Path) -> hlo.MemoryAnalysis | None:
-    """The memory of a module, from the texts of its buffer assignment beside it; None without them.
+    """The memory of a module, from the text of its buffer assignment beside it; None without one.
 
-    The text `...-buffer-assignment.txt` has bytes. Without it, `...-memory-usage-report.txt` has rounded sizes. Neither
-    has the size of the generated code.
+    It does not have the size of the generated code.
     """
-    for name in ("buffer-assignment", "memory-usage-report"):
-        path = after.with_name(f"{after.stem}-{name}.txt")
-        if path.is_file():
-            with open(path, encoding="utf-8", errors="replace") as file:
-                found = _allocations(iter(lambda: file.readline(_PIECE), ""))
-            if found is not None:
-                return found
-    return None
+    path = after.with_name(f"{after.stem}-buffer-assignment.txt")
+    if not path.is_file():
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return _allocations(iter(lambda: file.readline(_PIECE), ""))
 
 
 def _allocations(lines: Iterator[str]) -> hlo.MemoryAnalysis | None:
@@ -224,9 +219,9 @@ def _allocations(lines: Iterator[str]) -> hlo.MemoryAnalysis | None:
                 break  # the values and live ranges that follow are long
             continue
         any_found = True
-        size = round(float(found[1]) * _UNITS[found[2] or ""])
+        size = int(found[1])
         # Shapes, between bars, may have any words.
-        uses = re.sub(r"\|.*?\|", "", found[3])
+        uses = re.sub(r"\|.*?\|", "", found[2])
         argument += size if "parameter " in uses else 0
         output += size if "maybe-live-out" in uses else 0
         alias += size if "parameter " in uses and "maybe-live-out" in uses else 0

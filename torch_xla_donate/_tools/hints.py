@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, overload
 
 from rich.table import Table
 
-from torch_xla_donate._report.table import render
-from torch_xla_donate._report.units import size
+from torch_xla_donate._report.console import render
+from torch_xla_donate._text import size
 
 HintKind = Literal[
     "slice_assignment",

@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from torch_xla_donate import hlo
-from torch_xla_donate._report.units import size
+from torch_xla_donate._text import cut, size
 from torch_xla_donate._tools.summary import StepSummary
 
 _SHOWN = 3
@@ -38,11 +38,10 @@ def findings(step: StepSummary) -> list[str]:
     copied = [donor for donor in step.donors if donor.copied_bytes]
     if copied:
         names = [donor.name or f"parameter {donor.parameter}" for donor in copied]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(cut(names, _SHOWN, "and {:,} more"))
         found.append(
             f"XLA copies {size(sum(donor.copied_bytes for donor in copied))} of donated arrays at each run "
-            f"({', '.join(names[:_SHOWN])}{more}), because an operation reads the old value after XLA begins to write "
-            "the new one."
+            f"({shown}), because an operation reads the old value after XLA begins to write the new one."
         )
     memory, undonated = step.memory, step.undonated
     if memory is None or undonated is None:
