@@ -24,6 +24,7 @@ _WRITERS = {
     "explain.explain": "reason",
     "explain._differs_per_device": "reason",
     "notices._unusable_text": "DonationWarning",
+    "outcomes.why_unused": "reason",
     "signatures._text": "DonationWarning",
 }
 
