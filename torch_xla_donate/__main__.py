@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import Progress
 
 from torch_xla_donate import _doctor, _pages
 from torch_xla_donate._errors import see
@@ -128,17 +127,13 @@ def verify(
     """
     program = dataclasses.replace(_named(arguments, auto, is_module), advise=advise)
 
-    def summarize(progress: collect.Progress) -> RunSummary:
-        return verifying.verify(
-            program,
-            keep=keep,
-            topology=topology,
-            undonated=undonated,
-            keeps_stdout=json_file == "-",
-            progress=progress,
-        )
-
-    _show(summarize, fail_under, json_file)
+    _show(
+        lambda: verifying.verify(
+            program, keep=keep, topology=topology, undonated=undonated, keeps_stdout=json_file == "-"
+        ),
+        fail_under,
+        json_file,
+    )
 
 
 @main.command()
@@ -159,10 +154,7 @@ def inspect(
     Example: `python -m torch_xla_donate inspect --json steps.json dump/`
     """
 
-    def summarize(progress: collect.Progress) -> RunSummary:
-        return collect.collect(folder, str(folder), topology=topology, undonated=undonated, progress=progress)
-
-    _show(summarize, fail_under, json_file)
+    _show(lambda: collect.collect(folder, str(folder), topology=topology, undonated=undonated), fail_under, json_file)
 
 
 def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> running.Program:
@@ -175,21 +167,10 @@ def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> ru
     return running.Program(target, tuple(rest), is_module, auto)
 
 
-def _show(
-    summarize: Callable[[collect.Progress], RunSummary],
-    fail_under: float | None,
-    json_file: str | None,
-) -> None:
+def _show(summarize: Callable[[], RunSummary], fail_under: float | None, json_file: str | None) -> None:
     """Shows a summary, and exits with its code."""
-    errors = Console(stderr=True)
     try:
-        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
-            task = bar.add_task("modules", start=False, visible=False)
-
-            def progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total, visible=True)
-
-            found = summarize(progress)
+        found = summarize()
     except (ImportError, ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
     if json_file == "-":

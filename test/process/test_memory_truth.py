@@ -16,7 +16,7 @@ from children import in_process
 from torch_xla_donate import compile, donate_buffer, hlo, placeholder
 from torch_xla_donate._tools.memory import findings, with_undonated
 from torch_xla_donate._tools.summary import StepDonor, StepSummary
-from torch_xla_donate.hlo.dump import copied_parameters
+from torch_xla_donate.hlo.dump import copied_bytes
 
 needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 MIB = 1 << 20
@@ -25,8 +25,7 @@ MIB = 1 << 20
 def summary_of(folder: Path) -> tuple[StepSummary, Path]:
     """The step with donors in a dump, and the path of its HLO before optimisation."""
     (dumped,) = [module for module in hlo.read_dump(folder) if module.donors]
-    entry = dumped.after.path.read_text(encoding="utf-8").partition("\nENTRY")[2]
-    copied = dict(copied_parameters(entry.splitlines()))
+    copied = copied_bytes(dumped.after.path.read_text(encoding="utf-8"))
     donors = tuple(
         StepDonor(
             parameter=outcome.donor.parameter_number,

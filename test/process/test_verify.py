@@ -403,7 +403,7 @@ def test_advice_that_fails_is_named(tmp_path):
 
 def record_a_failure(folder: Path) -> None:
     record.start(folder, record.MAIN, advises=True)
-    record._record.recorder._findings = None  # as of a defect
+    record._record.watch._findings = None  # as of a defect
     record.finish()
 
 
@@ -425,8 +425,6 @@ def test_a_dump_of_jax_is_read(dump_folder):
         ("unknown", "f32[64,4]", 0),
         ("unknown", "f32[64,4]", 1),
     ]
-    assert step.memory is not None
-    assert (step.memory.argument_bytes, step.memory.alias_bytes) == (4096, 2048)
 
 
 @TPU

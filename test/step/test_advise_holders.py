@@ -16,7 +16,7 @@ from helpers import make
 from torch_xla_donate import _C, advise, auto_donate, donation_report
 from torch_xla_donate._report import holders
 from torch_xla_donate._report.walk import Name, Named
-from torch_xla_donate._tools.recorder import Recorder
+from torch_xla_donate._tools.step_watch import StepWatch
 
 HERE = "test_advise_holders.py"
 SIZE = 32 * 32 * 4
@@ -61,7 +61,7 @@ def test_an_attribute_of_an_object_that_is_held():
 def test_each_holder_of_an_old_value_must_let_go(kept):
     """The bytes of a hint are saved if all that it names let go, and not before."""
     x, keep, last = make(32, 32), [None], None
-    with auto_donate(), Recorder() as recorder:
+    with auto_donate(), StepWatch() as recorder:
         for _ in range(3):
             keep[0] = x if "list" in kept else None
             last = x if "last" in kept else None
@@ -80,7 +80,7 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
 @in_process
 def test_an_unknown_holder_is_said_beside_a_graph():
     x, before, last, loss = make(32, 32), collections.deque(maxlen=1), None, None
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(4):
             x.requires_grad_()
             last = x
@@ -119,7 +119,7 @@ def test_values_of_one_list_are_one_hint():
     """Also those that a loop's variable or a graph holds, too."""
     params = {name: make(32, 32) for name in "abc"}
     torch_xla.sync()
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(3):
             leaves = list(params.values())
             for leaf in leaves:
@@ -143,7 +143,7 @@ def test_a_reference_that_no_search_finds_is_unknown():
     """A deque is not searched. Its reference still counts."""
     x, last = make(32, 32), None
     before = collections.deque(maxlen=1)
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(3):
             last = x
             before.append(x)
@@ -165,7 +165,7 @@ def test_a_variable_of_a_suspended_generator_is_named():
 
     steps = rollout(make(32, 32))
     others = [steps, {"same": steps}]
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(4):
             next(steps)
             torch_xla.sync()
@@ -178,7 +178,7 @@ def test_a_variable_of_a_suspended_generator_is_named():
 @in_process
 def test_all_graphs_that_keep_a_value_are_named():
     x = make(32, 32)
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(3):
             x.requires_grad_()
             y = x * x

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import html
 import json
-import sys
-import threading
 
 import numpy as np
 import pytest
@@ -29,8 +27,6 @@ from torch_xla_donate import (
     donation_report,
     hlo,
 )
-from torch_xla_donate._report import donors
-from torch_xla_donate._report.donors import facts_of
 from torch_xla_donate._report.explain import StepSizes
 
 
@@ -450,54 +446,6 @@ def test_whole_numbers_of_any_kind_are_settings(make, restored):
     with pytest.raises(TypeError, match="kept_steps is of type bool"):
         configure(kept_steps=np.True_)
     assert total.item() == 3
-
-
-def test_a_report_may_forget_what_another_one_reads(monkeypatch):
-    """Before one of the lines of a thread's look-up, another thread looks up another graph. Only one can be kept."""
-    value = run(run(torch.ones(3).to("xla"), 1), 2)
-    _C.wait_for_steps()
-    first, second = _C.steps()[-2:]
-    monkeypatch.setattr(donors, "_KEPT_FACTS", 1)
-    reached, looked_up = threading.Barrier(2), threading.Barrier(2)
-
-    def look_up(chosen, found):
-        def trace(frame, event, arg):
-            nonlocal lines
-            if frame.f_code is facts_of.__code__ and event == "line":
-                lines += 1
-                if lines == chosen and not donors._facts_lock._is_owned():  # else no other thread could get further
-                    reached.wait()
-                    looked_up.wait()
-            return trace if frame.f_code is facts_of.__code__ else None
-
-        lines = 0
-        sys.settrace(trace)
-        try:
-            found.append(facts_of(first))
-        except Exception as error:
-            found.append(error)
-        sys.settrace(None)
-        if chosen > lines:
-            found.append("all lines")
-        reached.abort()
-
-    found = []
-    for chosen in range(1, 30):
-        donors._known_facts.clear()
-        reached.reset()
-        thread = threading.Thread(target=look_up, args=[chosen, found])
-        thread.start()
-        with contextlib.suppress(threading.BrokenBarrierError):  # it has ended without this line
-            reached.wait()
-            assert facts_of(second) is not None
-            looked_up.wait()
-        thread.join()
-        assert len(donors._known_facts) == 1
-        if found[-1] == "all lines":
-            break
-    assert len(found) > 6
-    assert [facts.output_of for facts in found[:-1]] == [{0: 0}] * (len(found) - 1)
-    assert value.shape == (3,)
 
 
 @in_process(env={"TORCH_XLA_DONATE_KEPT_STEPS": "2", "TORCH_XLA_DONATE_WARN_MIN_BYTES": "1000"})

@@ -12,15 +12,14 @@ from typing import Any, TypeVar
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
-from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
+from torch_xla_donate._tools.dump import DumpedStep, read_steps, signature_of
 from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.memory import with_undonated
 from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
+from torch_xla_donate.hlo.dump import texts_in
 from torch_xla_donate.hlo.outcomes import read_statistics
 
 _T = TypeVar("_T")
-# Called with the number of things that are done, and their number.
-Progress = Callable[[int, int], None]
 _DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text". {see("verify")}'
 
 
@@ -138,7 +137,6 @@ def collect(
     topology: str = "",
     undonated: bool = False,
     exit_code: int | None = None,
-    progress: Progress = lambda done, total: None,
 ) -> RunSummary:
     """The steps of a dump, with what their records say if it is a dump of `verify`.
 
@@ -148,7 +146,6 @@ def collect(
         topology: a TPU topology to compile each distinct step for; empty for none.
         undonated: whether to compile each distinct step for CPU with and without donation, for its memory.
         exit_code: for `RunSummary.exit_code`.
-        progress: called after each module that is read or compiled.
 
     Raises:
         FileNotFoundError: the folder does not exist or, without `exit_code`, has no module.
@@ -158,27 +155,22 @@ def collect(
     skipped: list[SkippedFile] = []
     noted: list[_ProcessAdvice] = []
     lost = 0
-    dumps = [(one, Dump(one)) for one in folders_of(folder)]
-    total, done = sum(len(dump) for _, dump in dumps), 0
-    if not total and exit_code is None:
+    dumps = [(one, texts_in(one)) for one in folders_of(folder)]
+    if exit_code is None and not any(texts for _, texts in dumps):
         raise FileNotFoundError(
             f"folder {folder} has no module_*.before_optimizations.txt and no module_*after_optimizations.txt. {_DUMP}"
         )
-    for one, dump in dumps:
-        path = one / record.NAME
-        process = _read(_Process, path, skipped)
-        for modules in dump:
-            for module in modules:
+    for one, texts in dumps:
+        process = _read(_Process, one / record.NAME, skipped)
+        for files in texts:
+            for module in read_steps(files, skipped):
                 steps.add(module, process)
-            done += 1
-            progress(done, total)
         advice = _read(_ProcessAdvice.read, one / record.ADVICE, skipped)
         if advice is not None:
             noted.append(advice)
             lost += not advice.ended and process is not None and process.is_active
-        skipped += dump.skipped
     if topology or undonated:
-        _compile(steps, topology, undonated, skipped, progress)
+        _compile(steps, topology, undonated, skipped)
     return RunSummary(source, tuple(steps.summaries), tuple(skipped), exit_code, *_first_advice(noted, lost))
 
 
@@ -235,7 +227,7 @@ def _with_kinds(dumped: tuple[StepDonor, ...], recorded: list[StepDonor]) -> tup
     return (*found, *(dataclasses.replace(donor, parameter=-1) for donor in refused))
 
 
-def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile], progress: Progress) -> None:
+def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile]) -> None:
     for place, before in enumerate(steps.befores):
         if before is not None:
             try:
@@ -247,7 +239,6 @@ def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[Skippe
                     steps.summaries[place] = dataclasses.replace(step, on_topology=on_topology)
             except RuntimeError as error:  # such as too little memory on a device
                 skipped.append(SkippedFile(str(before), str(error).partition("\n")[0]))
-        progress(place + 1, len(steps.befores))
 
 
 def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary:

@@ -36,7 +36,7 @@ class _ThreadState(threading.local):
         self.quiet = 0
 
 
-class Recorder:
+class StepWatch:
     """Watches all steps of this process while its context is open. `advice` has what it found.
 
     Watching donates nothing, changes no graph and runs no operation. It finds the inputs of a step as `auto_donate`
@@ -55,7 +55,7 @@ class Recorder:
         self._lock = make_lock()
         self.call: Call | None = None
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StepWatch:
         try:
             self._thread.before = _names()
             listen(self.note)
