@@ -33,7 +33,7 @@ def parts(memory: hlo.MemoryAnalysis) -> list[float]:
 @click.command()
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=FOLDER.parent / "docs")
 def main(output: Path) -> None:
-    """Draws the figure of docs/memory_truth.md."""
+    """Draws the figure of docs/performance.md."""
     lowered = txd.compile(square, donate_argnums=0).lower(txd.placeholder((1024, 1024), torch.float32))
     module = hlo.compile_for(lowered.as_text(), "cpu", undonated=True)
     assert module.undonated is not None
