@@ -46,10 +46,10 @@ def _text(copied: Sequence[_C._Donor], step: _C._Step) -> str:
     texts = []
     for donor in donors:
         name = "(auto)" if donor.automatic else donor.name
-        texts.append(f"{donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}.")
+        texts.append(f"{donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}")
     lines = [
         f"XLA reuses the memory of these donated buffers but copies them first, at each run of step {step['number']}:",
-        *(f"  {text}" for text in cut(texts, _SHOWN, "... and {:,} more.")),
+        *(f"  {text}." for text in cut(texts, _SHOWN)),
     ]
     lines.append(f"  An operation reads the old value after XLA begins to write the new one. {see('report')}")
     return "\n".join(lines)
