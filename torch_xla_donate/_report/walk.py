@@ -36,7 +36,6 @@ class Name:
     code: of the variable's function; None for a variable of an imported module.
     file: the source file of the variable.
     line: the line that its frame runs; 0 without a frame.
-    owner_file: the source file of the class of the last object in the path; empty without one.
     slot: equal for names of one reference: of a variable, or of a place in an object.
     """
 
@@ -45,7 +44,6 @@ class Name:
     code: types.CodeType | None
     file: str
     line: int
-    owner_file: str = ""
     slot: tuple[object, ...] = dataclasses.field(default=(), compare=False)
 
     def __str__(self) -> str:
@@ -183,7 +181,7 @@ class Walk:
             self.visited += 1
             if type(variable) is str and not issubclass(type(value), _PLAIN):
                 name = dataclasses.replace(root, variable=variable)
-                self._visit(value, _Owner(name, "", "", 0), "", self._slot_of(name, value, space), _DEPTH)
+                self._visit(value, _Owner(name, "", 0), "", self._slot_of(name, value, space), _DEPTH)
 
     def _slot_of(self, name: Name, value: Any, space: dict[str, Any] | None) -> tuple[object, ...]:
         """The slot of a variable."""
@@ -217,7 +215,7 @@ class Walk:
         is_new = key not in self._seen and (is_tensor or depth > 0)
         try:
             for alias in dict.fromkeys(_C.alias_ids(value)) if is_tensor else ():
-                name = dataclasses.replace(owner.root, path=owner.path + text, owner_file=owner.file, slot=slot)
+                name = dataclasses.replace(owner.root, path=owner.path + text, slot=slot)
                 self.found.setdefault(alias, Named(weakref.ref(value), [])).names.append(name)
             if is_new:
                 self._seen[key] = value
@@ -226,7 +224,7 @@ class Walk:
                     self._generators.add(id(value))
                     self.add_frame(frame)
                 # Of a tensor's parts only tensors: a sharded tensor of torch_xla wraps another.
-                below = _Owner(owner.root, owner.path + text, owner.file, id(value))
+                below = _Owner(owner.root, owner.path + text, id(value))
                 self._parts.extend(_parts_of(value, below, 0 if is_tensor else depth - 1))
         except Exception as error:  # the others still get their names
             _C.note_error(f"search for names: {type(error).__name__}: {error}")
@@ -236,13 +234,11 @@ class _Owner(NamedTuple):
     """An object to which a path leads.
 
     root: its variable.
-    file: as `Name.owner_file` of the tensors in it.
     number: its id().
     """
 
     root: Name
     path: str
-    file: str
     number: int
 
 
@@ -297,7 +293,6 @@ def _attributes(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
     module = _MODULE_OF(kind)
     if type(module) is not str or (module.startswith(("torch.", "torch_xla")) and not issubclass(kind, _OF_TORCH)):
         return
-    owner = owner._replace(file=_file_of(sys.modules.get(module)))
     for space in attributes_of(value):
         if not issubclass(kind, torch.nn.Module):
             yield _Part(space, owner, depth, _attribute)
