@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.debug.metrics as metrics
-from children import in_process
 
 from torch_xla_donate import (
     _C,
@@ -234,15 +232,6 @@ def test_the_reason_names_shardings_that_keep_the_sizes_apart():
     )
 
 
-@in_process
-def test_an_error_inside_a_hook_is_in_the_report():
-    for _ in range(2):
-        _C.note_error("out of memory")
-    report = donation_report()
-    assert report.errors == {"out of memory": 2} == report.to_dict()["errors"]
-    assert "A hook failed 2 times and the step went on without it: out of memory." in str(report)
-
-
 # --- Codes, numbers and compilations ---
 
 
@@ -355,16 +344,6 @@ def test_a_refused_step_counts_its_graph(make):
     assert compilations(1) == [1]
 
 
-@in_process
-def test_the_first_step_with_donors_counts_those_before(make):
-    value = run(run(run(make(23), 1, mark=False), 2), 2)
-    assert compilations(8) == [2, 0] == [metrics.counter_value("UncachedCompile"), 0]
-    metrics.clear_counters()
-    value = run(value, 3, mark=False)
-    assert compilations(8) == [2, 0, 1]
-    assert value.shape == (23,)
-
-
 # --- Settings ---
 
 
@@ -446,11 +425,6 @@ def test_whole_numbers_of_any_kind_are_settings(make, restored):
     with pytest.raises(TypeError, match="kept_steps is of type bool"):
         configure(kept_steps=np.True_)
     assert total.item() == 3
-
-
-@in_process(env={"TORCH_XLA_DONATE_KEPT_STEPS": "2", "TORCH_XLA_DONATE_WARN_MIN_BYTES": "1000"})
-def test_the_environment_has_the_settings():
-    assert configure() == {"kept_steps": 2, "warn_min_bytes": 1000}
 
 
 def test_settings_of_the_environment_are_numbers(monkeypatch):
