@@ -44,6 +44,7 @@ OPERATIONS = {
     "x * (n + n * 2.5)": lambda x, n: x * (n + n * 2.5),
     "where(c, n, x)": lambda x, n: torch.where(x > 1, n, x),
     "where(c, x, n)": lambda x, n: torch.where(x > 1, x, n),
+    "x.where": lambda x, n: x.where(x > 1, n),
     "where(c, n, 0.0)": lambda x, n: torch.where(x > 1, n, 0.0),
     "where(c, n, n)": lambda x, n: torch.where(x > 1, n, -n),
     "masked_fill": lambda x, n: x.masked_fill(x > 1, n),
