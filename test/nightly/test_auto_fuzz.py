@@ -45,7 +45,8 @@ def test_random_programs_compute_the_same_on_four_devices(tmp_path):
     assert counts["of_stock"] < 6 and counts["of_history"] <= 1 and counts["donated"] > 5
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+# The two others do not compute.
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name not in ("step", "collect")])
 def test_each_operation_means_something_on_the_cpu(name):
     def state(machine):
         return [t.tolist() for t in machine.tensors], len(machine.kept), len(machine.seen)
@@ -60,7 +61,7 @@ def test_each_operation_means_something_on_the_cpu(name):
         machine.op_backward(0, 0, 0)
     before = state(machine)
     getattr(machine, f"op_{name}")(0, 1, 5)
-    assert state(machine) != before or name in ("step", "collect")
+    assert state(machine) != before
 
 
 def broken(lie: str, programs: int, exit_code: int) -> Ended:
