@@ -226,7 +226,7 @@ def test_strict_donations_are_the_cause_of_the_failure(make):
 def step_of_a_strict_donor(lost):
     donate_buffer(lost, strict=True)
     total = lost.sum()
-    with _report.later():  # else the sync raises, if the step has started by then
+    with _report.postpone_notices():  # else the sync raises, if the step has started by then
         torch_xla.sync()
     return total
 

@@ -97,7 +97,7 @@ class Compiled:
             # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
             # when the step begins.
             with (
-                _report.later(),
+                _report.postpone_notices(),
                 log.compilations(self.function) as compiled,
                 torch.autograd.set_multithreading_enabled(False),
             ):

@@ -6,12 +6,12 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch_xla_donate import _C, _config, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.disabled import donation_disabled
+from torch_xla_donate._text import cut
 
 
 class _Infinities(threading.local):
@@ -125,9 +125,9 @@ def step_ended() -> None:
     check_outputs()
 
 
-def _line(raw: Mapping[str, Any], name: str) -> str:
+def _line(raw: _C._BadOutput, name: str) -> str:
     run = "a compiled graph" if raw["compiled"] else "the step"
-    counts = [f"{raw[key]:,} {name}" for key, name in (("nans", "NaN"), ("infs", "infinite")) if raw[key]]
+    counts = [f"{count:,} {kind}" for count, kind in ((raw["nans"], "NaN"), (raw["infs"], "infinite")) if count]
     place = f"output {raw['index']} of {raw['outputs']} of {run}"
     return (
         f"{f'{name} ({place})' if name else place}, {raw['array']}: "
@@ -137,9 +137,7 @@ def _line(raw: Mapping[str, Any], name: str) -> str:
 
 def _text(bad: Sequence[str]) -> str:
     lines = [f"{len(bad)} output{'s are' if len(bad) > 1 else ' is'} not finite."]
-    lines += [f"  {line}." for line in bad[:_SHOWN]]
-    if len(bad) > _SHOWN:
-        lines.append(f"  ... and {len(bad) - _SHOWN} more.")
+    lines += [f"  {line}." for line in cut(bad, _SHOWN)]
     lines.append(
         "  Nothing was donated, so the inputs are still there. Run the step again with torch_xla.sync() after each "
         f"line. {see('debug_nans')}"

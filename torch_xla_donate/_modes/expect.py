@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch_xla_donate import _C, _report
 from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._modes.context import DecoratorMode
+from torch_xla_donate._text import percent
 
 
 class expect_donated(DecoratorMode[_C.StepTally]):
@@ -53,7 +51,7 @@ class expect_donated(DecoratorMode[_C.StepTally]):
         _C.wait_for_steps()
         _report.raise_with_notices(self._failure(self.last_entry().read()))
 
-    def _failure(self, found: Mapping[str, Any]) -> DonationError | None:
+    def _failure(self, found: _C._Tally) -> DonationError | None:
         steps, plain = found["steps"], found["plain_steps"]
         if not found["offered_bytes"]:
             return DonationError(
@@ -65,8 +63,8 @@ class expect_donated(DecoratorMode[_C.StepTally]):
         if fraction >= self._min_fraction:
             return None
         lines = [
-            f"expect_donated: the reused_fraction of this block is {_report.percent(fraction)}, and min_fraction is "
-            f"{self._min_fraction}. Outputs reused {_report.percent(reused)} of the bytes offered "
+            f"expect_donated: the reused_fraction of this block is {percent(fraction)}, and min_fraction is "
+            f"{self._min_fraction}. Outputs reused {percent(reused)} of the bytes offered "
             f"({found['donated_bytes']} of {found['offered_bytes']}), and {steps} of {steps + plain} steps had donors. "
             f"Donate in each step what an output can reuse, or lower min_fraction. {see('testing')}"
         ]
