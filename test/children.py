@@ -199,22 +199,19 @@ def _run(folder: Path, environment: dict[str, str], call: tuple[str, str, str, b
         status = child.exitcode
         if status is None:
             # faulthandler writes the stack of each thread to stderr, and the stacks of two processes must not mix.
-            os.kill(child.pid, signal.SIGABRT)
-            child.join(10)
-            _signal_group(child.pid, signal.SIGABRT)
-            forks.poll(10)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGABRT)
+                child.join(10)
+                os.killpg(child.pid, signal.SIGABRT)
+                forks.poll(10)
         return status
     finally:
         child.kill()  # it may not have its group yet
-        _signal_group(child.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
         child.join()
         child.close()
         forks.close()
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
 
 
 def _ended(status: int) -> str:
