@@ -12,6 +12,7 @@ import textwrap
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,9 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+#: The options of `compile` for each of its backends.
+BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
+
 needs_tpu_compiler = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 
@@ -102,6 +106,14 @@ def pointer(tensor: torch.Tensor) -> int:
 
     xm.wait_device_ops()
     return int(torch_xla._XLAC._unsafe_buffer_pointer(tensor))
+
+
+def compiles() -> int:
+    """How many graphs torch_xla has compiled in this process."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0
 
 
 def assert_keeps_nothing(
