@@ -185,6 +185,14 @@ def test_uninstalling_gives_libtorch_its_slots_back():
     c[1] = k
     assert _C.sizes()["outdated"] == 1
     assert c[:, 0].tolist() == [1, 1, 0, 0]
+    # An overwrite is seen again, too.
+    torch_xla.sync()
+    donate_buffer(c)
+    new = c + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(c)
+    c.zero_()
+    assert c[0].tolist() == [0] * 4 and new[0].tolist() == [2] * 4
 
 
 @in_process
