@@ -602,3 +602,47 @@ def test_a_fresh_tensor_may_be_sharded_as_replicated():
     with pytest.raises(RuntimeError, match="element type int32 set, sharding set, clone flag empty, alias id"):
         _C.verify_layouts(probe, number, False)
     _C.verify_layouts(probe, number, _XLAC._get_xla_sharding_type(probe) is not None)
+
+
+# --- Errors of the extension module ---
+
+
+@in_process
+def test_a_lock_that_cannot_be_released_raises():
+    """An exception from a C++ destructor would end the process."""
+
+    class Lock:
+        def acquire(self):
+            pass
+
+        def release(self):
+            raise ValueError("not released")
+
+    class Failing(_C.Scope):
+        def leave(self, raised):
+            raise KeyError("not left")
+
+    scope = _C.Scope(Lock())
+    with pytest.raises(ValueError, match="not released"), scope:
+        pass
+    assert scope.depth == 0
+    # The first error counts; the second one goes to sys.unraisablehook.
+    with pytest.raises(KeyError, match="not left"), Failing(Lock()):
+        pass
+
+
+@in_process
+def test_the_texts_of_errors_are_bounded():
+    """A message with an address or a number in it is another text each time."""
+    before = sum(_C.hook_errors().values())
+    for number in range(200):
+        _C.note_error(f"error {number}")
+        _C.note_auto_refusal(_C.Reason("failed", f"error {number}"))
+    assert len(_C.hook_errors()) <= 65 and sum(_C.hook_errors().values()) == before + 200
+    assert len(_C.auto_refusals()) <= 65
+
+
+@in_process
+def test_there_is_no_executor_before_the_first_step():
+    with pytest.raises(RuntimeError, match="no executor has passed the barrier"):
+        _C.verify_executor(False, True)

@@ -31,9 +31,11 @@ from torch_xla_donate import (
     _locks,
     auto_donate,
     cancel_donation,
+    compile,
     donate_buffer,
     donation_disabled,
     donation_report,
+    hlo,
     is_donated,
     set_auto_donate,
 )
@@ -513,13 +515,18 @@ def test_importing_the_package_does_not_start_the_runtime():
 
 
 @in_process
-def test_eager_mode_neither_donates_nor_breaks():
+def test_only_the_compiled_functions_graph_has_donors(dump_folder):
     torch_xla.experimental.eager_mode(True)
-    t = torch.arange(4.0).to("xla")
-    donate_buffer(t * 1)
-    out = t + 1
-    torch_xla.sync(wait=True)
-    assert t.tolist() == [0, 1, 2, 3] and out.tolist() == [1, 2, 3, 4]
+    step = compile(lambda x: x * 2 - 1, donate_argnums=0)
+    x = torch.ones(4).to("xla") * 3  # runs at once
+    for _ in range(2):
+        x = step(x)
+    assert (x + 1).tolist() == [10] * 4
+    modules = [module for module in hlo.read_dump(dump_folder) if module.before is not None]
+    donating = [module for module in modules if module.before.donors]
+    assert len(modules) >= 3
+    assert len(donating) == 1
+    assert len(donating[0].after.aliases) == 1
 
 
 @in_process
