@@ -170,29 +170,20 @@ def test_the_same_graph_without_donation_keeps_its_input(make):
 # --- Several leaves ---
 
 
-def test_a_pytree_is_donated_leaf_by_leaf(make):
-    tree = {"a": make(2), "b": [make(3), (make(4), None)]}
-    donate_buffer(tree)
-    out = [tree["a"] + 1, tree["b"][0] + 1, tree["b"][1][0] + 1]
-    torch_xla.sync()
-    assert [donor.name for donor in donation_report(steps=1).donors] == ["['a']", "['b'][0]", "['b'][1][0]"]
-    assert all(is_donated(t) for t in (tree["a"], tree["b"][0], tree["b"][1][0]))
-    assert [t.numel() for t in out] == [2, 3, 4]
-
-
-def test_a_module_gives_its_parameters_and_buffers(make):
-    module, moments = torch.nn.BatchNorm1d(3).to("xla"), make(2, 2)
+def test_a_pytree_with_a_module_is_donated_leaf_by_leaf(make):
+    module, state = torch.nn.BatchNorm1d(3).to("xla"), [make(2, 2), (make(4), None)]
     torch_xla.sync()
     before = {name: value.cpu().clone() for name, value in module.state_dict().items()}
-    donate_buffer({"model": module, "m": moments})
+    donate_buffer({"model": module, "m": state})
     new = {name: value + 1 for name, value in module.state_dict().items()}
-    moments = moments + 1
+    out = [state[0] + 1, state[1][0] + 1]
     torch_xla.sync()
     names = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-    expected = {"['m']", *(f"['model'].{name}" for name in names)}
+    expected = {"['m'][0]", "['m'][1][0]", *(f"['model'].{name}" for name in names)}
     assert {donor.name for donor in donation_report(steps=1).donors} == expected
+    assert all(map(is_donated, (module.weight, state[0], state[1][0])))
     assert all(torch.equal(new[name].cpu(), before[name] + 1) for name in before)
-    assert moments.tolist() == [[1, 2], [3, 4]]
+    assert [t.flatten().tolist() for t in out] == [[1, 2, 3, 4]] * 2
 
 
 def test_tied_weights_are_one_donor_with_both_names(make):
@@ -447,32 +438,21 @@ def test_random_numbers_are_the_same_with_and_without_donation(make):
     assert all(torch.equal(a, b) for a, b in zip(draw(False), draw(True)))
 
 
-def test_a_buffer_that_an_unoffered_tensor_holds_is_kept(make):
-    t = make(4)
-    copy = torch.empty(4, device="xla")
-    copy.copy_(t)
-    torch_xla.sync(wait=True)
-    assert pointer(copy) == pointer(t), "torch_xla lets a whole copy share its source's buffer"
-
-    donate_buffer(t)
-    out = t + 1
-    with pytest.warns(DonationWarning, match="another live tensor, which was not donated, holds the same buffer"):
+def test_a_buffer_is_donated_only_if_all_its_holders_are_offered(make):
+    for offered in (False, True):
+        t = make(4)
+        copy = torch.empty(4, device="xla")
+        copy.copy_(t)
         torch_xla.sync(wait=True)
-    assert t.tolist() == copy.tolist() == [0, 1, 2, 3]
-    assert out.tolist() == [1, 2, 3, 4]
-
-
-def test_two_offered_holders_of_one_buffer_are_both_donated(make):
-    t = make(4)
-    copy = torch.empty(4, device="xla")
-    copy.copy_(t)
-    torch_xla.sync(wait=True)
-    donate_buffer([t, copy])
-    out = t + copy
-    torch_xla.sync()
-    assert is_donated(t)
-    assert is_donated(copy)
-    assert out.tolist() == [0, 2, 4, 6]
+        assert pointer(copy) == pointer(t), "torch_xla lets a whole copy share its source's buffer"
+        donate_buffer([t, copy] if offered else t)
+        out = t + copy
+        why = "another live tensor, which was not donated, holds the same buffer"
+        with contextlib.nullcontext() if offered else pytest.warns(DonationWarning, match=why):
+            torch_xla.sync(wait=True)
+        assert is_donated(t) == is_donated(copy) == offered
+        assert offered or t.tolist() == copy.tolist() == [0, 1, 2, 3]
+        assert out.tolist() == [0, 2, 4, 6]
 
 
 # --- Unusable donations ---
@@ -512,18 +492,6 @@ def test_of_more_donors_than_outputs_the_unused_live_on(make):
     assert total.tolist() == [0, 3, 6, 9, 12]
     alive = [t for t in donors if not is_donated(t)]
     assert all(t.tolist() == [0, 1, 2, 3, 4] for t in alive)
-
-
-def test_without_waiting_the_next_step_or_report_warns(make):
-    """The warning does not come later."""
-    t = make(3)
-    donate_buffer(t)
-    total = t.sum()
-    with pytest.warns(DonationWarning, match="not usable"):
-        torch_xla.sync()
-        report = donation_report(steps=1)
-    assert not report
-    assert total.item() == 3
 
 
 def test_strict_raises_at_the_sync_and_loses_nothing(make):
@@ -619,6 +587,7 @@ def test_the_stricter_of_two_marks_holds(make):
 
 
 def test_compiled_functions_and_loops_know_the_modes(make):
+    """Without a wait, the report warns or raises at the latest."""
     quiet = compile(lambda x: x.sum(), donate_argnums=0, strict="off")
     assert quiet(make(3)).item() == 3
     loud = compile(lambda x: x.sum(), donate_argnums=0, strict="error")
@@ -628,6 +597,12 @@ def test_compiled_functions_and_loops_know_the_modes(make):
     carry, _ = scan(lambda c, x: (c + x.sum(), c), make(), xs, donate="xs", strict="off")
     torch_xla.sync(wait=True)
     assert carry.item() == 15
+    donate_buffer(xs)
+    total = xs.sum()
+    with pytest.warns(DonationWarning, match="not usable"):
+        torch_xla.sync()
+        assert not donation_report(steps=1)
+    assert total.item() == 15
 
 
 def test_a_mark_made_in_a_helper_has_its_callers_line(make):
@@ -772,33 +747,12 @@ def test_the_array_a_tensor_was_made_from_is_not_changed():
 def test_marks_from_several_threads_meet_in_one_step(make):
     tensors = [make(64) + k for k in range(8)]
     torch_xla.sync()
-    threads = [threading.Thread(target=donate_buffer, args=(t,)) for t in tensors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(donate_buffer, tensors))
     out = [t + 1 for t in tensors]
     torch_xla.sync(wait=True)
     assert all(is_donated(t) for t in tensors)
     assert [o[0].item() for o in out] == [k + 1 for k in range(8)]
-
-
-def test_reports_from_another_thread_do_not_disturb_the_loop(make):
-    value = t = make(256)
-
-    def ask():
-        donation_report()
-        is_donated(t)
-
-    with ThreadPoolExecutor(1) as other:
-        for _ in range(50):
-            asked = other.submit(ask)
-            donate_buffer(value)
-            value = value + 1
-            torch_xla.sync()
-            asked.result()
-    assert value[0].item() == 50
-    assert donation_report(steps=1).donors[0].array == "f32[256]"
 
 
 def test_a_view_is_refused_and_its_clone_donated(make):
