@@ -234,7 +234,7 @@ def test_the_reason_names_the_shardings(measured: Any) -> None:
 
 
 @in_process(devices=4)
-def test_of_two_rivals_one_stays_with_a_reason():
+def test_of_two_donors_for_one_output_the_unused_has_a_reason():
     first, second, third = make((8, 4), ROWS), make((8, 4), COLUMNS), make((4, 2))  # 32 bytes on each device
     out = shard(first + second + third.sum(), ROWS)
     donate_buffer({"first": first, "second": second, "third": third})

@@ -109,7 +109,7 @@ def test_a_scalar_and_an_empty_output_are_looked_at(make):
             torch_xla.sync()
 
 
-def test_reads_are_not_steps(make):
+def test_reading_a_nan_does_not_raise(make):
     t = make(2)
     with debug_nans():
         bad = torch.log(t - 1)
@@ -285,7 +285,7 @@ def test_an_outer_context_goes_on_when_an_inner_one_ends(make):
     assert not _C.disabled()
 
 
-def test_an_error_about_the_steps_donations_is_the_context(make, monkeypatch):
+def test_a_nan_error_has_the_donation_error_as_its_context(make, monkeypatch):
     def warn_or_raise():
         raise DonationError("a strict donation was unusable")
 

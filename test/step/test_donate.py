@@ -346,7 +346,7 @@ def test_is_donated_needs_a_tensor_and_is_false_elsewhere():
 # --- Refusals: all or nothing ---
 
 
-def test_an_unfit_leaf_is_named_and_nothing_is_marked(make):
+def test_a_leaf_that_cannot_be_donated_is_named_and_nothing_marked(make):
     good, host = make(2), torch.ones(2)
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(4, 2, 3), [4, 3]).to("xla")
     torch_xla.sync()
@@ -481,7 +481,7 @@ def test_an_unusable_donation_warns_once_for_each_place(make, recwarn):
     assert where in text
 
 
-def test_of_more_donors_than_outputs_the_unused_live_on(make):
+def test_donors_beyond_the_number_of_outputs_stay_readable(make):
     donors = [make(5), make(5), make(5)]
     donate_buffer(donors)
     total = donors[0] + donors[1] + donors[2]
@@ -517,7 +517,7 @@ def test_an_error_made_of_a_warning_does_not_swallow_the_others(make):
     assert total.item() == 3 + 10 + 21
 
 
-def test_strict_is_a_mode_or_a_bool(make):
+def test_an_unknown_strict_is_refused_by_every_function(make):
     t = make(3)
     message = r"strict is 'no', of type str, and unknown. Pass 'off', 'warn' or 'error', a bool, or omit it to use"
     for call in (

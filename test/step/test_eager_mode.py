@@ -63,7 +63,7 @@ def test_the_next_donation_warns_where_no_sync_follows(make):
     cancel_donation(t)
 
 
-def test_a_strict_donation_is_an_error_then(make):
+def test_a_strict_donation_raises_at_the_sync(make):
     t = make(4)
     donate_buffer(t, strict=True)
     out = t + 1

@@ -56,7 +56,7 @@ def test_programs_that_share_buffers_share_no_executable():
     assert step(swap=True) == (20 + 3 + 5 + 70, 101)
 
 
-def test_a_later_call_that_asks_for_more_takes_effect(make):
+def test_a_later_mark_adds_into_or_strict(make):
     a, b = make(6), make(6)
     x, y = a + 1, b + 1
     donate_buffer([a, b])
@@ -74,7 +74,7 @@ def test_a_later_call_that_asks_for_more_takes_effect(make):
     assert total.item() == 3
 
 
-def test_updates_in_place_keep_their_own_buffer_beside_wishes(make):
+def test_updates_in_place_keep_their_own_buffer_beside_into(make):
     a, b, own = make(6), make(6), make(6)
     addresses = pointer(a), pointer(b), pointer(own)
     x = a + 1

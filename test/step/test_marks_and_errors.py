@@ -26,7 +26,7 @@ def test_an_error_in_the_block_takes_the_marks_back(make, error):
     assert new[0].tolist() == [0, 0.5, 1]
 
 
-def test_a_block_without_an_error_changes_nothing(make):
+def test_a_block_without_an_error_donates(make):
     w = make(3)
     with donate_buffer(w):
         new = w + 1
@@ -73,7 +73,7 @@ def test_the_context_holds_no_tensor(make):
         raise ValueError("no")
 
 
-def test_with_into_and_modules(make):
+def test_an_error_takes_back_marks_of_into_and_of_modules(make):
     module = torch.nn.Linear(3, 3).to("xla")
     torch_xla.sync()
     w = make(4)

@@ -53,7 +53,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_functional_adam_moves_nothing(way):
+def test_functional_adam_keeps_every_pointer_in_every_way(way):
     state = adam_state()
     grads = [torch.ones_like(x) for x in state["p"]]
     torch_xla.sync(wait=True)
@@ -129,7 +129,7 @@ def test_adamw_in_place_beside_kept_gradients(auto):
     assert losses == sorted(losses, reverse=True)
 
 
-def test_a_dead_value_of_the_same_size_is_no_rival():
+def test_the_donor_that_an_output_is_computed_from_is_used_first():
     """More donors than outputs: the ones that outputs are computed from are used."""
     a, b, c = arrays(3, 4)
     places = {"a": pointer(a), "c": pointer(c)}
@@ -194,7 +194,7 @@ def test_steps_without_donors_are_in_the_report():
 
 
 @pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
-def test_calls_that_offer_nothing_count(options):
+def test_calls_without_donors_count_in_the_report(options):
     state, (one,) = arrays(2, 4), arrays(1, 4)
 
     def f(a, b, one):

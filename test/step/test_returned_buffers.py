@@ -103,7 +103,7 @@ def tied(make):
 
 @pytest.mark.parametrize("form", FORMS)
 @BACKEND
-def test_a_buffer_of_two_arguments(tied, backend, form):
+def test_a_returned_argument_that_shares_its_buffer_is_kept(tied, backend, form):
     """One place is returned in this form, while the function computes with the other one. Each is, in turn."""
     returned = FORMS[form]
     with torch.no_grad():
@@ -167,7 +167,7 @@ def assert_right_and_only_the_last_donated(f, structure, backend, make):
 
 @pytest.mark.parametrize("name", RETURNED)
 @BACKEND
-def test_a_returned_argument_keeps_the_buffer_of_both(make, backend, name):
+def test_a_shared_buffer_is_kept_in_any_returned_structure(make, backend, name):
     structure, f = RETURNED[name]
     assert_right_and_only_the_last_donated(f, structure, backend, make)
 
@@ -206,7 +206,7 @@ def test_a_module_or_its_parameter_is_returned(make, backend):
 
 
 @BACKEND
-def test_tied_weights_of_a_module(make, backend):
+def test_returned_tied_weights_are_kept(make, backend):
     """Frozen tied weights: one name of the buffer is returned, the other one is read."""
     module = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4, bias=False)})
     module["head"].weight = module["embedding"].weight
@@ -230,7 +230,7 @@ def test_tied_weights_of_a_module(make, backend):
 
 
 @BACKEND
-def test_which_arguments_share_a_buffer_changes(make, backend):
+def test_calls_whose_ties_differ_are_right(make, backend):
     """One function, called with other ties each time: each call is right, and gives away what it may."""
     g = give_away(lambda s: {"a": s["a"], "b": s["b"] + 1, "c": s["c"] * 2}, backend)
     for _ in range(2):
@@ -244,7 +244,7 @@ def test_which_arguments_share_a_buffer_changes(make, backend):
 
 
 @BACKEND
-def test_the_state_comes_back_as_the_next_argument(make, backend):
+def test_a_state_with_aliases_compiles_once_for_each_pattern(make, backend):
     """A result in two places is one buffer in two places of the next call; each pattern has one graph."""
 
     def step(s):
@@ -268,7 +268,7 @@ def test_the_state_comes_back_as_the_next_argument(make, backend):
 
 
 @BACKEND
-def test_what_the_function_closes_over_is_returned(make, backend):
+def test_a_returned_tensor_of_the_closure_is_kept(make, backend):
     w = make(3)
     g = give_away(lambda a: (w, a + 1), backend)
     for _ in range(2):

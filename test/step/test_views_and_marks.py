@@ -161,7 +161,7 @@ def test_a_tensor_made_a_view_in_place_keeps_its_value(make, name):
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_views_are_views_of_what_outlived_its_base(make, state):
+def test_a_view_that_outlived_its_base_has_views_and_is_donated(make, state):
     t, copy = in_state(make, state)
     donate_buffer(t)
     kept = t[1:]

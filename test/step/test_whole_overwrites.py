@@ -202,7 +202,7 @@ def test_a_view_follows_the_new_value(make):
     assert taken.tolist() == [1, 2, 3, 4]
 
 
-def test_an_overwrite_of_a_spared_tensor_is_not_reported(make, recwarn):
+def test_an_overwrite_under_donation_disabled_is_not_reported(make, recwarn):
     for overwrite in (torch.Tensor.zero_, lambda t: t.fill_(5)):
         t = make(3)
         with donation_disabled(report_reuse=True):
@@ -272,7 +272,7 @@ def test_is_donated_answers_for_every_kind_of_tensor(make):
     torch_xla.sync()
 
 
-def test_a_list_beside_a_donation_is_overwritten(make):
+def test_foreach_zero_of_others_beside_a_donation_is_right(make):
     old, others = make(4), [make(3), make(2)]
     donate_buffer(old)
     torch._foreach_zero_(others)

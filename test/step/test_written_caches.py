@@ -196,7 +196,7 @@ def test_marked_caches_are_written_in_place_in_inference_mode(make):
 
 @pytest.mark.parametrize("again", [False, True], ids=["read", "written_again"])
 @pytest.mark.parametrize("through", ["cache", "view", "data"])
-def test_a_view_is_the_first_use_after_a_write_through_another(make, again, through):
+def test_a_view_taken_after_a_write_through_another_is_up_to_date(make, again, through):
     cache, key = make(3, 4), make(4)
     views = {"cache": cache, "view": cache[:2], "data": cache.data}
     donate_buffer(cache)
@@ -348,7 +348,7 @@ def test_threads_may_take_views_of_one_tensor_at_once(make):
 # --- Errors ---
 
 
-def test_a_cache_whose_new_value_cannot_be_had_stops_no_step(make):
+def test_a_refused_write_to_a_consumed_cache_stops_no_step(make):
     cache, other = make(4, 4), make(3)
     donate_buffer(cache)
     view = cache[:2]  # keeps its value
