@@ -219,6 +219,9 @@ def test_an_overwrite_under_donation_disabled_is_not_reported(make, recwarn):
 
 VIEWS = {
     "a row": lambda t: t[1],
+    "a slice": lambda t: t[1:],
+    "all of it": lambda t: t[:],
+    "a chunk": lambda t: t.chunk(2)[1],
     "a view of a view": lambda t: t.view(4)[1:3],
     "transposed": lambda t: t.t(),
     "transposed twice": lambda t: t.t().t(),
@@ -227,14 +230,20 @@ VIEWS = {
     "of data": lambda t: t.data[0],
     "diagonal": torch.Tensor.diagonal,
     "expanded": lambda t: t[0].expand(3, 2),
+}
+#: They share the buffer itself.
+WHOLES = {
+    "detach": torch.Tensor.detach,
+    "data": lambda t: t.data,
+    "Parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
     "real": torch.Tensor.real.__get__,
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-def test_is_donated_answers_for_a_view(make, name):
-    """True exactly where a read raises; to ask changes nothing."""
-    view_of = VIEWS[name]
+@pytest.mark.parametrize("name", [*VIEWS, *WHOLES])
+def test_reads_raise_and_is_donated_answers_for_what_shares_the_storage(make, name):
+    """is_donated is True exactly where a read raises; to ask changes nothing."""
+    view_of = VIEWS.get(name) or WHOLES[name]
     for updated, ask_first, synced in itertools.product((False, True), repeat=3):
         t = make(2, 2)
         if updated:
@@ -245,18 +254,19 @@ def test_is_donated_answers_for_a_view(make, name):
             torch_xla.sync()
         assert not is_donated(view)
         donate_buffer(t)
-        later = view_of(t)  # keeps its value
+        later = view_of(t)
         taken = t + 1
         if ask_first:
             assert not is_donated(view)
-        torch_xla.sync(wait=True)
+        torch_xla.sync()
         assert is_donated(t)
         assert is_donated(view)
-        if name != "real":
+        if name in VIEWS:  # a view between the mark and the step keeps its value
             assert not is_donated(later)
             assert later.tolist() == view_of(torch.arange(4.0).reshape(2, 2)).tolist()
-        with pytest.raises(DonatedBufferError):
-            view.tolist()
+        for use in (torch.Tensor.tolist, lambda t: t + 1):
+            with pytest.raises(DonatedBufferError, match="was donated at"):
+                use(view)
         assert is_donated(view)
         t.copy_(taken)
         assert not is_donated(view)
