@@ -52,13 +52,13 @@ def test_each_operation_means_something_on_the_cpu():
     for name in OPERATIONS:
         machine = Machine("cpu", lambda wait: None, {"mark": lambda machine, x, number: machine.put(x + 1, number)})
         for first in (1, 2, 4):
-            machine.op_upload(2, 0, first)
-        machine.op_parameter(0, 0, 1)
-        machine.op_loss(3, 3, 1)
+            machine.operation("upload", 2, 0, first)
+        machine.operation("parameter", 0, 0, 1)
+        machine.operation("loss", 3, 3, 1)
         if name == "gradient":
-            machine.op_backward(0, 0, 0)
+            machine.operation("backward", 0, 0, 0)
         before = state(machine)
-        getattr(machine, f"op_{name}")(0, 1, 5)
+        machine.operation(name, 0, 1, 5)
         assert state(machine) != before or name in ("step", "collect"), name
 
 
