@@ -9,7 +9,7 @@ import torch
 import torch_xla
 from helpers import BACKENDS
 
-from torch_xla_donate import compile, donate_buffer
+from torch_xla_donate import compile, donate_buffer, is_donated
 
 
 def on_xla(*values: float, size: int = 3) -> list[torch.Tensor]:
@@ -48,6 +48,7 @@ def test_a_graph_that_reads_another_input_is_another_graph(donate):
         if donate:
             donate_buffer([z, t])
         torch_xla.sync()
+        assert is_donated(z) == is_donated(t) == donate
         assert first.cpu().unique().tolist() == [6.0]
         assert second.cpu().unique().tolist() == [-5.0 if last == "t" else -1.0]
 
@@ -61,6 +62,7 @@ def test_every_assignment_of_alike_roots_is_right(op):
         fixed = inputs[0] + 2 * inputs[1] + 4 * inputs[2]
         roots = [op(inputs[i]) for i in order]
         torch_xla.sync()
+        assert is_donated(inputs[0]) and not is_donated(inputs[1])
         assert fixed.cpu().unique().tolist() == [17.0]
         for i, root in zip(order, roots):
             assert torch.equal(root.cpu(), op(torch.full((5, 5), float(i + 1))))

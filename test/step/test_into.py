@@ -50,6 +50,7 @@ def test_programs_that_share_buffers_share_no_executable():
         donate_buffer([x, y, z, b, c], into=[second, None, first, None, None])
         torch_xla.sync(wait=True)
         _C.take_notices()
+        assert "donated" in [donor.outcome for donor in donation_report(steps=1).donors]
         return first.tolist()[0], second.tolist()[0]
 
     assert step(swap=False) == (2 + 30 + 5 + 70, 101)

@@ -220,6 +220,7 @@ def test_a_view_sees_what_is_written_before_the_step(make):
     column.mul_(2)
     copy[:, 0].mul_(2)
     torch_xla.sync(wait=True)
+    assert [donor.outcome for donor in donation_report(steps=1).donors] == ["donated"]
     assert torch.equal(row.cpu(), copy[1]) and torch.equal(column.cpu(), copy[:, 0]) and torch.equal(t.cpu(), copy)
 
 
@@ -276,14 +277,16 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_a_tensor_and_its_view_are_the_state_of_a_compiled_loop(make, body):
     expected = [torch.arange(16.0).reshape(4, 4)]
-    state = [make(4, 4)]
+    state, free = [make(4, 4)], make(5)
     for one in (expected, state):
         one.append(one[0].t())
-    step = compile(body, donate_argnums=0)
+    step = compile(lambda state, free: (body(state), free + 1), donate_argnums=(0, 1))
     for _ in range(6):
         # The host computes on copies: the views of one call are not aliases in the next.
         expected = [t.clone() for t in body(expected)] if body is not updated_in_place else body(expected)
-        state = step(state)
+        old = free
+        state, free = step(state, free)
+        assert is_donated(old)
     assert all(torch.equal(t.cpu(), value) for t, value in zip(state, expected, strict=True))
 
 

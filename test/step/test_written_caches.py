@@ -202,6 +202,7 @@ def test_a_view_taken_after_a_write_through_another_is_up_to_date(make, again, t
     donate_buffer(cache)
     views[through][0] = key + 10
     torch_xla.sync()
+    assert ("f32[3,4]", "donated") in [one[1:] for one in outcomes()]
     if again:
         views[through][1] = key + 20
         torch_xla.sync()
@@ -231,6 +232,8 @@ def test_a_view_of_a_just_written_cache_has_the_new_value(make):
         for i in range(4):
             cache[i] = key + i
             torch_xla.sync()
+            # A view that is used brings the cache up to date, and torch_xla then updates it in place by itself.
+            assert [one[1:] for one in outcomes()] == [("f32[4,4]", "donated")] * (i == 0)
             view = cache[: i + 1]  # taken, and used in a later step
             torch_xla.sync()
             assert view.tolist() == [[j + k for k in range(4)] for j in range(i + 1)]
@@ -312,6 +315,7 @@ def test_caches_end_on_another_thread_while_steps_look_at_them(make):
                 for i in range(3):
                     cache[i] = key * i
                     torch_xla.sync()
+                    assert ("f32[3,4]", "donated") in [one[1:] for one in outcomes()]
                 assert cache.tolist() == [[k * i for k in range(4)] for i in range(3)]
                 cache[0] = key
                 caches.put(cache)
