@@ -517,21 +517,28 @@ def test_an_error_made_of_a_warning_does_not_swallow_the_others(make):
     assert total.item() == 3 + 10 + 21
 
 
-def test_an_unknown_strict_is_refused_by_every_function(make):
+def test_an_unknown_strict_or_stacklevel_is_refused_by_every_function(make):
     t = make(3)
-    message = r"strict is 'no', of type str, and unknown. Pass 'off', 'warn' or 'error', a bool, or omit it to use"
-    for call in (
-        lambda: donate_buffer(t, strict="no"),
-        lambda: compile(lambda x: x + 1, donate_argnums=0, strict="no"),
-        lambda: compile(donate_argnums=0, strict="no"),
-        lambda: scan(lambda c, x: (c + x, c), t, make(2, 3), strict="no"),
-        lambda: scan_layers([], t, strict="no"),
-        lambda: gradient_accumulation(lambda x: x.sum(), (t,), torch.nn.Linear(1, 1), strict="no"),
-        lambda: user_computation("add", [t], None, strict="no"),
-        lambda: call_jax(None, (t,), strict="no"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
+    strict = r"strict is 'no', of type str, and unknown. Pass 'off', 'warn' or 'error', a bool, or omit it to use"
+    level = "stacklevel is .*Pass 1 for the line of the call, or 2"
+    for options, error, message in [
+        ({"strict": "no"}, ValueError, strict),
+        ({"stacklevel": 0}, ValueError, level),
+        ({"stacklevel": "1"}, TypeError, level),
+        ({"stacklevel": True}, TypeError, level),
+    ]:
+        for call in (
+            lambda **options: donate_buffer(t, **options),
+            lambda **options: compile(lambda x: x + 1, donate_argnums=0, **options),
+            lambda **options: compile(donate_argnums=0, **options),
+            lambda **options: scan(lambda c, x: (c + x, c), t, make(2, 3), **options),
+            lambda **options: scan_layers([], t, **options),
+            lambda **options: gradient_accumulation(lambda x: x.sum(), (t,), torch.nn.Linear(1, 1), **options),
+            lambda **options: user_computation("add", [t], None, **options),
+            lambda **options: call_jax(None, (t,), **options),
+        ):
+            with pytest.raises(error, match=message):
+                call(**options)
     with pytest.raises(TypeError, match="strict is 1, of type int, and unknown"):
         donate_buffer(t, strict=1)
     assert _C.pending() == []
@@ -648,28 +655,15 @@ def test_a_library_that_wraps_compile_shows_its_callers_line(make, options):
     assert donation_report(steps=1).donors[-1].where == f"{__file__}:{inspect.currentframe().f_lineno - 1}"
 
 
-def test_loops_and_computations_take_a_stacklevel(make):
+def test_a_loop_takes_a_stacklevel(make):
     def helper(*args, **kwargs):
         return scan(lambda c, x: (c + x, c), *args, donate="init", stacklevel=2, **kwargs)
 
-    init = make(3)
     line = inspect.currentframe().f_lineno + 1
-    carry, _ = helper(init, make(2, 3))
+    carry, _ = helper(make(3), make(2, 3))
     assert donation_report().pending[0].where == f"{__file__}:{line}"
     torch_xla.sync()
     assert carry.shape == (3,)
-    for wrong, error in [(0, ValueError), ("1", TypeError), (True, TypeError)]:
-        for call in (
-            lambda level: donate_buffer(carry, stacklevel=level),
-            lambda level: compile(lambda x: x, donate_argnums=0, stacklevel=level),
-            lambda level: scan(lambda c, x: (c, x), carry, carry, stacklevel=level),
-            lambda level: scan_layers([], carry, stacklevel=level),
-            lambda level: gradient_accumulation(lambda x: x.sum(), (carry,), torch.nn.Linear(1, 1), stacklevel=level),
-            lambda level: user_computation("add", [carry], None, stacklevel=level),
-            lambda level: call_jax(None, (carry,), stacklevel=level),
-        ):
-            with pytest.raises(error, match="stacklevel is .*Pass 1 for the line of the call, or 2"):
-                call(wrong)
 
 
 def test_an_unusable_mark_is_over_and_may_be_made_again(make):
