@@ -269,6 +269,8 @@ def test_no_tensor_of_a_state_moves_in_any_way_of_donating(tmp_path: Path) -> No
     assert "AdamW in place" in printed and "Aim" in printed
     assert_neutral(found)
     assert found["rows"][0]["pattern"] == "functional Adam"
+    stock = found["rows"][0]["ways"]["stock"]
+    assert stock["moved"] == stock["tensors"]  # so a tensor that moves is seen
     for row in found["rows"]:
         for way, measured in row["ways"].items():
             assert measured["compiled"] == 0
