@@ -12,15 +12,13 @@ import click
 BENCHMARKS = (
     "mark_cost",
     "call_cost",
-    "step_overhead",
-    "auto_cost",
-    "auto_instructions",
+    "step_cost",
     "auto_patterns",
     "example_bits",
     "last_bits",
     "moved_tensors",
-    "peak_memory",
     "jax_side_by_side",
+    "demo",
 )
 
 
