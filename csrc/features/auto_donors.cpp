@@ -15,17 +15,16 @@
 #include "host/graphs.h"
 #include "host/process_mutex.h"
 #include "host/tensors.h"
+#include "registry/watch.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 #include "step/observer.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
 std::atomic<bool> is_default{false};
-std::atomic<bool> multi_process{false};
 
 // Counts the requests for automatic donation in the process.
 void CountWish(int change) {
@@ -65,7 +64,7 @@ using OldValues = std::unordered_set<const abi::TensorData*>;
 // Holds the buffers that tensors held in the list, those they hold now, and those of newer tensors. A buffer that other
 // threads move meanwhile is in one of these sets until it is freed. Also holds what two pending graphs without a tensor
 // read: that of the random seed, and that of a symbolic size. Returns nullopt if a view hides its buffer.
-std::optional<Liveness> FindReach(const DonorSet& step, const OldValues& old_values) {
+std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
   Liveness liveness(step.Context().graph->parameters_data);
   const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
     if (data == nullptr) {
@@ -108,36 +107,13 @@ Reason Obstacle() {
   return why;
 }
 
-// The same for a step that donates nothing automatically. Its outdated tensors still have old values, which a step that
-// donates would have replaced.
-std::optional<Liveness> FindReachWithoutOldValues(const DonorSet& step) {
-  return Obstacle().empty() ? FindReach(step, OutdatedTensors::Get().OldValues()) : std::nullopt;
-}
-
-std::optional<Liveness> FindReachOrSayWhy(const DonorSet& step) {
+std::optional<Liveness> FindReachOrSayWhy(DonorSet& step) {
   const Reason why = Obstacle();
   std::optional<Liveness> found = why.empty() ? FindReach(step, {}) : std::nullopt;
   if (!found.has_value()) {
     DonationRegistry::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
   }
   return found;
-}
-
-// Only the compiler chooses shardings, so only the outcome shows which donors it used.
-void Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors) {
-  // Does nothing if other processes must compile the same graph: the next step may come before or after this call.
-  if (multi_process.load(std::memory_order_relaxed)) {
-    return;
-  }
-  std::vector<std::size_t> of_no_use;
-  for (std::size_t i = 0; i < donors.size(); ++i) {
-    if (DonationRegistry::Get().IsUnusable(*donors[i])) {
-      of_no_use.push_back(plan.choice->pairs.chosen[i]);
-    }
-  }
-  if (!of_no_use.empty()) {
-    DonorPlanner::Get().OfNoUse(plan.plan, of_no_use);
-  }
 }
 
 class AutoDonors : public StepObserver {
@@ -163,14 +139,21 @@ class AutoDonors : public StepObserver {
     if (Wishes().arena == nullptr || DonationDisabled()) {
       return;
     }
-    const bool donates = AutoDonates();
-    if (donates) {
-      step.OfferInputs(&FindReachOrSayWhy, abi::IsSpmd(step.Context().collection.device) ? &Learn : nullptr);
+    step.Live();
+    const Gate& gate = step.Context().gate;
+    if (AutoDonates() && gate.verdict == Gate::Verdict::kDonate) {
+      step.OfferInputs(FindReachOrSayWhy(step));
+    } else if (AutoDonates()) {
+      DonationRegistry::Get().NoteAutoRefusal(gate.reason);
     }
-    if (WatchesInputs()) {
-      step.WatchInputs(&FindReachWithoutOldValues,
-                       [donates](const PlanRequest& request, const std::vector<std::int64_t>& outputs,
-                                 const Reason& reason) { NoteInputs(request, outputs, reason, donates); });
+    if (WatchesInputs() && Obstacle().empty()) {
+      // Of a step that donates nothing automatically, outdated tensors still have old values, which it would have
+      // replaced.
+      const std::vector<std::int64_t> outputs = step.OutputIds();
+      const std::optional<Liveness> reach = FindReach(step, OutdatedTensors::Get().OldValues());
+      if (reach.has_value() && !outputs.empty()) {
+        NoteInputs(step.Facts(reach), outputs, gate.reason, AutoDonates());
+      }
     }
   }
   bool AfterStep(const lazy::BackendDevice&) override { return WatchesInputs(); }
@@ -218,7 +201,5 @@ bool AutoDonates() {
   const std::vector<bool>& pushed = Wishes().pushed;
   return pushed.empty() ? is_default.load(std::memory_order_relaxed) : pushed.back();
 }
-
-void SetMultiProcess(bool on) { multi_process.store(on, std::memory_order_relaxed); }
 
 }  // namespace torch_xla_donate

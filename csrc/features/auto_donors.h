@@ -1,6 +1,6 @@
 // Automatic donation: the switch, and donors that the program has not marked.
 //
-// An input that nothing can reach after the step (liveness.h) may become a donor. donor_plans.h chooses among them.
+// An input that nothing can reach after the step (liveness.h) may become a donor. plan.h chooses among them.
 //
 // Threads: any. A context's request belongs to its thread.
 #pragma once
@@ -16,8 +16,5 @@ void PushAutoDonate(bool on);
 std::size_t AutoDonateDepth();
 void PopAutoDonate(std::size_t depth);
 bool AutoDonates();
-
-// Whether other processes run the same program. Their steps must have the same donors.
-void SetMultiProcess(bool on);
 
 }  // namespace torch_xla_donate

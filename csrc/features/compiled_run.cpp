@@ -9,9 +9,9 @@
 #include "features/switches.h"
 #include "host/graphs.h"
 #include "step/donor_set.h"
-#include "step/graph_arrays.h"
 #include "step/observer.h"
 #include "step/parameter_order.h"
+#include "step/planner.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -53,25 +53,28 @@ class CompiledRun : public StepObserver {
     }
     abi::Executor::PostOrderData& graph = *context.graph;
     const std::size_t count = graph.parameters_data.size();
-    const GraphArrays arrays =
-        MeasureArrays(graph.parameters_data, context.roots, abi::IsSpmd(context.collection.device));
-    std::vector<bool> donors(count);
+    const lazy::BackendDevice& device = context.collection.device;
+    StepFacts facts{graph,
+                    context.roots,
+                    device,
+                    context.collection.hash,
+                    abi::IsSpmd(device),
+                    false,
+                    std::vector<PlanInput>(count)};
     for (std::size_t i = 0; i < count; ++i) {
-      donors[i] = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
+      facts.inputs[i].is_marked = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
     }
-    const DonorPairs pairs = PairDonors({arrays.bytes, arrays.output_bytes,
-                                         /*movable=*/std::vector<bool>(context.roots.size(), false), donors,
-                                         /*offered=*/std::vector<bool>(count, false),
-                                         /*wanted=*/std::vector<std::optional<std::size_t>>(count),
-                                         NearParameters(graph.parameters_data, context.roots), KeepsOrder()});
-    std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> successor_of;
+    GraphArrays arrays = facts.Measure();
+    arrays.movable.assign(context.roots.size(), false);
+    const DonorPairs pairs = facts.PlanFor(arrays).pairs;
+    std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> output_of;
     for (std::size_t i = 0; i < count; ++i) {
-      successor_of.emplace(graph.parameters_data[i].get(), pairs.successor[i]);
+      output_of.emplace(graph.parameters_data[i].get(), pairs.preferred_output[i]);
     }
     PutFirst(pairs.parameter_order, graph, context.collection);
     state.ordered.clear();
     for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-      state.ordered.push_back({parameter.get(), successor_of[parameter.get()]});
+      state.ordered.push_back({parameter.get(), output_of[parameter.get()]});
     }
   }
 
@@ -124,7 +127,7 @@ class CompiledRun : public StepObserver {
       registry.Disarm(buffers);
       const StepPtr step = registry.Claim({}, std::move(refused)).step;
       if (ReportsReuse() && step != nullptr) {
-        RememberWouldBeConsumed(run, step->number, donors);
+        NoteUndonated(run, step->number, donors);
       }
       return;
     }

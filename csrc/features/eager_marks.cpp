@@ -3,8 +3,8 @@
 #include "features/switches.h"
 #include "host/graphs.h"
 #include "registry/registry.h"
+#include "registry/watch.h"
 #include "step/observer.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 

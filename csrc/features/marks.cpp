@@ -1,8 +1,8 @@
 // Proposes marked parameters, the first donors of a step.
 #include "registry/registry.h"
+#include "registry/watch.h"
 #include "step/donor_set.h"
 #include "step/observer.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 

@@ -29,9 +29,9 @@
 
 #include "host/process_mutex.h"
 #include "host/symbols.h"
+#include "registry/watch.h"
 #include "step/callbacks.h"
 #include "step/hooks.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 

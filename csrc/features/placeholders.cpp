@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "host/process_mutex.h"
+#include "registry/watch.h"
 #include "step/observer.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 

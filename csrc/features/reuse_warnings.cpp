@@ -10,10 +10,10 @@
 
 #include "host/array_text.h"
 #include "host/graphs.h"
+#include "registry/watch.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 #include "step/graph_arrays.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -79,12 +79,12 @@ std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, 
 
 void Remember(RunContext& run, const Forecast& forecast) {
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, forecast);
-  DonationRegistry::Get().RememberWouldBeConsumed(donors, forecast.step);
+  DonationRegistry::Get().NoteUndonated(donors, forecast.step);
   ForgetCachedValues(DonationRegistry::Get().TensorsOf(donors));
   State().last_step = forecast.step;
   run.OnEnd([step = forecast.step](const Reason& failure) {
     if (!failure.empty()) {
-      DonationRegistry::Get().ForgetWouldBeConsumed(step);  // a step that fails consumes nothing
+      DonationRegistry::Get().ForgetUndonated(step);  // a step that fails consumes nothing
     }
   });
 }
@@ -118,10 +118,10 @@ StepObserver& ReuseWarningsFeature() { return TheOnly<ReuseWarnings>(); }
 
 bool ReportReuse(const lazy::BackendData* buffer) {
   ThreadState& state = State();
-  if (!Watches(kSpared) || state.reporting || !Callbacks().report_reuse) {
+  if (!Watches(kUndonated) || state.reporting || !Callbacks().report_reuse) {
     return false;
   }
-  const auto found = DonationRegistry::Get().FindWouldBeConsumed(buffer);
+  const auto found = DonationRegistry::Get().FindUndonated(buffer);
   if (!found.has_value()) {
     return false;
   }
@@ -137,7 +137,7 @@ void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::Bac
   }
 }
 
-void RememberWouldBeConsumed(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors) {
+void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors) {
   Forecast forecast{nullptr, step, {}};
   for (const DonorPtr& donor : donors) {
     if (const lazy::BackendDataPtr buffer = donor->buffer.lock()) {
@@ -147,6 +147,6 @@ void RememberWouldBeConsumed(RunContext& run, std::uint64_t step, const std::vec
   Remember(run, forecast);
 }
 
-void AllowReuseOfLastStep() { DonationRegistry::Get().ForgetWouldBeConsumed(State().last_step); }
+void AllowReuseOfLastStep() { DonationRegistry::Get().ForgetUndonated(State().last_step); }
 
 }  // namespace torch_xla_donate

@@ -21,7 +21,7 @@ bool ReportReuse(const lazy::BackendData* buffer);
 void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::BackendData* buffer);
 
 // A run of a compiled graph would have consumed these donors.
-void RememberWouldBeConsumed(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors);
+void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors);
 // The program may use the donors of the thread's last step, to search for the cause of a NaN.
 void AllowReuseOfLastStep();
 

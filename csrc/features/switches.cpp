@@ -13,7 +13,6 @@ namespace torch_xla_donate {
 namespace {
 
 std::atomic<bool> debug_process{false};
-std::atomic<bool> keep_order{false};
 
 struct Depths {
   int disabled = 0, reporting = 0, checking = 0;
@@ -82,9 +81,6 @@ Reason DisabledReason() {
 }
 
 void SetDebugProcess(bool on) { debug_process.store(on, std::memory_order_relaxed); }
-
-void SetKeepOrder(bool on) { keep_order.store(on, std::memory_order_relaxed); }
-bool KeepsOrder() { return keep_order.load(std::memory_order_relaxed); }
 
 void SetSwitchedOff(Reason reason) {
   std::lock_guard<std::mutex> lock(TheSetting().mutex);

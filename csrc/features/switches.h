@@ -24,10 +24,6 @@ Reason DisabledReason();
 // Both wishes, for every thread.
 void SetDebugProcess(bool on);
 
-// Whether steps keep the order of their parameters and outputs, for the process.
-void SetKeepOrder(bool on);
-bool KeepsOrder();
-
 // The setting that makes torch_xla ignore every donor, for the process; empty if there is none.
 void SetSwitchedOff(Reason reason);
 Reason SwitchedOffReason();

@@ -9,8 +9,8 @@
 #include "features/placeholders.h"
 #include "features/reuse_warnings.h"
 #include "features/run_guard.h"
+#include "registry/watch.h"
 #include "step/callbacks.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -37,7 +37,7 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
 bool IsGone(const lazy::BackendData* buffer) {
   const DonationRegistry& registry = DonationRegistry::Get();
   return Watches(kRegistry) &&
-         (registry.IsTracked(buffer) || (Watches(kSpared) && registry.FindWouldBeConsumed(buffer).has_value()));
+         (registry.IsTracked(buffer) || (Watches(kUndonated) && registry.FindUndonated(buffer).has_value()));
 }
 
 void CheckRead(const lazy::BackendData* buffer) {
@@ -65,7 +65,7 @@ void ThrowIfReadsConsumed(const std::vector<lazy::Value>& roots) {
 
 void CheckUse(const lazy::LazyTensor& tensor, const lazy::BackendData* buffer) {
   ThrowIfConsumed(buffer);
-  if (Watches(kSpared)) {
+  if (Watches(kUndonated)) {
     ReportReuse(tensor.data(), buffer);
   }
 }

@@ -1,19 +1,15 @@
 // Pairs the inputs of a step with outputs as automatic donation would.
 #include "features/watched_inputs.h"
 
-#include <algorithm>
 #include <memory>
 #include <set>
 #include <utility>
 
 #include "features/outdated_tensors.h"
-#include "features/switches.h"
 #include "host/graphs.h"
 #include "host/process_mutex.h"
+#include "registry/watch.h"
 #include "registry/weak_keys.h"
-#include "step/graph_arrays.h"
-#include "step/size_pairing.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -44,50 +40,23 @@ void WatchInputs(bool on) {
 }
 bool WatchesInputs() { return Watches(kInputs); }
 
-void NoteInputs(const PlanRequest& request, const std::vector<std::int64_t>& outputs, const Reason& reason,
-                bool automatic) {
-  const std::vector<lazy::BackendDataPtr>& parameters = request.graph.parameters_data;
-  const GraphArrays arrays = MeasureArrays(parameters, request.roots, request.sharded);
-  const std::vector<bool> fits = FindFits(request, arrays);
-  const std::size_t count = parameters.size();
-  std::vector<bool> free(count), held(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const bool fit = fits[i] && !request.barred[i];
-    free[i] = fit && !request.held[i] && !request.read_later[i];
-    held[i] = fit && request.held[i];
+void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs, const Reason& reason, bool automatic) {
+  const GraphArrays arrays = step.Measure();
+  const StepPlan plan = step.PlanFor(arrays);
+  WatchedStep watched{reason, automatic, {}, outputs};
+  for (std::size_t i = 0; i < step.inputs.size(); ++i) {
+    const lazy::BackendDataPtr& buffer = step.graph.parameters_data[i];
+    WatchedInput input{arrays.arrays[i], plan.uses[i],    std::nullopt,
+                       std::nullopt,     WasSeen(buffer), reinterpret_cast<std::uintptr_t>(buffer.get())};
+    if (const std::optional<abi::DataInfo> info = abi::InfoOf(*buffer)) {
+      input.tensor = info->tensor_id;
+    }
+    if (plan.output_of[i].has_value()) {
+      input.next = outputs[*plan.output_of[i]];
+    }
+    watched.inputs.push_back(std::move(input));
   }
-  const auto pair = [&](const std::vector<bool>& donors, const std::vector<bool>& offered,
-                        const std::vector<std::optional<std::size_t>>& wanted) {
-    return PairDonors({arrays.bytes, arrays.output_bytes, arrays.movable, donors, offered, wanted,
-                       NearParameters(parameters, request.roots), KeepsOrder()});
-  };
-  const DonorPairs of_free = pair(request.donors, free, request.wanted);
-  std::vector<bool> donors = request.donors;
-  for (const std::size_t i : of_free.chosen) {
-    donors[i] = true;
-  }
-  const DonorPairs of_held = pair(donors, held, of_free.successor);
-
-  WatchedStep step{reason, automatic, {}, outputs};
-  const auto add = [&](std::size_t i, InputUse use, const std::optional<std::size_t>& output) {
-    const std::optional<abi::DataInfo> info = abi::InfoOf(*parameters[i]);
-    step.inputs[i].use = use;
-    step.inputs[i].tensor = !info.has_value() ? std::nullopt : std::optional(info->tensor_id);
-    step.inputs[i].next = output.has_value() ? std::optional(outputs[*output]) : std::nullopt;
-  };
-  for (std::size_t i = 0; i < count; ++i) {
-    step.inputs.push_back({arrays.arrays[i], InputUse::kOther, std::nullopt, std::nullopt, WasSeen(parameters[i]),
-                           reinterpret_cast<std::uintptr_t>(parameters[i].get())});
-    const bool is_own = request.donors[i] && request.own[i];
-    add(i, is_own ? InputUse::kOwn : request.donors[i] ? InputUse::kMarked : InputUse::kOther, request.wanted[i]);
-  }
-  for (const std::size_t i : of_free.chosen) {
-    add(i, InputUse::kFree, of_free.successor[i]);
-  }
-  for (const std::size_t i : of_held.chosen) {
-    add(i, InputUse::kHeld, of_held.successor[i]);
-  }
-  Last() = std::move(step);
+  Last() = std::move(watched);
 }
 
 std::optional<WatchedStep> TakeWatchedStep() { return std::exchange(Last(), std::nullopt); }

@@ -11,18 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "features/donor_plans.h"
 #include "registry/registry.h"
+#include "step/planner.h"
 
 namespace torch_xla_donate {
-
-enum class InputUse {
-  kOwn,     // torch_xla donates it, as an output replaces it in place
-  kMarked,  // marked, and may be donated
-  kFree,    // nothing holds it, and an output could take its memory
-  kHeld,    // the same, but a live tensor holds it
-  kOther,   // no output could take its memory
-};
 
 struct WatchedInput {
   std::string array;  // with its sharding
@@ -41,9 +33,8 @@ struct WatchedStep {
 
 void WatchInputs(bool on);
 bool WatchesInputs();
-// Notes a step. `outputs` are the alias ids of the request's roots.
-void NoteInputs(const PlanRequest& request, const std::vector<std::int64_t>& outputs, const Reason& reason,
-                bool automatic);
+// Notes a step. `outputs` are the alias ids of its outputs.
+void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs, const Reason& reason, bool automatic);
 // The last step of this thread since the last call.
 std::optional<WatchedStep> TakeWatchedStep();
 

@@ -12,7 +12,7 @@
 
 #include "features/use_guard.h"
 #include "host/tensors.h"
-#include "step/watch.h"
+#include "registry/watch.h"
 
 namespace torch_xla_donate {
 

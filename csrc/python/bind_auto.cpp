@@ -6,19 +6,19 @@
 #include <vector>
 
 #include "features/auto_donors.h"
-#include "features/donor_plans.h"
 #include "features/outdated_tensors.h"
 #include "features/watched_inputs.h"
 #include "host/tensors.h"
 #include "host/views.h"
 #include "python/bind.h"
 #include "registry/registry.h"
+#include "step/planner.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
 namespace {
-constexpr const char* kUses[] = {"own", "marked", "free", "held", "other"};  // by InputUse
+constexpr const char* kUses[] = {"own", "marked", "free", "held", "read later", "other"};  // by InputUse
 }  // namespace
 
 void BindAuto(py::module_& m) {
@@ -102,8 +102,9 @@ void BindAuto(py::module_& m) {
       py::arg("tensor"),
       "The array that a tensor holds as XLA writes it, with its sharding. Does not apply pending updates. Empty if it "
       "holds none.");
-  m.def("set_one_of_many", &SetMultiProcess, py::arg("on"),
-        "Whether other processes run the same program. Their steps must have the same donors.");
+  m.def(
+      "set_one_of_many", [](bool on) { DonorPlanner::Get().SetMultiProcess(on); }, py::arg("on"),
+      "Whether other processes run the same program. Their steps must have the same donors.");
 }
 
 }  // namespace torch_xla_donate

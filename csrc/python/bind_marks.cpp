@@ -21,8 +21,8 @@
 #include "python/call.h"
 #include "python/deferred_decref.h"
 #include "registry/registry.h"
+#include "registry/watch.h"
 #include "step/thread_step.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -74,7 +74,7 @@ void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** item
   for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
   }
-  if (Watches(kSpared)) {
+  if (Watches(kUndonated)) {
     for (const DonationRegistry::Leaf& leaf : resolved) {
       ReportReuse(leaf.buffer.get());
     }

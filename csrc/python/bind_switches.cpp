@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "features/auto_donors.h"
-#include "features/donor_plans.h"
 #include "features/run_guard.h"
 #include "features/switches.h"
 #include "python/bind.h"

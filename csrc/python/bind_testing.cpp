@@ -2,11 +2,11 @@
 #include <string>
 
 #include "features/donated_copies.h"
-#include "features/donor_plans.h"
 #include "features/outdated_tensors.h"
 #include "features/run_log.h"
 #include "python/bind.h"
 #include "registry/registry.h"
+#include "step/planner.h"
 
 namespace torch_xla_donate {
 

@@ -7,7 +7,7 @@
 
 #include "host/graphs.h"
 #include "host/tensors.h"
-#include "step/watch.h"
+#include "registry/watch.h"
 
 namespace torch_xla_donate {
 
@@ -36,7 +36,7 @@ void DonationRegistry::AfterForkInChild() NO_THREAD_SAFETY_ANALYSIS {
 
 void DonationRegistry::Refresh() noexcept {
   const auto bit = [](const auto& table, Watch watch) { return table.empty() ? Watch{} : watch; };
-  SetWatch(kRegistry, bit(pending_, kMarks) | bit(consumed_, kConsumed) | bit(spared_, kSpared));
+  SetWatch(kRegistry, bit(pending_, kMarks) | bit(consumed_, kConsumed) | bit(undonated_, kUndonated));
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
 }
 
@@ -78,7 +78,7 @@ void DonationRegistry::AddMarks(const std::vector<Leaf>& leaves, const std::shar
     throw;
   }
   for (const Leaf& leaf : leaves) {
-    spared_.erase(leaf.buffer.get());
+    undonated_.erase(leaf.buffer.get());
   }
   Refresh();
 }
@@ -325,37 +325,36 @@ std::optional<DonationRegistry::ConsumedDonor> DonationRegistry::FindConsumed(co
                              : std::optional(ConsumedDonor{DonorSnapshot(*consumed->donor), consumed->step->number});
 }
 
-void DonationRegistry::RememberWouldBeConsumed(const std::vector<DonorPtr>& donors, std::uint64_t step) {
+void DonationRegistry::NoteUndonated(const std::vector<DonorPtr>& donors, std::uint64_t step) {
   MutexLock lock(registry_mutex);
   for (const DonorPtr& donor : donors) {
     const lazy::BackendDataPtr buffer = donor->buffer.lock();
     if (buffer != nullptr) {
-      spared_[buffer.get()] = {donor, step};
+      undonated_[buffer.get()] = {donor, step};
     }
   }
   Refresh();
 }
 
-std::optional<DonationRegistry::ConsumedDonor> DonationRegistry::FindWouldBeConsumed(
-    const lazy::BackendData* buffer) const {
+std::optional<DonationRegistry::ConsumedDonor> DonationRegistry::FindUndonated(const lazy::BackendData* buffer) const {
   MutexLock lock(registry_mutex);
-  const auto found = spared_.find(buffer);
-  return found == spared_.end() || found->second.first->buffer.expired()
+  const auto found = undonated_.find(buffer);
+  return found == undonated_.end() || found->second.first->buffer.expired()
              ? std::nullopt
              : std::optional(ConsumedDonor{DonorSnapshot(*found->second.first), found->second.second});
 }
 
-void DonationRegistry::ForgetWouldBeConsumed(std::uint64_t step) {
+void DonationRegistry::ForgetUndonated(std::uint64_t step) {
   MutexLock lock(registry_mutex);
-  for (auto it = spared_.begin(); it != spared_.end();) {
-    it = it->second.second == step ? spared_.erase(it) : std::next(it);
+  for (auto it = undonated_.begin(); it != undonated_.end();) {
+    it = it->second.second == step ? undonated_.erase(it) : std::next(it);
   }
   Refresh();
 }
 
 void DonationRegistry::ForgetConsumed() noexcept {
-  for (auto it = spared_.begin(); it != spared_.end();) {
-    it = it->second.first->buffer.expired() ? spared_.erase(it) : std::next(it);
+  for (auto it = undonated_.begin(); it != undonated_.end();) {
+    it = it->second.first->buffer.expired() ? undonated_.erase(it) : std::next(it);
   }
   for (auto it = consumed_.begin(); it != consumed_.end();) {
     it = it->second.donor->buffer.expired() ? consumed_.erase(it) : std::next(it);

@@ -102,11 +102,11 @@ class DonationRegistry {
   // --- Donors that a step would have consumed if donation were enabled ---
 
   // From now on their uses are reported, until they are marked again or freed.
-  void RememberWouldBeConsumed(const std::vector<DonorPtr>& donors, std::uint64_t step);
+  void NoteUndonated(const std::vector<DonorPtr>& donors, std::uint64_t step);
   // Returns nullopt if no step would have consumed the buffer.
-  std::optional<ConsumedDonor> FindWouldBeConsumed(const lazy::BackendData* buffer) const;
+  std::optional<ConsumedDonor> FindUndonated(const lazy::BackendData* buffer) const;
   // The program may use the step's donors, because the step failed or will run again.
-  void ForgetWouldBeConsumed(std::uint64_t step);
+  void ForgetUndonated(std::uint64_t step);
 
   // --- The life of a step, driven by the hooks ---
 
@@ -269,7 +269,7 @@ class DonationRegistry {
   ska::flat_hash_map<Buffer, DonorPtr> pending_ GUARDED_BY(registry_mutex);
   ska::flat_hash_map<Buffer, Consumed> consumed_ GUARDED_BY(registry_mutex);
   std::size_t remembered_ GUARDED_BY(registry_mutex) = 0;  // the size of consumed_ after the last ForgetConsumed()
-  ska::flat_hash_map<Buffer, std::pair<DonorPtr, std::uint64_t>> spared_ GUARDED_BY(registry_mutex);
+  ska::flat_hash_map<Buffer, std::pair<DonorPtr, std::uint64_t>> undonated_ GUARDED_BY(registry_mutex);
   std::size_t kept_steps_ GUARDED_BY(registry_mutex) = 8;
   std::deque<StepPtr> steps_ GUARDED_BY(registry_mutex);
   StepPtr last_claimed_ GUARDED_BY(registry_mutex);

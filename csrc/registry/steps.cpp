@@ -547,7 +547,7 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy
 
 DonationRegistry::Counts DonationRegistry::Size() const {
   MutexLock lock(registry_mutex);
-  return {pending_.size(), consumed_.size(), spared_.size(), steps_.size(), outcomes_.size()};
+  return {pending_.size(), consumed_.size(), undonated_.size(), steps_.size(), outcomes_.size()};
 }
 
 }  // namespace torch_xla_donate

@@ -3,21 +3,21 @@
 
 #include <algorithm>
 #include <exception>
-#include <unordered_map>
+#include <iterator>
+#include <numeric>
 
 #include "host/graphs.h"
 #include "host/tensors.h"
-#include "step/triage.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
-Reason ReasonOf(Obstacle obstacle) {
+Reason ReasonOf(MarkObstacle obstacle) {
   switch (obstacle) {
-    case Obstacle::kNone: break;
-    case Obstacle::kViewed: return ReasonCode::kHasViews;
-    case Obstacle::kShared: return ReasonCode::kHeldByOthers;
+    case MarkObstacle::kNone: break;
+    case MarkObstacle::kViewed: return ReasonCode::kHasViews;
+    case MarkObstacle::kShared: return ReasonCode::kHeldByOthers;
   }
   return {};
 }
@@ -61,10 +61,10 @@ void Claim::Abandon(const Reason& why) noexcept {
 void Claim::Commit(RunContext& run, std::string graph_hash) {
   run.graph = graph_hash;
   DonationRegistry::Get().Commit(step_, std::move(graph_hash), run.run.tensors_data);
-  run.OnEnd([step = step_, settled = settled_](const Reason& failure) {
+  run.OnEnd([step = step_, on_success = on_success_](const Reason& failure) {
     DonationRegistry::Get().RecordOutcome(step, failure);
-    if (failure.empty() && settled) {
-      settled();
+    if (failure.empty() && on_success) {
+      on_success();
     }
   });
 }
@@ -117,7 +117,7 @@ void DonorSet::FindOutputs() {
 }
 
 void DonorSet::Triage() {
-  if (context_.gate.verdict == Gate::Verdict::kRefuse) {
+  if (context_.gate.verdict == Gate::Verdict::kRefuse || proposed_.empty()) {
     return;
   }
   std::vector<const void*> buffers;
@@ -126,7 +126,7 @@ void DonorSet::Triage() {
   }
   std::vector<BufferHolder> holders;
   for (const auto& data : live_) {
-    if (!proposed_.empty() && data != nullptr && data->handle != nullptr) {
+    if (data != nullptr && data->handle != nullptr) {
       holders.push_back({data.get(), data->handle.get(), abi::HasView(*data)});
     }
   }
@@ -144,61 +144,74 @@ void DonorSet::Triage() {
   }
 }
 
-// The planner's request. Without `reach` no unmarked input may become a donor.
-PlanRequest DonorSet::Request(const std::vector<PendingMark>& marks, const std::optional<Liveness>& reach) const {
+void DonorSet::Prepare() {
+  if (!prepared_) {
+    prepared_ = true;
+    FindOutputs();
+    Triage();
+  }
+}
+
+const std::vector<std::shared_ptr<abi::TensorData>>& DonorSet::Live() {
+  Prepare();
+  return live_;
+}
+
+std::vector<std::int64_t> DonorSet::OutputIds() {
+  Prepare();
+  std::vector<std::int64_t> ids;
+  std::transform(outputs_.begin(), outputs_.end(), std::back_inserter(ids),
+                 [](const abi::TensorData* output) { return abi::AliasId(*output); });
+  return ids;
+}
+
+StepFacts DonorSet::Facts(const std::optional<Liveness>& reach) {
+  Prepare();
   const abi::Executor::PostOrderData& graph = *context_.graph;
   const lazy::BackendDevice& device = context_.collection.device;
-  const std::size_t count = graph.parameters_data.size();
-  PlanRequest request{graph,
-                      context_.roots,
-                      device,
-                      context_.collection.hash,
-                      /*sharded=*/abi::IsSpmd(device),
-                      /*automatic=*/reach.has_value(),
-                      /*held=*/reach.has_value() ? reach->Held() : std::vector<bool>(count, true),
-                      /*read_later=*/reach.has_value() ? reach->Read() : std::vector<bool>(count, true),
-                      /*barred=*/std::vector<bool>(count, false),
-                      /*donors=*/std::vector<bool>(count, false),
-                      /*own=*/std::vector<bool>(count, false),
-                      /*wanted=*/std::vector<std::optional<std::size_t>>(count)};
-  for (const PendingMark& mark : marks) {
-    request.donors[mark.position] = true;
-    const auto target = number_of_.find(mark.target.get());
-    if (target != number_of_.end()) {
-      request.wanted[mark.position] = target->second;
+  StepFacts facts{graph,
+                  context_.roots,
+                  device,
+                  context_.collection.hash,
+                  /*sharded=*/abi::IsSpmd(device),
+                  /*automatic=*/reach.has_value(),
+                  std::vector<PlanInput>(graph.parameters_data.size())};
+  for (const Proposed& proposed : proposed_) {
+    PlanInput& input = facts.inputs[proposed.mark.position];
+    input.is_marked = proposed.refusal.empty();
+    const auto target = number_of_.find(proposed.mark.target.get());
+    if (input.is_marked && target != number_of_.end()) {
+      input.preferred_output = target->second;
     }
   }
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < facts.inputs.size(); ++i) {
+    PlanInput& input = facts.inputs[i];
+    if (reach.has_value()) {
+      input.is_held = reach->Held()[i];
+      input.is_read_later = reach->Read()[i];
+    }
     const lazy::BackendData& buffer = *graph.parameters_data[i];
     const std::optional<abi::DataInfo> info = abi::InfoOf(buffer);
-    const auto own = ids_.ReplacementOf(buffer);
-    request.own[i] = own.has_value();
     // torch_xla notes an info on the data of tensors. The random seed has none.
-    if (!request.donors[i] && (!info.has_value() || info->read_only)) {
-      request.barred[i] = true;
-    } else if (request.donors[i] || own.has_value()) {
-      request.donors[i] = true;
-      request.wanted[i] = request.wanted[i].has_value() ? request.wanted[i] : own;
+    const bool is_constant = !info.has_value() || info->read_only;
+    if (const auto replacement = ids_.ReplacementOf(buffer)) {
+      input.is_updated_in_place = input.is_marked || !is_constant;
+      input.preferred_output = input.preferred_output.has_value() ? input.preferred_output : replacement;
     }
-    if (!(buffer.device() == device)) {
-      request.barred[i] = true;
-    }
+    input.is_barred = (is_constant && !input.is_marked) || !(buffer.device() == device);
   }
-  return request;
+  return facts;
 }
 
 // Adds the inputs that the planner chooses to the marks. Orders the parameters, and prepares an order of the outputs,
 // so that XLA gives each donor to the output computed from it.
-DonorSet::Donation DonorSet::Plan(const std::vector<PendingMark>& marks) const {
+DonorSet::Donation DonorSet::Plan() {
   abi::Executor::PostOrderData& graph = *context_.graph;
-  const PlanRequest request = Request(marks, find_reach_ ? find_reach_(*this) : std::nullopt);
-  const PlanResult result = DonorPlanner::Get().Choose(request);
+  const StepFacts facts = Facts(reach_);
+  const PlanResult result = DonorPlanner::Get().Choose(facts);
   const DonorChoice& choice = *result.choice;
   Donation donation;
   ska::flat_hash_map<const lazy::BackendData*, Offer> offer_of;
-  for (const PendingMark& mark : marks) {
-    offer_of.emplace(graph.parameters_data[mark.position].get(), Offer{mark.donor});
-  }
   std::vector<DonorPtr> inputs;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
     DonorArray array = choice.prototypes[i];
@@ -212,20 +225,24 @@ DonorSet::Donation DonorSet::Plan(const std::vector<PendingMark>& marks) const {
   for (std::size_t place = 0; place < place_of.size(); ++place) {
     place_of[donation.move.has_value() ? choice.pairs.output_order[place] : place] = place;
   }
-  for (const PendingMark& mark : marks) {
-    if (const auto target = number_of_.find(mark.target.get()); target != number_of_.end()) {
-      offer_of.at(graph.parameters_data[mark.position].get()).requested = place_of[target->second];
+  for (const Proposed& proposed : proposed_) {
+    if (proposed.refusal.empty()) {
+      Offer offer{proposed.mark.donor};
+      if (const auto target = number_of_.find(proposed.mark.target.get()); target != number_of_.end()) {
+        offer.requested = place_of[target->second];
+      }
+      offer_of.emplace(graph.parameters_data[proposed.mark.position].get(), std::move(offer));
     }
   }
   const std::size_t count = graph.parameters_data.size();
   for (std::size_t i = 0; i < count; ++i) {
-    const auto successor = choice.pairs.successor[i];
-    if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end() && successor) {
-      found->second.successor = place_of[*successor];
+    const auto output = choice.pairs.preferred_output[i];
+    if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end() && output) {
+      found->second.successor = place_of[*output];
     }
   }
-  if (settled_ && !inputs.empty()) {
-    donation.settled = [settled = settled_, result, inputs = std::move(inputs)] { settled(result, inputs); };
+  if (facts.sharded && !inputs.empty()) {
+    donation.on_success = [result, inputs = std::move(inputs)] { DonorPlanner::Get().Learn(result, inputs); };
   }
   donation.offers.reserve(offer_of.size());
   PutFirst(choice.pairs.parameter_order, graph, context_.collection);
@@ -238,78 +255,63 @@ DonorSet::Donation DonorSet::Plan(const std::vector<PendingMark>& marks) const {
   return donation;
 }
 
-void DonorSet::EndDryRun(const std::vector<PendingMark>& marks, std::uint64_t step) const {
-  const std::vector<lazy::BackendDataPtr>& parameters = context_.graph->parameters_data;
-  const PlanRequest request = Request(marks, /*reach=*/std::nullopt);
-  const PlanResult plan = DonorPlanner::Get().Choose(request);
-  DryRun result{&context_.collection, step, {}};
-  std::vector<DonorPtr> donor_at(parameters.size());
-  for (const PendingMark& mark : marks) {
-    donor_at[mark.position] = mark.donor;
-  }
-  std::vector<bool> added(parameters.size());
-  const auto add = [&](std::size_t i) {
-    if (!added[i] && request.donors[i]) {
-      result.parameters.push_back({parameters[i], donor_at[i]});
+DonorSet::Donation DonorSet::WithoutPlan() const {
+  Donation donation;
+  for (const Proposed& proposed : proposed_) {
+    if (proposed.refusal.empty()) {
+      donation.offers.push_back({proposed.mark.donor});
     }
-    added[i] = true;
-  };
-  const std::vector<std::size_t>& first = plan.choice->pairs.parameter_order;
-  std::for_each(first.begin(), first.end(), add);
-  for (std::size_t i = 0; i < added.size(); ++i) {
-    add(i);
+  }
+  return donation;
+}
+
+// Tells the observers which donors the step would have had, in their order.
+void DonorSet::EndDryRun(std::uint64_t step) {
+  const std::vector<lazy::BackendDataPtr>& parameters = context_.graph->parameters_data;
+  const StepFacts facts = Facts(/*reach=*/std::nullopt);
+  const PlanResult plan = DonorPlanner::Get().Choose(facts);
+  std::vector<DonorPtr> donor_at(parameters.size());
+  for (const Proposed& proposed : proposed_) {
+    donor_at[proposed.mark.position] = proposed.mark.donor;
+  }
+  std::vector<std::size_t> order = plan.choice->pairs.parameter_order;
+  if (order.empty()) {
+    order.resize(parameters.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+  }
+  DryRun result{&context_.collection, step, {}};
+  for (const std::size_t i : order) {
+    if (facts.inputs[i].IsDonor()) {
+      result.parameters.push_back({parameters[i], facts.inputs[i].is_marked ? donor_at[i] : nullptr});
+    }
   }
   for (StepObserver* observer : Observers()) {
     observer->DryRunEnded(result);
   }
 }
 
-// Before the graph gets another order.
-void DonorSet::Watch(const std::vector<PendingMark>& marks) const {
-  const std::optional<Liveness> reach = find_watched_(*this);
-  if (!reach.has_value() || outputs_.empty()) {
-    return;
-  }
-  std::vector<std::int64_t> outputs;
-  std::transform(outputs_.begin(), outputs_.end(), std::back_inserter(outputs),
-                 [](const abi::TensorData* output) { return abi::AliasId(*output); });
-  note_(Request(marks, reach), outputs, context_.gate.reason);
-}
-
 bool DonorSet::Commit(Claim& claim) {
-  FindOutputs();
-  Triage();
+  Prepare();
   DonationRegistry& registry = DonationRegistry::Get();
   const Gate& gate = context_.gate;
   const bool donates = gate.verdict == Gate::Verdict::kDonate;
-  std::vector<PendingMark> fit;
+  bool has_marks = false;  // that may be donated
   std::vector<DonationRegistry::Refusal> refused;
-  for (Proposed& proposed : proposed_) {
-    const bool is_fit = proposed.refusal.empty() && gate.verdict != Gate::Verdict::kRefuse;
+  for (const Proposed& proposed : proposed_) {
     if (!donates) {
       refused.push_back({proposed.mark.donor, gate.reason, gate.notify});
-    } else if (!is_fit) {
+    } else if (!proposed.refusal.empty()) {
       refused.push_back({proposed.mark.donor, proposed.refusal, /*notify=*/true});
     }
-    if (is_fit) {
-      fit.push_back(std::move(proposed.mark));
-    }
-  }
-  if (note_) {
-    Watch(fit);
+    has_marks = has_marks || proposed.refusal.empty();
   }
   Donation donation;
-  if (!donates && find_reach_) {
-    registry.NoteAutoRefusal(gate.reason);
-  } else if (donates && (find_reach_ || !fit.empty())) {
+  if (donates && (offers_inputs_ || has_marks)) {
     try {
-      donation = Plan(fit);
-    } catch (const std::exception& error) {  // donates the marks without a plan
+      donation = Plan();
+    } catch (const std::exception& error) {
       registry.NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
-      donation = {};
-      for (const PendingMark& mark : fit) {
-        donation.offers.push_back({mark.donor});
-      }
+      donation = WithoutPlan();
     }
   }
   // The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
@@ -330,10 +332,10 @@ bool DonorSet::Commit(Claim& claim) {
   }
   recorded_ = step != nullptr;
   claim.step_ = recorded_ && !step->donors.empty() ? step : nullptr;
-  claim.settled_ = std::move(donation.settled);
+  claim.on_success_ = std::move(donation.on_success);
   ForgetCachedValues(tensors);
-  if (recorded_ && !donates && !fit.empty()) {
-    EndDryRun(fit, step->number);
+  if (recorded_ && gate.verdict == Gate::Verdict::kDryRun && has_marks) {
+    EndDryRun(step->number);
   }
   return claim.step_ != nullptr || !claim.moved_.empty();
 }

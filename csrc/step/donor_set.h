@@ -1,9 +1,9 @@
 // The donors of one step, from the proposal to the claim.
 //
-// Features propose marked parameters, and inputs that the program cannot reach. Commit() refuses donors whose buffer
-// another live tensor needs. The planner chooses among the inputs and orders the rest. Then Commit() adds the donors to
-// torch_xla's donor set and moves the marks to a new step of the registry. Refusals come before the order, so a refused
-// donor neither moves a parameter nor changes the graph.
+// Features propose marked parameters first, then inputs that the program cannot reach. Marks of a buffer that another
+// live tensor needs are refused. The planner chooses among the inputs and orders the rest. Then Commit() adds the
+// donors to torch_xla's donor set and moves the marks to a new step of the registry. Refusals come before the order, so
+// a refused donor neither moves a parameter nor changes the graph.
 //
 // torch_xla donates a parameter whose DeviceDataInfo names one of the step's outputs. A Claim replaces these infos, and
 // restores them when the graph has been compiled, or when the claim ends.
@@ -24,12 +24,12 @@
 #include <utility>
 #include <vector>
 
-#include "features/donor_plans.h"
-#include "features/liveness.h"
 #include "registry/registry.h"
 #include "step/live_tensors.h"
+#include "step/liveness.h"
 #include "step/observer.h"
 #include "step/parameter_order.h"
+#include "step/planner.h"
 
 namespace torch_xla_donate {
 
@@ -71,38 +71,34 @@ class Claim {
   std::vector<RewrittenInfo> rewritten_;
   MovedOutputs moved_;  // until the step is scheduled
   bool compiled_ = false;
-  std::function<void()> settled_;  // called after a successful run
+  std::function<void()> on_success_;  // called after a successful run
 };
 
 class DonorSet {
  public:
   DonorSet(GraphContext& context, const LiveTensors& list) : context_(context), list_(list) {}
 
-  const GraphContext& Context() const { return context_; }
-  const LiveTensors& List() const { return list_; }
-  // The live tensors, in the executor's order. Known when Commit() begins.
-  const std::vector<std::shared_ptr<abi::TensorData>>& Live() const { return live_; }
-
   using PendingMark = DonationRegistry::PendingMark;
-  // Proposes a marked parameter.
+  // Proposes a marked parameter. Marks come before everything below.
   void Propose(PendingMark mark) { proposed_.push_back({std::move(mark), {}}); }
-  // Proposes unmarked inputs. If the step donates, `find` returns those that the program can reach, nullopt if unknown.
-  using FindReach = std::function<std::optional<Liveness>(const DonorSet&)>;
-  // `settled` is called after the run with the planner's answer and its donors.
-  using Settled = std::function<void(const PlanResult&, const std::vector<DonorPtr>&)>;
-  void OfferInputs(FindReach find, Settled settled) {
-    find_reach_ = std::move(find);
-    settled_ = std::move(settled);
+
+  const LiveTensors& List() const { return list_; }
+  // The live tensors, in the executor's order.
+  const std::vector<std::shared_ptr<abi::TensorData>>& Live();
+  // The graph and its gate, which Live() closes if the outputs cannot be found among the live tensors.
+  const GraphContext& Context() const { return context_; }
+  // The facts for a plan, with the marks that are not refused. `reach` is empty if it is unknown, or not asked for.
+  StepFacts Facts(const std::optional<Liveness>& reach);
+  // The alias ids of the outputs; empty if they were not found.
+  std::vector<std::int64_t> OutputIds();
+
+  // Proposes unmarked inputs out of reach. Without a reach, the step only orders its donors.
+  void OfferInputs(std::optional<Liveness> reach) {
+    reach_ = std::move(reach);
+    offers_inputs_ = true;
   }
 
-  // `note` gets the request that automatic donation would make. It changes nothing in the step.
-  using Note = std::function<void(const PlanRequest&, const std::vector<std::int64_t>& outputs, const Reason&)>;
-  void WatchInputs(FindReach find, Note note) {
-    find_watched_ = std::move(find);
-    note_ = std::move(note);
-  }
-
-  bool IsEmpty() const { return proposed_.empty() && !find_reach_ && !note_; }
+  bool IsEmpty() const { return proposed_.empty() && !offers_inputs_; }
   // Claims the donors. Returns whether the step needs the claim.
   bool Commit(Claim& claim);
   // Whether the registry has a step for the graph.
@@ -118,23 +114,22 @@ class DonorSet {
   struct Donation {
     std::vector<Offer> offers;  // in the order of the parameters
     std::optional<OutputMove> move;
-    std::function<void()> settled;
+    std::function<void()> on_success;
   };
 
   void FindOutputs();
   void Triage();
-  PlanRequest Request(const std::vector<PendingMark>& marks, const std::optional<Liveness>& reach) const;
-  Donation Plan(const std::vector<PendingMark>& marks) const;
-  void Watch(const std::vector<PendingMark>& marks) const;
-  void EndDryRun(const std::vector<PendingMark>& marks, std::uint64_t step) const;
+  void Prepare();
+  Donation Plan();
+  Donation WithoutPlan() const;
+  void EndDryRun(std::uint64_t step);
 
   GraphContext& context_;
   const LiveTensors& list_;
   std::vector<Proposed> proposed_;
-  FindReach find_reach_;
-  Settled settled_;
-  FindReach find_watched_;
-  Note note_;
+  bool offers_inputs_ = false;
+  std::optional<Liveness> reach_;
+  bool prepared_ = false;
   std::vector<std::shared_ptr<abi::TensorData>> live_;
   std::vector<const abi::TensorData*> outputs_;
   std::unordered_map<const abi::TensorData*, std::size_t> number_of_;  // of each output

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <queue>
 #include <set>
@@ -21,6 +22,7 @@ namespace {
 constexpr std::size_t kNodesPerOutput = 64;
 
 thread_local std::optional<SizeRule> forced_rule;
+std::atomic<bool> keep_order{false};
 
 // torch_xla has set PJRT_DEVICE before the first step, and takes no other platform after it.
 // NOLINTBEGIN(concurrency-mt-unsafe): torch_xla and XLA read the environment in the same way
@@ -45,6 +47,9 @@ ArraySize SizeOf(const std::string& array, bool unsharded) {
 }
 
 void ForceSizeRule(std::optional<SizeRule> rule) { forced_rule = rule; }
+
+void SetKeepOrder(bool on) { keep_order.store(on, std::memory_order_relaxed); }
+bool KeepsOrder() { return keep_order.load(std::memory_order_relaxed); }
 
 GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
                           bool sharded) {

@@ -10,7 +10,7 @@
 
 #include "host/array_text.h"
 #include "host/graphs.h"
-#include "step/size_pairing.h"
+#include "step/plan.h"
 
 namespace torch_xla_donate {
 
@@ -26,17 +26,17 @@ ArraySize SizeOf(const std::string& array, bool unsharded);
 // Sets the rule for this thread, to order parameters for a platform that is not there; empty for the platform's.
 void ForceSizeRule(std::optional<SizeRule> rule);
 
-struct GraphArrays {
-  std::vector<std::string> arrays;      // the parameters, as abi::DescribeBuffer writes them
-  std::vector<ArraySize> bytes;         // of the parameters
-  std::vector<ArraySize> output_bytes;  // of the outputs
-  std::vector<bool> movable;            // by output: torch_xla can make an array for it, so it may move
-  bool dynamic = false;                 // only the device knows the size of some output
+// Whether steps keep the order of their parameters and outputs, for the process.
+void SetKeepOrder(bool on);
+bool KeepsOrder();
+
+struct GraphArrays : GraphSizes {
+  std::vector<std::string> arrays;  // the parameters, as abi::DescribeBuffer writes them
 };
 GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
                           bool sharded);
 
-// Finds the parameters near an output's root, for PairRequest::near. Both vectors must outlive it.
+// Finds the parameters near an output's root, for Plan(). Both vectors must outlive it.
 class NearParameters {
  public:
   NearParameters(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots)

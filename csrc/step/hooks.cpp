@@ -1,4 +1,4 @@
-// The intercepts, a few lines each; the table of hooks; and installing them.
+// Finds the functions of the table, and patches the slots that call them.
 #include "step/hooks.h"
 
 #include <dlfcn.h>
@@ -9,140 +9,10 @@
 #include <utility>
 
 #include "elf/patch.h"
-#include "features/outdated_tensors.h"
-#include "features/symbolic_sizes.h"
-#include "features/use_guard.h"
-#include "features/whole_overwrites.h"
-#include "step/thread_step.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
 namespace {
-
-using abi::Executor;
-
-Original run_post_order, async_constructor, lazy_tensor_constructor, current_data_handle, create_tensor_node,
-    for_all_device_contexts, tensor_collection_barrier, mark_step, completer;
-
-// ---- The intercepts of a step, in its order ----
-
-void ForAllDeviceContexts(void* arena, const void* function, const lazy::BackendDevice* device) {
-  const ThreadStep::Listing listing(arena, device);
-  for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
-}
-
-// Each live tensor passes the next two hooks in each step. The code for watched tensors is a separate function, so that
-// without watches the hook is a test and a jump.
-[[gnu::noinline]] void WatchedConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
-  ThreadStep::Get().TensorMade(data);
-  lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
-}
-
-void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
-  return Watches(kListed) ? WatchedConstructor(self, data)
-                          : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
-}
-
-[[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
-  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-  if (!ThreadStep::Get().IsAskedForList(*self, handle != nullptr) && handle != nullptr && !IsReplacing()) {
-    CheckRead(handle.get());
-  }
-  return handle;
-}
-
-lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
-  return Watches(kListed) ? WatchedHandle(self) : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-}
-
-Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
-                                     Executor::SyncTensorCollection* collection) {
-  ThreadStep::Graph graph(*self, roots, *collection);
-  Executor::PostOrderData result = [&] {
-    try {
-      return run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
-    } catch (const std::exception&) {  // such as a deleted buffer; the program's error names the mark
-      ThrowIfReadsConsumed(roots);
-      throw;
-    }
-  }();
-  graph.Known(result);
-  return result;
-}
-
-void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
-  ThreadStep::Get().PassBarrier(*self, *collection, [self, collection] {
-    tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
-  });
-}
-
-void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
-                      std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
-                      lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
-  for (StepObserver* observer : Observers()) {
-    observer->CheckRun(parameters);
-  }
-  async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
-                                                  std::move(computation));
-  ThreadStep::Get().Prepare(*self, *collection);
-}
-
-std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run) {
-  return completer.As<abi::CompleterFn>()(self, ThreadStep::Get().Start(self, std::move(run)));
-}
-
-void MarkStep(void* arena, const lazy::BackendDevice& device) {
-  mark_step.As<abi::MarkStepFn>()(arena, device);
-  ThreadStep::Get().End(device);
-}
-
-lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDataPtr& data, bool read_only) {
-  if (Watches(kRegistry)) {
-    CheckUse(*self, data.get());
-  }
-  return create_tensor_node.As<abi::CreateTensorNodeFn>()(self, data, read_only);
-}
-
-// ---- The table ----
-
-std::vector<Hook> ExecutorHooks() {
-  const auto row = [](const char* name, const char* symbol, auto* replacement, Original& original,
-                      const char* purpose) {
-    return Hook{name, HookedLibrary::kExtension, {symbol}, reinterpret_cast<void*>(replacement), &original, purpose};
-  };
-  return {
-      row("DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts, &ForAllDeviceContexts,
-          for_all_device_contexts, "a list of live tensors begins"),
-      row("LazyTensor::LazyTensor", abi::kLazyTensorConstructor, &LazyTensorConstructor, lazy_tensor_constructor,
-          "notes the live tensors"),
-      row("LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, &CurrentDataHandle, current_data_handle,
-          "finds reads of donated tensors"),
-      row("LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, &RunPostOrder, run_post_order,
-          "chooses the donors of a step"),
-      row("LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier, &TensorCollectionBarrier,
-          tensor_collection_barrier, "graph compiled: restores torch_xla's notes on its inputs"),
-      row("LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, &AsyncConstructor, async_constructor,
-          "the step will run: donors are committed"),
-      row("MultiWait::Completer", abi::kCompleter, &Completer, completer, "the step has run: outcomes are read"),
-      row("DeviceContextArena::MarkStep", abi::kMarkStep, &MarkStep, mark_step,
-          "end of the step: reports unusable donations"),
-      row("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
-          "finds ops on donated tensors"),
-      SymbolicSizeHook(),
-  };
-}
-
-const std::vector<Hook>& Table() {
-  static const std::vector<Hook> table = [] {
-    std::vector<Hook> hooks = ExecutorHooks();
-    for (const auto& rows : {FunctionalHooks(), OverwriteHooks()}) {
-      hooks.insert(hooks.end(), rows.begin(), rows.end());
-    }
-    return hooks;
-  }();
-  return table;
-}
 
 struct Installation {
   std::mutex mutex;
@@ -196,7 +66,7 @@ void InstallHooks(const std::string& library_path) {
     return;
   }
   std::vector<PatchSpec> in_extension, in_torch;  // in the order of the table
-  for (const Hook& hook : Table()) {
+  for (const Hook& hook : HookTable()) {
     const Import import = Find(hook);
     if (import.address == nullptr) {
       throw std::runtime_error(std::string("libtorch does not export ") + import.symbol);
@@ -234,8 +104,8 @@ std::vector<HookInfo> Hooks() {
   Installation& installation = TheInstallation();
   std::lock_guard<std::mutex> lock(installation.mutex);
   std::vector<HookInfo> result;
-  for (std::size_t i = 0; i < Table().size(); ++i) {
-    const Hook& hook = Table()[i];
+  for (std::size_t i = 0; i < HookTable().size(); ++i) {
+    const Hook& hook = HookTable()[i];
     HookInfo info{hook.name, hook.library == HookedLibrary::kTorch ? "libtorch_cpu" : "_XLAC", Find(hook).symbol,
                   hook.purpose};
     if (i < installation.patches.size()) {

@@ -1,4 +1,4 @@
-// The table of hooks on calls of torch_xla and libtorch, and their installation.
+// Hooks on calls of torch_xla and libtorch, and their installation.
 //
 // Ownership: the patches belong to this file; UninstallHooks() or the end of the process undoes them.
 // Threads: any thread may call all functions.
@@ -36,6 +36,9 @@ struct Hook {
   Original* original;
   const char* purpose;
 };
+
+// All hooks; see features/intercepts.cpp.
+const std::vector<Hook>& HookTable();
 
 struct HookInfo {
   std::string name;

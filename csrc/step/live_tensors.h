@@ -25,7 +25,7 @@ class LiveTensorList {
     kept_ = kept;
     entries_.clear();
     newest_ = 0;
-    asked_ = asked_again_ = 0;
+    read_ = read_again_ = 0;
   }
   bool IsKept() const { return kept_; }
 
@@ -38,19 +38,19 @@ class LiveTensorList {
   // A tensor's handle is read. Returns whether the read belongs to the list. `computes_nothing()` returns whether the
   // tensor's whole graph is device data. The executor reads the handle of such a tensor twice.
   template <typename ComputesNothing>
-  bool IsAsked(const Data* tensor, bool holds_data, const ComputesNothing& computes_nothing) {
-    if (asked_ < entries_.size() && tensor == entries_[asked_].data) {
-      ++asked_;
+  bool IsListRead(const Data* tensor, bool holds_data, const ComputesNothing& computes_nothing) {
+    if (read_ < entries_.size() && tensor == entries_[read_].data) {
+      ++read_;
       return true;
     }
     if (holds_data) {
       return false;
     }
-    if (asked_ > 0 && tensor == entries_[asked_ - 1].data && computes_nothing()) {
+    if (read_ > 0 && tensor == entries_[read_ - 1].data && computes_nothing()) {
       return true;
     }
-    if (asked_ == entries_.size()) {
-      ++asked_again_;
+    if (read_ == entries_.size()) {
+      ++read_again_;
       return true;
     }
     return false;
@@ -58,7 +58,7 @@ class LiveTensorList {
 
   // Whether a graph with so many outputs belongs to the step that made the list. A partial sync that found the list of
   // another caller would have read each of its tensors twice.
-  bool IsOfStep(std::size_t outputs) const { return kept_ && asked_ == entries_.size() && asked_again_ < 2 * outputs; }
+  bool IsOfStep(std::size_t outputs) const { return kept_ && read_ == entries_.size() && read_again_ < 2 * outputs; }
 
   // In the executor's order; null for freed tensors.
   std::vector<std::shared_ptr<Data>> Tensors() const {
@@ -83,8 +83,8 @@ class LiveTensorList {
   bool kept_ = false;
   std::vector<Entry> entries_;
   std::int64_t newest_ = 0;
-  std::size_t asked_ = 0;        // how many entries have been read
-  std::size_t asked_again_ = 0;  // how many reads have followed the list
+  std::size_t read_ = 0;        // how many entries have been read
+  std::size_t read_again_ = 0;  // how many reads have followed the list
 };
 
 }  // namespace torch_xla_donate

@@ -40,7 +40,7 @@ class Matching {
         classes_[*bytes].outputs.push_back(output);
       }
     }
-    pairs_.successor.resize(request.bytes.size());
+    pairs_.preferred_output.resize(request.bytes.size());
     for (std::size_t i = 0; i < request.bytes.size(); ++i) {
       if (request.donors[i] && request.bytes[i].has_value()) {
         ++classes_[*request.bytes[i]].donors;
@@ -51,9 +51,9 @@ class Matching {
 
   DonorPairs Run() {
     for (std::size_t i = 0; i < request_.bytes.size(); ++i) {
-      if (request_.donors[i] && request_.wanted[i].has_value()) {
-        pairs_.successor[i] = request_.wanted[i];
-        Pair(*request_.wanted[i], i);
+      if (request_.donors[i] && request_.preferred_output[i].has_value()) {
+        pairs_.preferred_output[i] = request_.preferred_output[i];
+        Pair(*request_.preferred_output[i], i);
       }
     }
     PairByFlow();
@@ -111,7 +111,7 @@ class Matching {
     std::sort(candidates.begin(), candidates.end());
     for (const Candidate& found : candidates) {
       if (Pair(found.output, found.parameter)) {
-        pairs_.successor[found.parameter] = found.output;
+        pairs_.preferred_output[found.parameter] = found.output;
       }
     }
   }

@@ -46,17 +46,17 @@ struct PairRequest {
   const std::vector<ArraySize>& output_bytes;
   const std::vector<bool>& movable;  // by output: whether it may move
   // By position of the parameter:
-  const std::vector<bool>& donors;                        // already in the donor set
-  const std::vector<bool>& offered;                       // may join it if an output is left
-  const std::vector<std::optional<std::size_t>>& wanted;  // the output that a donor was given
+  const std::vector<bool>& donors;                                  // already in the donor set
+  const std::vector<bool>& offered;                                 // may join it if an output is left
+  const std::vector<std::optional<std::size_t>>& preferred_output;  // of a donor, if the program has named one
   // The parameters from which an output is computed, nearest first. It is most likely the nearest one's next value.
   std::function<std::vector<NearParameter>(std::size_t output)> near;
   bool keep_order = false;  // leave parameters and outputs where they are, even if pairs cross
 };
 
 struct DonorPairs {
-  std::vector<std::size_t> chosen;                    // of the offered ones, sorted
-  std::vector<std::optional<std::size_t>> successor;  // by parameter: the output wanted or computed from it
+  std::vector<std::size_t> chosen;                           // of the offered ones, sorted
+  std::vector<std::optional<std::size_t>> preferred_output;  // by parameter: that of the request, or computed from it
   std::vector<std::size_t> parameter_order;  // by new place, the parameter that moves there; empty to keep the order
   std::vector<std::size_t> output_order;     // by new place, the output that moves there; empty to keep the order
   std::vector<std::int64_t> room;            // sizes of the outputs without a donor

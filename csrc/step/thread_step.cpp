@@ -6,11 +6,11 @@
 #include <exception>
 #include <utility>
 
-#include "features/graph_wiring.h"
 #include "host/tensors.h"
 #include "registry/registry.h"
+#include "registry/watch.h"
+#include "repairs/graph_wiring.h"
 #include "step/callbacks.h"
-#include "step/watch.h"
 
 namespace torch_xla_donate {
 
@@ -114,12 +114,12 @@ void ThreadStep::TensorMade(const std::shared_ptr<abi::TensorData>& data) {
   }
 }
 
-bool ThreadStep::IsAskedForList(const lazy::LazyTensor& tensor, bool holds_data) {
+bool ThreadStep::IsListRead(const lazy::LazyTensor& tensor, bool holds_data) {
   if (!list_.IsKept()) {
     return false;
   }
   const abi::TensorData& data = *tensor.data();
-  if (list_.IsAsked(&data, holds_data, [&data] { return abi::BufferOf(data) != nullptr; })) {
+  if (list_.IsListRead(&data, holds_data, [&data] { return abi::BufferOf(data) != nullptr; })) {
     return true;
   }
   list_.Reset(false);

@@ -52,7 +52,7 @@ class ThreadStep {
   };
   void TensorMade(const std::shared_ptr<abi::TensorData>& data);
   // A tensor's handle is read. Returns whether the read belongs to the list; if not, drops the list.
-  bool IsAskedForList(const lazy::LazyTensor& tensor, bool holds_data);
+  bool IsListRead(const lazy::LazyTensor& tensor, bool holds_data);
 
   // While the object lives, the executor makes a graph.
   class Graph {

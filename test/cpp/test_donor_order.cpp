@@ -1,11 +1,10 @@
-// Triage, XLA's rule for sizes, and the planner: plain numbers for parameters, outputs and bytes.
+// The plan of a step, and XLA's rule for sizes: plain numbers for parameters, outputs and bytes.
 #include <algorithm>
 #include <optional>
 #include <utility>
 
 #include "check.h"
-#include "step/size_pairing.h"
-#include "step/triage.h"
+#include "step/plan.h"
 
 namespace torch_xla_donate {
 namespace {
@@ -25,7 +24,7 @@ struct Step {
   std::vector<Positions> near{};
   std::vector<bool> donors = std::vector<bool>(bytes.size());
   std::vector<bool> offered = std::vector<bool>(bytes.size());
-  std::vector<Place> wanted = std::vector<Place>(bytes.size());
+  std::vector<Place> preferred = std::vector<Place>(bytes.size());
   std::vector<bool> movable = std::vector<bool>(output_bytes.size(), true);
   bool keep_order = false;
 
@@ -37,7 +36,7 @@ struct Step {
       }
       return found;
     };
-    return PairDonors({bytes, output_bytes, movable, donors, offered, wanted, near_output, keep_order});
+    return PairDonors({bytes, output_bytes, movable, donors, offered, preferred, near_output, keep_order});
   }
 };
 
@@ -96,7 +95,8 @@ TEST(a_step_that_keeps_its_order_crosses) {
   step.keep_order = true;
   const DonorPairs plan = step.Pair();
   CHECK(plan.parameter_order.empty() && plan.output_order.empty());
-  CHECK(plan.successor[0] == Place(1) && plan.successor[1] == Place(0) && plan.successor[2] == Place(3));
+  CHECK(plan.preferred_output[0] == Place(1) && plan.preferred_output[1] == Place(0) &&
+        plan.preferred_output[2] == Place(3));
 }
 
 TEST(crossed_donors_are_put_into_the_order_of_their_outputs) {
@@ -108,10 +108,10 @@ TEST(crossed_donors_are_put_into_the_order_of_their_outputs) {
   CHECK(pairs[0] == Place(1) && pairs[1] == Place(0));
 }
 
-TEST(a_wanted_output_counts_before_the_nearest) {
+TEST(a_preferred_output_counts_before_the_nearest) {
   Step step{{4, 4}, {4, 4}, {{0}, {1}}};
   step.donors = {true, true};
-  step.wanted = {1, std::nullopt};
+  step.preferred = {1, std::nullopt};
   const auto pairs = AsXlaPairs(step, step.Pair());
   CHECK(pairs[0] == Place(1) && pairs[1] == Place(0));
 }
@@ -122,7 +122,7 @@ TEST(only_as_many_inputs_join_as_outputs_are_left) {
   step.offered = {false, true, true};
   const DonorPairs plan = step.Pair();
   CHECK_EQ(Text(plan.chosen), "2 ");
-  CHECK(plan.successor[2] == Place(1));
+  CHECK(plan.preferred_output[2] == Place(1));
 }
 
 TEST(an_input_leaves_the_donors_what_they_need) {
@@ -168,22 +168,88 @@ TEST(a_refused_donor_leaves_the_order_alone) {
   CHECK(step.Pair().parameter_order.empty());
 }
 
-TEST(triage_refuses_what_another_tensor_holds) {
+TEST(what_another_tensor_holds_is_an_obstacle) {
   const int tensors[4] = {}, buffers[3] = {};
-  const auto is_offered = [&](std::size_t, const void* tensor) { return tensor == &tensors[0]; };
+  const auto is_marked = [&](std::size_t, const void* tensor) { return tensor == &tensors[0]; };
   const auto found = FindObstacles({&buffers[0], &buffers[1], &buffers[2]},
                                    {{&tensors[0], &buffers[0], false},
                                     {&tensors[0], &buffers[1], false},
                                     {&tensors[1], &buffers[1], false},
                                     {&tensors[2], &buffers[2], true}},
-                                   is_offered);
-  CHECK(found[0] == Obstacle::kNone);
-  CHECK(found[1] == Obstacle::kShared);
-  CHECK(found[2] == Obstacle::kViewed);
+                                   is_marked);
+  CHECK(found[0] == MarkObstacle::kNone);
+  CHECK(found[1] == MarkObstacle::kShared);
+  CHECK(found[2] == MarkObstacle::kViewed);
 }
 
-TEST(triage_of_nothing_refuses_nothing) {
+TEST(without_marks_there_are_no_obstacles) {
   CHECK(FindObstacles({}, {}, [](std::size_t, const void*) { return true; }).empty());
+}
+
+namespace {
+
+StepPlan PlanOf(const std::vector<ArraySize>& bytes, const std::vector<ArraySize>& output_bytes,
+                const std::vector<PlanInput>& inputs, const std::vector<Positions>& near) {
+  const auto find_near = [&near](std::size_t output) {
+    std::vector<NearParameter> found;
+    for (const std::size_t parameter : near[output]) found.push_back({found.size() + 1, parameter});
+    return found;
+  };
+  return Plan({bytes, output_bytes, std::vector<bool>(output_bytes.size(), true)}, inputs, find_near, false);
+}
+
+PlanInput Marked() {
+  PlanInput input;
+  input.is_marked = true;
+  return input;
+}
+PlanInput UpdatedInPlace(std::size_t output) {
+  PlanInput input;
+  input.is_updated_in_place = true;
+  input.preferred_output = output;
+  return input;
+}
+PlanInput Reached(bool held, bool read_later) {
+  PlanInput input;
+  input.is_held = held;
+  input.is_read_later = read_later;
+  return input;
+}
+
+}  // namespace
+
+TEST(a_plan_names_the_use_of_each_input_and_its_output) {
+  // Outputs 0 to 3 are computed from the inputs 0 to 3.
+  const StepPlan plan = PlanOf({4, 4, 4, 4, 4, 8}, {4, 4, 4, 4},
+                               {UpdatedInPlace(0), Marked(), Reached(false, false), Reached(true, false),
+                                Reached(false, true), Reached(false, false)},
+                               {{0}, {1}, {2}, {3}});
+  CHECK(plan.uses == (std::vector<InputUse>{InputUse::kUpdatedInPlace, InputUse::kMarked, InputUse::kFree,
+                                            InputUse::kHeld, InputUse::kOther, InputUse::kOther}));
+  CHECK(plan.output_of == (std::vector<Place>{0, std::nullopt, 2, 3, std::nullopt, std::nullopt}));
+  CHECK_EQ(Text(plan.pairs.chosen), "2 ");
+  CHECK_EQ(plan.pairs.room.size(), 1U);  // the held input does not take its output
+}
+
+TEST(an_input_that_something_reaches_or_that_is_barred_is_never_chosen) {
+  PlanInput barred = Reached(false, false);
+  barred.is_barred = true;
+  for (const PlanInput& input : {Reached(true, false), Reached(false, true), PlanInput(), barred}) {
+    CHECK(PlanOf({4}, {4}, {input}, {{0}}).pairs.chosen.empty());
+  }
+  CHECK_EQ(Text(PlanOf({4}, {4}, {Reached(false, false)}, {{0}}).pairs.chosen), "0 ");
+}
+
+TEST(a_free_input_gets_an_output_before_a_held_one) {
+  const StepPlan plan = PlanOf({4, 4}, {4}, {Reached(true, false), Reached(false, false)}, {{0, 1}});
+  CHECK(plan.uses == (std::vector<InputUse>{InputUse::kOther, InputUse::kFree}));
+}
+
+TEST(with_sizes_that_only_the_device_knows_no_input_joins) {
+  const auto near = [](std::size_t) { return std::vector<NearParameter>{{1, 0}}; };
+  const GraphSizes sizes{{4}, {4}, {true}, /*dynamic=*/true};
+  CHECK(Plan(sizes, {Reached(false, false)}, near, false).pairs.chosen.empty());
+  CHECK(Plan(sizes, {Marked()}, near, false).uses[0] == InputUse::kMarked);
 }
 
 }  // namespace torch_xla_donate

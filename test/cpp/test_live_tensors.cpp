@@ -25,7 +25,7 @@ struct Listed {
       list.Add(tensors[i], i == 1 ? &buffer : nullptr, static_cast<std::int64_t>(i) + 7);
     }
   }
-  bool Ask(std::size_t i) { return list.IsAsked(tensors[i].get(), i == 1, kComputes); }
+  bool Ask(std::size_t i) { return list.IsListRead(tensors[i].get(), i == 1, kComputes); }
 };
 
 }  // namespace
@@ -67,8 +67,8 @@ TEST(a_tensor_that_holds_data_is_a_read_once_the_list_has_ended) {
 TEST(a_tensor_whose_graph_is_device_data_is_asked_twice) {
   Listed step;
   CHECK(step.Ask(0));
-  CHECK(step.list.IsAsked(step.tensors[0].get(), false, kIsDeviceData));
-  CHECK(!step.list.IsAsked(step.tensors[0].get(), false, kComputes));
+  CHECK(step.list.IsListRead(step.tensors[0].get(), false, kIsDeviceData));
+  CHECK(!step.list.IsListRead(step.tensors[0].get(), false, kComputes));
 }
 
 TEST(a_list_that_is_not_kept_belongs_to_no_step) {

@@ -21,6 +21,7 @@ FLOORS = [
     {"__init__", "_doctor", "_pages"},
     {"__main__", "_pytest"},
 ]
+CPP_FLOORS = ["elf", "host", "repairs", "registry", "step", "features", "python"]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 
@@ -43,6 +44,17 @@ def test_imports_go_down_only() -> None:
         others = imported(path) - {part} if part != "__init__" else set()
         wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in others if FLOOR[name] >= FLOOR[part]]
     assert wrong == []
+
+
+def test_includes_go_down_only() -> None:
+    wrong, lower = [], 0
+    for path in sorted((PACKAGE.parent / "csrc").glob("*/*.[hc]*")):
+        floor = CPP_FLOORS.index(path.parent.name)
+        for name in re.findall(r'^#include "(\w+)/', path.read_text(encoding="utf-8"), re.MULTILINE):
+            lower += CPP_FLOORS.index(name) < floor
+            wrong += [f"{path.parent.name}/{path.name} includes {name}/"] * (CPP_FLOORS.index(name) > floor)
+    assert wrong == []
+    assert lower > 100
 
 
 def test_a_training_process_loads_no_tools() -> None:

@@ -1,0 +1,216 @@
+// The choice among the free inputs of a graph, and the plans that are kept.
+#include "step/planner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "host/array_text.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+constexpr std::size_t kKnownSets = 16;
+
+bool IsSubset(const std::vector<std::size_t>& parameters, const std::vector<bool>& free) {
+  return std::all_of(parameters.begin(), parameters.end(), [&free](std::size_t i) { return free[i]; });
+}
+
+}  // namespace
+
+DonorPlanner& DonorPlanner::Get() {
+  static DonorPlanner* plans = new DonorPlanner();
+  return *plans;
+}
+
+std::size_t DonorPlanner::Size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return plans_.size();
+}
+
+DonorPlanner::KeptPlan DonorPlanner::Look(const StepFacts& step) {
+  GraphArrays arrays = step.Measure();
+  KeptPlan plan;
+  plan.fits = FindFits(arrays, step.inputs);
+  plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(arrays.arrays));
+  plan.sizes = std::move(arrays);
+  return plan;
+}
+
+DonorPlanner::ChoicePtr DonorPlanner::Decide(const KeptPlan& plan, const StepFacts& step,
+                                             const std::vector<bool>& free) {
+  StepFacts limited = step;
+  for (std::size_t i = 0; i < free.size(); ++i) {
+    PlanInput& input = limited.inputs[i];
+    input.is_barred = !free[i];
+    input.is_held = input.is_read_later = false;
+  }
+  auto choice = std::make_shared<DonorChoice>();
+  choice->pairs = limited.PlanFor(plan.sizes).pairs;
+  for (std::size_t i : choice->pairs.chosen) {
+    const std::string& array = (*plan.arrays)[i];
+    DonorArray donor(step.graph.parameters_data[i]->device());
+    donor.automatic = true;
+    donor.dtype = ElementType(array).value_or(at::ScalarType::Undefined);
+    const std::vector<std::int64_t> sizes = SizesOf(array);
+    donor.sizes.assign(sizes.begin(), sizes.end());
+    donor.bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
+    choice->bytes += plan.sizes.bytes[i].value_or(0);
+    choice->prototypes.push_back(std::move(donor));
+  }
+  const std::vector<std::int64_t>& room = choice->pairs.room;
+  for (const ArraySize& bytes : plan.sizes.bytes) {
+    choice->has_room.push_back(std::find(room.begin(), room.end(), bytes.value_or(0)) != room.end());
+  }
+  return choice;
+}
+
+// The answer for a set of free inputs that is not among the last kKnownSets.
+DonorPlanner::ChoicePtr DonorPlanner::ChooseFallback(KeptPlan& plan, const StepFacts& step,
+                                                     const std::vector<bool>& free) {
+  const auto adopt = [&plan](ChoicePtr made) {
+    const auto same = [&made](const ChoicePtr& other) { return other->pairs.chosen == made->pairs.chosen; };
+    const auto found = std::find_if(plan.choices.begin(), plan.choices.end(), same);
+    if (found != plan.choices.end()) {
+      return *found;
+    }
+    plan.choices.push_back(made);
+    return made;
+  };
+  if (plan.choices.size() < kMaxChoices) {
+    return adopt(Decide(plan, step, free));
+  }
+  ChoicePtr best;
+  for (const ChoicePtr& choice : plan.choices) {
+    if (IsSubset(choice->pairs.chosen, free) && (best == nullptr || choice->bytes > best->bytes)) {
+      best = choice;
+    }
+  }
+  if (best != nullptr && best->bytes > 0) {
+    return best;
+  }
+  // No choice fits. In most loops the inputs that were free every time stay free. Adds at most two graphs.
+  if (plan.choices.size() == kMaxChoices) {
+    return adopt(Decide(plan, step, plan.always_free));
+  }
+  return best != nullptr ? best : adopt(Decide(plan, step, std::vector<bool>(free.size(), false)));
+}
+
+void DonorPlanner::Forget(lazy::hash_t key) {
+  const auto found = plans_.find(key);
+  parameters_ -= found->second.sizes.bytes.size();
+  plans_.erase(found);
+  order_.erase(std::find(order_.begin(), order_.end(), key));
+}
+
+void DonorPlanner::Learn(const PlanResult& plan, const std::vector<DonorPtr>& donors) {
+  if (multi_process_.load(std::memory_order_relaxed)) {
+    return;
+  }
+  std::vector<std::size_t> unused;
+  for (std::size_t i = 0; i < donors.size(); ++i) {
+    if (DonationRegistry::Get().IsUnusable(*donors[i])) {
+      unused.push_back(plan.choice->pairs.chosen[i]);
+    }
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (const auto entry = plans_.find(plan.plan); entry != plans_.end()) {
+    std::vector<bool>& fits = entry->second.fits;
+    for (const std::size_t i : unused) {
+      if (i < fits.size()) {  // else another graph has this hash now
+        fits[i] = false;
+      }
+    }
+  }
+}
+
+std::vector<HeldInput> DonorPlanner::LastHeld() const {
+  std::vector<HeldInput> result;
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& [device, left] : last_left_) {
+    for (const bool by_tensor : {true, false}) {
+      for (const Left::Input& input : left.inputs) {
+        if (input.by_tensor == by_tensor) {
+          const std::string array = WithoutLayout((*left.arrays)[input.parameter]);
+          result.push_back({array, BytesPerDevice(array).value_or(0), device, by_tensor, input.buffer});
+        }
+      }
+    }
+  }
+  return result;
+}
+
+void DonorPlanner::BeginStep(const lazy::BackendDevice& device) {
+  std::map<lazy::BackendDevice, Left>::node_type before;  // released without the lock, as it may be large
+  std::lock_guard<std::mutex> lock(mutex_);
+  before = last_left_.extract(device);
+}
+
+PlanResult DonorPlanner::Choose(const StepFacts& step) {
+  const std::size_t count = step.inputs.size();
+  std::vector<bool> donors;
+  std::vector<std::size_t> preferred;
+  for (const PlanInput& input : step.inputs) {
+    donors.push_back(input.IsDonor());
+    preferred.push_back(input.preferred_output.has_value() ? *input.preferred_output + 1 : 0);
+  }
+  const std::vector<bool> kind = {step.automatic, step.sharded};
+  lazy::hash_t key = lazy::HashCombine(step.hash, lazy::Hash(step.graph.parameter_sequence));
+  key = lazy::HashCombine(key, lazy::HashCombine(lazy::Hash(donors), lazy::Hash(kind)));
+  key = lazy::HashCombine(key, lazy::Hash(preferred));
+  // A plan for all devices would keep the choices of the device that is first.
+  key = lazy::HashCombine(key, lazy::Hash(step.device.toString()));
+  std::unique_lock<std::mutex> lock(mutex_);
+  auto found = plans_.find(key);
+  if (found == plans_.end() || found->second.sizes.bytes.size() != count ||
+      found->second.sizes.output_bytes.size() != step.roots.size()) {
+    if (found != plans_.end()) {  // another graph has the same hash
+      Forget(key);
+    }
+    found = plans_.emplace(key, Look(step)).first;
+    order_.push_back(key);
+    parameters_ += count;
+    while (order_.size() > 1 && (order_.size() > kKeptPlans || parameters_ > kKeptParameters)) {
+      Forget(order_.front());
+    }
+    found->second.always_free.assign(count, true);
+  }
+  KeptPlan& plan = found->second;
+  std::vector<bool> free(count), held(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const InputUse use = UseIfPaired(step.inputs[i], step.automatic && plan.fits[i]);
+    free[i] = use == InputUse::kFree;
+    held[i] = use == InputUse::kHeld || use == InputUse::kReadLater;
+    if (!free[i]) {
+      plan.always_free[i] = false;
+    }
+  }
+  PlanResult answer{nullptr, key};
+  const auto same = [&free](const auto& entry) { return entry.first == free; };
+  const auto given = std::find_if(plan.by_free.begin(), plan.by_free.end(), same);
+  if (given != plan.by_free.end()) {
+    answer.choice = given->second;
+  } else {
+    answer.choice = ChooseFallback(plan, step, free);
+    plan.by_free.emplace_front(free, answer.choice);
+    if (plan.by_free.size() > kKnownSets) {
+      plan.by_free.pop_back();
+    }
+  }
+  Left left{plan.arrays, {}};
+  lock.unlock();
+  if (!answer.choice->pairs.room.empty()) {
+    for (std::size_t i = 0; i < count; ++i) {
+      if (held[i] && answer.choice->has_room[i]) {
+        left.inputs.push_back({i, step.inputs[i].is_held, step.graph.parameters_data[i]});
+      }
+    }
+  }
+  if (!left.inputs.empty()) {
+    lock.lock();
+    last_left_.insert_or_assign(step.device, std::move(left));
+  }
+  return answer;
+}
+
+}  // namespace torch_xla_donate
