@@ -287,9 +287,10 @@ class Table:
         return shown
 
     def for_docs(self) -> str:
-        """In Markdown, without the title."""
+        """In Markdown, without the title, which the page has."""
         rules = ["---"] + ["---:"] * (len(self.columns) - 1)
-        return "".join(f"| {' | '.join(row)} |\n" for row in (self.columns, rules, *self.rows))
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in (self.columns, rules, *self.rows))
+        return f"{lines}\n{self.caption}\n" if self.caption else lines
 
 
 def aim(result: Mapping[str, Any]) -> str:

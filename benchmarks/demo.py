@@ -70,7 +70,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     head = f"`make demo`, {mib(demo[0]['state_bytes'])} of training state"
     return {
         "demo": _common.Table(
-            f"demo: medians of {demo[0]['runs']} runs",
+            "demo",
             (head, *(row["mode"] for row in demo)),
             [
                 ("memory that XLA plans for a step", *(mib(row["planned_bytes"]) for row in demo)),
@@ -82,6 +82,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
                     *(f"{row['kept_pointers']} of {row['state_tensors']}" for row in demo),
                 ),
             ],
+            f"Medians of {demo[0]['runs']} runs.",
         ),
         "examples": _common.Table(
             "demo: the step of each example, as XLA compiles it for CPU, and for a TPU v6e",

@@ -190,20 +190,38 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     for row in result["rows"]:
         cases.setdefault(row["case"], {})[row["variant"]] = row
 
-    def table(title: str, shown: Callable[[Any], str], variants: Sequence[str]) -> _common.Table:
+    def table(title: str, caption: str, shown: Callable[[Any], str], variants: Sequence[str]) -> _common.Table:
         rows = [[case, *(shown(of[one]) if one in of else "" for one in variants)] for case, of in cases.items()]
-        return _common.Table(f"jax_side_by_side: {title}", ("update", *variants), rows, result["live"])
+        return _common.Table(f"jax_side_by_side: {title}", ("update", *variants), rows, caption)
 
     donated = ("marks", *OPTIONS)
+    summary = [
+        [
+            case,
+            f"{of['marks']['over_not_donated']['median']:.2f}",
+            f"{of['marks']['peak_over_live'] / of[PLAIN]['peak_over_live']:.2f}",
+            *(f"{of[variant]['over_jax_donated']['median']:.2f}" for variant in ("compile", "pure=True")),
+        ]
+        for case, of in cases.items()
+    ]
     return {
+        "summary": _common.Table(
+            "jax_side_by_side: a donated update, relative to ...",
+            ("update", "time, not donated", "peak memory, not donated", "time, JAX", "time of `pure=True`, JAX"),
+            summary,
+        ),
         "update_time": table(
             "time of a step, relative to the step that is not donated (95%)",
+            result["waiting"],
             lambda row: _common.shown(row["over_not_donated"], 2),
             (*donated, IN_PLACE),
         ),
-        "update_memory": table("peak memory / live bytes", lambda row: f"{row['peak_over_live']:.2f}", VARIANTS),
+        "update_memory": table(
+            "peak memory / live bytes", result["live"], lambda row: f"{row['peak_over_live']:.2f}", VARIANTS
+        ),
         "beside_jax": table(
             "time of a step, relative to JAX with donation (95%)",
+            _common.aim(result),
             lambda row: _common.shown(row["over_jax_donated"], 2),
             donated,
         ),
@@ -226,11 +244,17 @@ def main(tiny: bool, results: Path, variant: str | None, update: str, count: int
     for case, sizes in (TINY_CASES if tiny else CASES).items():
         rows += measure(case, *sizes, 2 if tiny else 15)
     result = _common.describe("jax_side_by_side", {"tiny": tiny}, "jax", "jaxlib")
+    result["waiting"] = "A step ends when all its outputs are there."
     result["live"] = (
-        "Live bytes are weights, gradients and, for Adam, two moments. Peak: resident memory less what the process has "
-        "without arrays; freed arrays leave the process. A step ends when all outputs are there."
+        "Live bytes are weights, gradients and, for Adam, two moments. The peak is resident memory less what the "
+        "process has without arrays; freed arrays leave the process."
     )
     result["rows"] = rows
+    pure = [row["over_jax_donated"] for row in rows if row["variant"] == "pure=True"]
+    result["aim"] = {
+        "text": "`pure=True` is not slower than JAX with donation",
+        "met": all(ratio["low"] <= 1 for ratio in pure),
+    }
     _common.finish(results, result, tables(result))
 
 

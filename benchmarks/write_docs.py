@@ -22,7 +22,8 @@ import click
 
 ROOT = _common.FOLDER.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"(?<=<!-- benchmarks: )([\w ]+)( -->\n).*?(?=<!-- end -->)", re.DOTALL)
+# A block without an end stops at the next one, and stays as it is.
+BLOCK = re.compile(r"(?<=<!-- benchmarks: )([\w ]+)( -->\n)(?:(?!<!-- benchmarks: ).)*?(?=<!-- end -->)", re.DOTALL)
 # Packages, in the order of the columns.
 PACKAGES = ("torch", "torch_xla", "jax", "python")
 
@@ -57,7 +58,8 @@ def blocks(folder: Path = _common.RESULTS) -> dict[str, str]:
         for name, result in results.items():
             found[f"measured {name}"] = measured(result)
             if name == "llama":
-                found[name] = importlib.import_module("_memory_model").table(result["rows"])
+                model = importlib.import_module("_memory_model")
+                found |= {"llama": model.table(result["rows"]), "llama_savings": model.savings(result["rows"])}
             else:
                 tables = importlib.import_module(name).tables(result)
                 found |= {key: table.for_docs() for key, table in tables.items()}
