@@ -355,7 +355,7 @@ def measure(pattern: str, variant: str, size: int) -> dict[str, Any]:
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     kinds = ("aliased", "copied")
     return {
-        "auto_patterns": _common.Table(
+        "all": _common.Table(
             "auto_patterns: MiB that a steady step aliases, and copies",
             ("pattern", *(f"{kind}: {variant}" for kind in kinds for variant in VARIANTS)),
             [

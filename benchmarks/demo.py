@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,23 +16,25 @@ import _common
 import click
 
 EXAMPLES = _common.FOLDER.parent / "examples"
-DEMO = "train_digits"
+DEMO, PICTURE = "train_digits", _common.FOLDER.parent / "docs" / "demo.png"
 # Only time and peak memory differ from run to run, and only the demo's are shown.
 RUNS = {DEMO: 5, "train_transformer": 1, "ema_and_gan": 1, "kv_cache": 1}
 
 
-def run(example: str, options: tuple[str, ...]) -> list[dict[str, Any]]:
-    """The example's own numbers of each mode. It fails if the modes compute other values."""
+def run(example: str, options: tuple[str, ...], picture: Path | None) -> list[dict[str, Any]]:
+    """The example's own numbers of each mode, and its picture. It fails if the modes compute other values."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(EXAMPLES / f"{example}.py"), "--out", folder, *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        if picture is not None:
+            shutil.copy(Path(folder) / f"{example}.png", picture)
         found: list[dict[str, Any]] = json.loads((Path(folder) / f"{example}.json").read_text(encoding="utf-8"))
         return found
 
 
-def measure(example: str, runs: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A row for each mode. Ratios are those within a run, to the first mode."""
-    found = [run(example, options) for _ in range(runs)]
+def measure(example: str, runs: int, options: tuple[str, ...], picture: Path | None) -> list[dict[str, Any]]:
+    """A row for each mode. Ratios are those within a run, to the first mode. The picture is that of the last run."""
+    found = [run(example, options, picture) for _ in range(runs)]
     rows = []
     for index, numbers in enumerate(found[0]):
         row = {
@@ -69,7 +72,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
 
     head = f"`make demo`, {mib(demo[0]['state_bytes'])} of training state"
     return {
-        "demo": _common.Table(
+        "training": _common.Table(
             "demo",
             (head, *(row["mode"] for row in demo)),
             [
@@ -84,7 +87,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
             ],
             f"Medians of {demo[0]['runs']} runs.",
         ),
-        "examples": _common.Table(
+        "steps": _common.Table(
             "demo: the step of each example, as XLA compiles it for CPU, and for a TPU v6e",
             ("step", "aliased", "bytes", "planned", "copies", "aliased on v6e", "copies on v6e", "written back on v6e"),
             [
@@ -109,7 +112,8 @@ def main(tiny: bool, results: Path) -> None:
     """The demo, several times, and the other examples that compare modes."""
     rows = []
     for example, runs in ({DEMO: 2} if tiny else RUNS).items():
-        rows += measure(example, runs, ("--steps", "3", "--hidden", "64") if tiny else ())
+        picture = PICTURE if example == DEMO and results == _common.RESULTS else None
+        rows += measure(example, runs, ("--steps", "3", "--hidden", "64") if tiny else (), picture)
     result = _common.describe("demo", {"tiny": tiny})
     result["rows"] = rows
     _common.finish(results, result, tables(result))

@@ -94,7 +94,7 @@ def values_of(program: str, way: str) -> dict[str, str]:
 
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     return {
-        "example_bits": _common.Table(
+        "all": _common.Table(
             "example_bits: tensors after each step that differ from those with donation disabled",
             ("example", *WAYS),
             [

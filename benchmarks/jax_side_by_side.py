@@ -210,16 +210,16 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
             ("update", "time, not donated", "peak memory, not donated", "time, JAX", "time of `pure=True`, JAX"),
             summary,
         ),
-        "update_time": table(
+        "time": table(
             "time of a step, relative to the step that is not donated (95%)",
             result["waiting"],
             lambda row: _common.shown(row["over_not_donated"], 2),
             (*donated, IN_PLACE),
         ),
-        "update_memory": table(
+        "memory": table(
             "peak memory / live bytes", result["live"], lambda row: f"{row['peak_over_live']:.2f}", VARIANTS
         ),
-        "beside_jax": table(
+        "beside": table(
             "time of a step, relative to JAX with donation (95%)",
             _common.aim(result),
             lambda row: _common.shown(row["over_jax_donated"], 2),

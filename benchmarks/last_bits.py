@@ -136,7 +136,7 @@ def trained(loop: str, way: str, keep_order: bool, count: int) -> list[Tensors]:
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     count = result["options"]["trainings"]
     return {
-        "last_bits": _common.Table(
+        "all": _common.Table(
             "last_bits: trainings whose parameters differ from those without donation",
             ("training", f"different, of {count}", "by at most"),
             [(row["way"], str(row["different"]), f"{row['largest']:.1e}") for row in result["rows"]],

@@ -119,7 +119,7 @@ def measure(form: str, count: int, rounds: int, after_step: bool) -> dict[str, A
 
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     return {
-        "mark_cost": _common.Table(
+        "all": _common.Table(
             "mark_cost: processor time per tensor",
             ("a mark of", "tensors", "memory", "`donate_buffer`, ns", "`_set_buffer_donation`, ns", "ratio (95%)"),
             [

@@ -171,7 +171,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
         return "" if found is None else f"{found['moved']} of {found['tensors']}, {found['copies']}"
 
     return {
-        "moved_tensors": _common.Table(
+        "all": _common.Table(
             "moved_tensors: tensors that move in a steady step, copies in its HLO",
             ("pattern", *(HEADS.get(way, way) for way in WAYS)),
             [(row["pattern"], *(cell(row["ways"].get(way)) for way in WAYS)) for row in result["rows"]],

@@ -84,7 +84,7 @@ def refused(old: Sequence[torch.Tensor]) -> bool:
 
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     return {
-        "soak": _common.Table(
+        "all": _common.Table(
             f"soak: {result['options']['steps']:,} donating steps",
             (f"{result['options']['steps']:,} donating steps", "found", "at most"),
             [

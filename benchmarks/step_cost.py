@@ -309,7 +309,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     costs = [row for row in rows if "beside" not in row["case"]]
     live = [row for row in rows if "beside" in row["case"]]
     return {
-        "step_cost": _common.Table(
+        "steps": _common.Table(
             "step_cost: a step relative to another, medians of the ratios of each round (95%)",
             ("step", "tensors", "ratio of", "wall time", "processor time", "instructions"),
             [

@@ -1,10 +1,10 @@
 """Writes the measured numbers of README and docs from the result files; `make bench` calls it at its end.
 
-A table stands between `<!-- benchmarks: NAME -->` and `<!-- end -->`. The names are those of the tables that the
-benchmarks make, and
+A block of a page stands between `<!-- benchmarks: NAME -->` and `<!-- end -->`. Its name is one of
 
-    files           when, of which commit and on what each result was measured
-    measured NAME   the same for one result, as a sentence
+    BENCHMARK TABLE       a table that `tables()` of the benchmark makes from its result
+    BENCHMARK measured    when, of which commit and on what it was measured
+    files                 the same of all results, as a table
 """
 
 from __future__ import annotations
@@ -56,31 +56,36 @@ def blocks(folder: Path = _common.RESULTS) -> dict[str, str]:
     sys.path[:0] = [str(_common.FOLDER), str(ROOT / "examples")]
     try:
         for name, result in results.items():
-            found[f"measured {name}"] = measured(result)
             if name == "llama":
                 model = importlib.import_module("_memory_model")
-                found |= {"llama": model.table(result["rows"]), "llama_savings": model.savings(result["rows"])}
+                texts = {"sums": model.table(result["rows"]), "savings": model.savings(result["rows"])}
             else:
                 tables = importlib.import_module(name).tables(result)
-                found |= {key: table.for_docs() for key, table in tables.items()}
+                texts = {key: table.for_docs() for key, table in tables.items()}
+            found |= {f"{name} {key}": text for key, text in {**texts, "measured": measured(result)}.items()}
     finally:
         del sys.path[:2]
     return found
 
 
-def written(text: str, found: Mapping[str, str]) -> str:
-    """A page with the numbers of these blocks.
+def block(name: str, found: Mapping[str, str]) -> str:
+    """The text of a block.
 
     Raises:
-        click.ClickException: the page has a block that is not among them.
+        click.ClickException: no result has it, although its benchmark has been run, or there is no such benchmark.
     """
+    if name in found:
+        return found[name]
+    benchmark = name.partition(" ")[0]
+    is_measured = any(known.startswith(f"{benchmark} ") for known in found)
+    if is_measured or not (_common.FOLDER / f"{benchmark}.py").exists():
+        raise click.ClickException(f"no result has the block {name!r}; there are {', '.join(sorted(found))}")
+    return f"Not measured yet: `python benchmarks/{benchmark}.py`.\n"
 
-    def block(match: re.Match[str]) -> str:
-        if match[1] not in found:
-            raise click.ClickException(f"no result has the block {match[1]!r}; there are {', '.join(sorted(found))}")
-        return match[1] + match[2] + found[match[1]]
 
-    return BLOCK.sub(block, text)
+def written(text: str, found: Mapping[str, str]) -> str:
+    """A page with the numbers of these blocks."""
+    return BLOCK.sub(lambda match: match[1] + match[2] + block(match[1], found), text)
 
 
 @click.command()

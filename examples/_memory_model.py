@@ -220,7 +220,8 @@ def savings(rows: list[dict[str, Any]]) -> str:
     sums: dict[str, dict[str, float]] = {}
     for row in rows:
         case = f"{row['size'].upper()}, {row['devices']} of {row['topology']}"
-        sums.setdefault(case, {})[row["way"]] = measured(row) / MIB
+        if row["layers"] == SIZES[row["size"]].layers:
+            sums.setdefault(case, {})[row["way"]] = measured(row) / MIB
     lines = ["| MiB on each device | not donated | donated | saved | of it |", "| --- | ---: | ---: | ---: | ---: |"]
     for case, ways in sums.items():
         if "functional" in ways:

@@ -39,13 +39,19 @@ def test_pages_have_the_numbers_of_the_result_files(write_docs: ModuleType) -> N
 
 
 def test_other_numbers_in_a_block_are_replaced(write_docs: ModuleType) -> None:
-    text = "a\n<!-- benchmarks: speed -->\n| 1 |\n<!-- end -->\nb\n"
-    assert write_docs.written(text, {"speed": "| 2 |\n"}) == text.replace("1", "2")
+    text = "a\n<!-- benchmarks: soak all -->\n| 1 |\n<!-- end -->\nb\n"
+    assert write_docs.written(text, {"soak all": "| 2 |\n"}) == text.replace("1", "2")
 
 
-def test_block_that_no_result_has_is_an_error(write_docs: ModuleType) -> None:
-    with pytest.raises(click.ClickException, match="no result has the block 'speed'; there are size"):
-        write_docs.written("<!-- benchmarks: speed -->\n<!-- end -->", {"size": ""})
+@pytest.mark.parametrize("name", ["soak speed", "speed all"])
+def test_block_that_no_result_has_is_an_error(write_docs: ModuleType, name: str) -> None:
+    with pytest.raises(click.ClickException, match=f"no result has the block '{name}'; there are soak all"):
+        write_docs.written(f"<!-- benchmarks: {name} -->\n<!-- end -->", {"soak all": ""})
+
+
+def test_block_of_a_benchmark_that_was_not_run_says_so(write_docs: ModuleType) -> None:
+    page = write_docs.written("<!-- benchmarks: soak all -->\n| 1 |\n<!-- end -->", {"demo steps": ""})
+    assert "Not measured yet: `python benchmarks/soak.py`." in page and "| 1 |" not in page
 
 
 @pytest.mark.parametrize("path", sorted((BENCHMARKS / "results").glob("*.json")), ids=lambda path: path.stem)
