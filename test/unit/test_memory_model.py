@@ -57,5 +57,3 @@ def test_the_sum_is_within_5_percent_or_a_lower_bound(model) -> None:
             assert abs(expected / measured - 1) < 0.05, row
         else:
             assert expected <= measured, row
-
-
