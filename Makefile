@@ -115,9 +115,6 @@ fuzz: build  ## 24,000 random programs in each way of donating, and 5,000 of aut
 
 # Pictures, messages and docstrings come from the sources. The tool that formats signatures, ruff, is found in PATH.
 docs: build $(VENV)/docs  ## build the site in out/site from docs/ and the code, and check its links
-	mkdir -p out
-	$(BIN)/python -m torch_xla_donate verify --undonated --advise --html out/example_report.html \
-	  examples/ema_and_gan.py --donate
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build -f docs/site/mkdocs.yml
 	@echo "out/site/index.html; for the search: $(BIN)/python -m http.server -b 127.0.0.1 -d out/site"
 

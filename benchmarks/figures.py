@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 FIGURE = FOLDER.parent / "docs" / "benchmarks.svg"
 INK = "#7d8590"  # readable on a light and on a dark page
 PLAIN, DONATED = "#9aa4af", "#2f81f7"
-STYLE = "torch_xla_donate._tools.figures"  # figures.mplstyle in that package
+STYLE = FOLDER / "figures.mplstyle"
 
 
 def read(results: Path, name: str) -> dict[str, Any]:

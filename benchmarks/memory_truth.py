@@ -1,65 +1,55 @@
-"""Draws docs/memory_truth.svg and docs/live_bytes.svg: what donation does to the memory of a step, and of a loop."""
+"""Draws docs/memory_truth.svg: the memory of a step that donation does not help."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+import matplotlib
 import torch
-import torch_xla
 
 import torch_xla_donate as txd
-from torch_xla_donate._tools import memory, pictures
-from torch_xla_donate._tools.summary import Moment, RunSummary, StepSummary
+from torch_xla_donate import hlo
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
-ROWS, PARAMETERS, RUNS = 512, 4, 16
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+FOLDER = Path(__file__).resolve().parent
+PARTS = {"arguments": "#8c959f", "reused by outputs": "#2f81f7", "new outputs": "#d29922", "temporaries": "#a371f7"}
 
 
 def square(w: torch.Tensor) -> torch.Tensor:
-    """The step of docs/performance.md that donation does not help."""
+    """A product cannot be written over its own operand."""
     return w @ w
 
 
-def update(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The step of the loop."""
-    return [0.9 * w for w in weights]
-
-
-def planned(function, *arguments) -> StepSummary:
-    """The memory of a function that donates its first argument."""
-    lowered = txd.compile(function, donate_argnums=0).lower(*arguments)
-    step = StepSummary(function.__name__, "", 1, 1, (), 1)
-    return memory.with_undonated(step, lowered.as_text())
-
-
-def loop_moments(step: StepSummary) -> list[Moment]:
-    """Runs the loop, which donates from its middle on. Its state is all that is alive before a run."""
-    plain = StepSummary(step.module, "", 1, 1, (), 0, memory=step.undonated)
-    weights = [torch.ones(ROWS, ROWS).to("xla") for _ in range(PARAMETERS)]
-    torch_xla.sync()
-    moments = []
-    for number in range(RUNS):
-        donates = number >= RUNS // 2
-        live = sum(w.nbytes for w in weights)
-        if donates:
-            txd.donate_buffer(weights)
-        weights = update(weights)
-        torch_xla.sync(wait=True)
-        assert bool(txd.donation_report(steps=1)) == donates
-        moments.append(memory.moment(int(donates), step if donates else plain, live))
-    return moments
+def parts(memory: hlo.MemoryAnalysis) -> list[float]:
+    """The MiB of each part of a run."""
+    reused = memory.alias_bytes
+    bytes_ = [memory.argument_bytes - reused, reused, memory.output_bytes - reused, memory.temp_bytes]
+    return [count / 2**20 for count in bytes_]
 
 
 @click.command()
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=DOCS)
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=FOLDER.parent / "docs")
 def main(output: Path) -> None:
-    """Draws the figures of docs/performance.md."""
-    step = planned(square, txd.placeholder((1024, 1024), torch.float32))
-    (output / "memory_truth.svg").write_text(pictures.memory_picture(step), encoding="utf-8")
-    loop = planned(update, [txd.placeholder((ROWS, ROWS), torch.float32) for _ in range(PARAMETERS)])
-    run = RunSummary("loop", (loop,), tuple(loop_moments(loop)))
-    (output / "live_bytes.svg").write_text(pictures.timeline_picture(run), encoding="utf-8")
+    """Draws the figure of docs/performance.md."""
+    lowered = txd.compile(square, donate_argnums=0).lower(txd.placeholder((1024, 1024), torch.float32))
+    module = hlo.compile_for(lowered.as_text(), "cpu", undonated=True)
+    assert module.undonated is not None
+    bars = {"not donated": parts(module.undonated), "donated": parts(module.memory)}
+    with pyplot.style.context(FOLDER / "figures.mplstyle"):
+        figure, axes = pyplot.subplots(figsize=(5.2, 2.2), layout="constrained")
+        left = [0.0] * len(bars)
+        for number, (label, colour) in enumerate(PARTS.items()):
+            widths = [values[number] for values in bars.values()]
+            drawn = axes.barh(list(bars), widths, 0.62, left=left, color=colour, label=label)
+            left = [start + width for start, width in zip(left, widths)]
+        axes.bar_label(drawn, [f" {total:.1f} MiB" for total in left])
+        axes.margins(x=0.22)
+        axes.set_xlabel("MiB on a device during a run")
+        figure.legend(frameon=False, ncols=2, loc="outside upper left")
+        figure.savefig(output / "memory_truth.svg", transparent=True, metadata={"Date": None, "Creator": None})
 
 
 if __name__ == "__main__":

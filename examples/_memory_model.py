@@ -10,7 +10,7 @@ from typing import Any
 MIB = 1 << 20
 INK = "#7d8590"  # readable on a light and on a dark page
 COLOURS = {"1b": "#2f81f7", "8b": "#d29922", "70b": "#a371f7"}
-STYLE = "torch_xla_donate._tools.figures"  # figures.mplstyle in that package
+STYLE = Path(__file__).resolve().parent.parent / "benchmarks" / "figures.mplstyle"
 OUTSIDE = ("embedding", "norm", "head")  # weights outside the layers
 
 

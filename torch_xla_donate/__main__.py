@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.progress import Progress
 
 from torch_xla_donate import _doctor, _pages
 from torch_xla_donate._errors import see
-from torch_xla_donate._report.table import console
-from torch_xla_donate._report.units import percent
+from torch_xla_donate._report.console import console
+from torch_xla_donate._text import percent
 from torch_xla_donate._tools import collect, record, table
 from torch_xla_donate._tools import run as running
 from torch_xla_donate._tools import verify as verifying
@@ -77,13 +76,6 @@ def _output(command: _F) -> _F:
             callback=_in_a_folder,
             help="Write JSON; - for stdout.",
         ),
-        click.option(
-            "--html",
-            "html_file",
-            type=click.Path(dir_okay=False),
-            callback=_in_a_folder,
-            help="Write a page with pictures.",
-        ),
         click.option("--undonated", is_flag=True, help="Also compile each step without donation, for its memory."),
     ):
         command = add(command)
@@ -122,7 +114,6 @@ def verify(
     topology: str,
     fail_under: float | None,
     json_file: str | None,
-    html_file: str | None,
     undonated: bool,
     advise: bool,
     keep: Path | None,
@@ -136,17 +127,13 @@ def verify(
     """
     program = dataclasses.replace(_named(arguments, auto, is_module), advise=advise)
 
-    def summarize(progress: collect.Progress) -> RunSummary:
-        return verifying.verify(
-            program,
-            keep=keep,
-            topology=topology,
-            undonated=undonated,
-            keeps_stdout=json_file == "-",
-            progress=progress,
-        )
-
-    _show(summarize, fail_under, json_file, html_file)
+    _show(
+        lambda: verifying.verify(
+            program, keep=keep, topology=topology, undonated=undonated, keeps_stdout=json_file == "-"
+        ),
+        fail_under,
+        json_file,
+    )
 
 
 @main.command()
@@ -157,7 +144,6 @@ def inspect(
     topology: str,
     fail_under: float | None,
     json_file: str | None,
-    html_file: str | None,
     undonated: bool,
 ) -> None:
     """Shows the donors of each step in a folder that XLA dumped to.
@@ -168,20 +154,7 @@ def inspect(
     Example: `python -m torch_xla_donate inspect --json steps.json dump/`
     """
 
-    def summarize(progress: collect.Progress) -> RunSummary:
-        return collect.collect(folder, str(folder), topology=topology, undonated=undonated, progress=progress)
-
-    _show(summarize, fail_under, json_file, html_file)
-
-
-def _write_page(file: str, found: RunSummary) -> None:
-    try:
-        # Imported late, because its libraries are an extra. The other output does not depend on them.
-        from torch_xla_donate._tools.page import render
-
-        Path(file).write_text(render(found), encoding="utf-8")
-    except (ImportError, OSError) as error:
-        raise click.UsageError(str(error)) from error
+    _show(lambda: collect.collect(folder, str(folder), topology=topology, undonated=undonated), fail_under, json_file)
 
 
 def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> running.Program:
@@ -194,22 +167,10 @@ def _named(arguments: tuple[str, ...], auto: bool | None, is_module: bool) -> ru
     return running.Program(target, tuple(rest), is_module, auto)
 
 
-def _show(
-    summarize: Callable[[collect.Progress], RunSummary],
-    fail_under: float | None,
-    json_file: str | None,
-    html_file: str | None,
-) -> None:
+def _show(summarize: Callable[[], RunSummary], fail_under: float | None, json_file: str | None) -> None:
     """Shows a summary, and exits with its code."""
-    errors = Console(stderr=True)
     try:
-        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
-            task = bar.add_task("modules", start=False, visible=False)
-
-            def progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total, visible=True)
-
-            found = summarize(progress)
+        found = summarize()
     except (ImportError, ValueError, OSError) as error:
         raise click.UsageError(str(error)) from error
     if json_file == "-":
@@ -227,8 +188,6 @@ def _show(
             raise
         except OSError as error:
             raise click.UsageError(str(error)) from error
-    if html_file is not None:
-        _write_page(html_file, found)
     if found.exit_code:
         sys.exit(found.exit_code if found.exit_code > 0 else 128 - found.exit_code)
     if found.skipped:

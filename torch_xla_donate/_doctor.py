@@ -8,7 +8,7 @@ import platform
 from rich.table import Table
 
 from torch_xla_donate import _C, _config, _host
-from torch_xla_donate._report import table as tables
+from torch_xla_donate._report import console as tables
 
 
 def examine() -> tuple[list[str], bool]:

@@ -86,7 +86,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         return _of_numbers(func(*args, **kwargs), numbers)
     if name in ("div", "true_divide") and len(args) == 2 and type(args[0]) is Number:
         func, args = torch.Tensor.__rdiv__, args[::-1]  # as Python does
-    dtype = torch.float64 if name == "float_power" else _result_type(tensors)
+    dtype = args[0].dtype if name in _INTO_FIRST else torch.float64 if name == "float_power" else _result_type(tensors)
 
     def cast(leaf: Any) -> Any:
         is_number = type(leaf) is Number and leaf.is_floating_point()
@@ -101,6 +101,8 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
 # The number is each element of the new tensor.
 _FILLED = {"full", "full_like", "new_full", "tensor", "as_tensor", "asarray", "scalar_tensor"}
+# The result has the dtype of the first argument, and torch converts the number to it.
+_INTO_FIRST = {"masked_fill", "masked_fill_", "index_fill", "index_fill_", "__setitem__"}
 # torch promotes integers here. torch_xla fails, or computes in the dtype of a tensor.
 _WITHOUT_PROMOTION = {"clamp", "clip", "clamp_min", "clamp_max", "remainder", "fmod", "__rmod__", "where"}
 

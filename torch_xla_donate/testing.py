@@ -16,6 +16,7 @@ from torch_xla_donate import _C, _report, _trees, hlo
 from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import see
 from torch_xla_donate._modes import ThreadMode
+from torch_xla_donate._text import cut, percent
 
 __all__ = [
     "HloDump",
@@ -79,8 +80,8 @@ def assert_reused(at_least: float = 0.95, *, steps: int | None = None) -> None:
     report = _report.donation_report(steps=steps)
     if not report.reused_fraction >= at_least:
         raise AssertionError(
-            f"reused_fraction is {_report.percent(report.reused_fraction)}, expected at least "
-            f"{_report.percent(at_least)}.\n{report}\n{see('testing')}"
+            f"reused_fraction is {percent(report.reused_fraction)}, expected at least "
+            f"{percent(at_least)}.\n{report}\n{see('testing')}"
         )
 
 
@@ -291,5 +292,4 @@ def _why_not(tensor: torch.Tensor, reasons: Mapping[int, str]) -> str:
 
 
 def _lines(texts: list[str]) -> str:
-    shown = texts[:20]
-    return "\n  ".join([*shown, f"... and {len(texts) - 20} more"] if len(texts) > 20 else shown)
+    return "\n  ".join(cut(texts, 20))

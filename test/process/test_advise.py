@@ -16,7 +16,7 @@ from children import in_process, run_in_child
 
 from torch_xla_donate import auto_donate, hlo
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.recorder import Recorder
+from torch_xla_donate._tools.step_watch import StepWatch
 
 # Autograd's threads may hold a gradient when a step begins, and so make it an output.
 IMPORTS = """import torch
@@ -134,7 +134,7 @@ class Measured:
 
 def watch(file: str) -> tuple[str, str]:
     """In a child: the advice for a program as JSON, and what the program printed."""
-    with Recorder() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with StepWatch() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(file, run_name="__main__")
     return json.dumps(recorder.advice().to_dict()), printed.getvalue()
 
@@ -342,7 +342,7 @@ def test_an_output_with_another_sharding():
             torch_xla.sync()
         return kept[0].sum().item()
 
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         before = loop((None, None))
     hint = only(recorder.advice())
     assert (hint.kind, hint.bytes, hint.array) == ("output_sharding", SIZE // 4, "f32[64,64]")

@@ -25,7 +25,7 @@ from rich.console import Group
 
 from torch_xla_donate import _C, compile, donate_buffer, set_auto_donate
 from torch_xla_donate import __main__ as command_line
-from torch_xla_donate._report import table as tables
+from torch_xla_donate._report import console as tables
 from torch_xla_donate._tools import children, record, table
 from torch_xla_donate._tools import verify as verifying
 from torch_xla_donate._tools.collect import collect
@@ -93,29 +93,6 @@ def test_runs_are_counted_at_the_line_of_their_sync(tmp_path):
     run = recorded(all_kinds_of_donors, tmp_path)
     looped = [step for step in run.steps if line_of(all_kinds_of_donors, "# the step") in step.sites]
     assert sum(step.executed or 0 for step in looped) == 3
-    assert len(run.timeline) == sum(step.executed or 0 for step in run.steps)
-
-
-def a_large_input_and_a_read() -> None:
-    x = make(1024, 256)
-    kept = make(256)
-    torch_xla.sync()
-    y = x.sum()
-    print(y.item())  # the read
-    del kept
-
-
-def test_live_bytes_are_those_of_living_arrays(tmp_path):
-    run = recorded(a_large_input_and_a_read, tmp_path)
-    (read,) = [
-        moment
-        for moment in run.timeline
-        if run.steps[moment.step].sites == (line_of(a_large_input_and_a_read, "# the read"),)
-    ]
-    memory = run.steps[read.step].memory
-    assert memory is not None
-    assert 1025 * 1024 <= read.live_bytes < 1025 * 1024 + 4096
-    assert read.peak_bytes == read.live_bytes + memory.output_bytes + memory.temp_bytes - memory.alias_bytes
 
 
 def compiled_functions() -> None:
@@ -145,7 +122,7 @@ def test_a_donor_without_an_output_has_a_reason(tmp_path):
     run = recorded(unusable_donors, tmp_path)
     (step,) = [step for step in run.steps if step.donors]
     assert {(donor.name, donor.output) for donor in step.donors} == {("['long']", None), ("['short']", None)}
-    assert all("no output has" in donor.reason for donor in step.donors)
+    assert all("no output of the step has its size" in donor.reason for donor in step.donors)
     assert run.donated_fraction == 0.0
 
 
@@ -167,7 +144,7 @@ def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
     """A wait at each run would let no run begin before the one before has ended."""
     waits = []
     runs = record._Record(tmp_path, "main", False)
-    run = {"executable": 1, "header": "", "stack": [], "live_bytes": 0, "has_donors": True, "graph": "dropped"}
+    run = {"executable": 1, "header": "", "stack": [], "has_donors": True, "graph": "dropped"}
     sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
     for _ in range(50):
         runs.add(run)
@@ -190,44 +167,6 @@ def test_graphs_of_one_signature_are_distinguished(tmp_path):
     found = [(step.executed, step.sites) for step in steps]
     assert (2, (line_of(alike_graphs, "# the sum"),)) in found
     assert (2, (line_of(alike_graphs, "# the product"),)) in found
-
-
-def different_graphs() -> None:
-    w, cache = make(8, 8), make(8, 8)
-    torch_xla.sync()
-    for rows in (2, 3, 4):
-        w = w + (make(rows, 8) @ w).sum(0)
-        torch_xla.sync()  # shapes
-    for i in range(3):
-        cache[i] = w[0]
-        torch_xla.sync()  # numbers
-    for i in range(3):
-        w = w.sin() if i else w.cos()
-        torch_xla.sync()  # operations
-    for i in range(2):
-        w = w * w.sum(i)
-        torch_xla.sync()  # dimensions
-    for i in (0, 4):
-        w[i : i + 4] = cache[0]
-        torch_xla.sync()  # positions
-    for result in torch.sort(make(8)):
-        print(result)  # results
-
-
-def test_the_table_shows_how_graphs_of_one_line_differ(tmp_path):
-    run = recorded(different_graphs, tmp_path)
-    shown = [" ".join(str(part).split()) for part in table.tables(run)]
-    for comment, count, cause in (
-        ("shapes", 3, "shapes. Pad arrays"),
-        ("numbers", 3, "numbers. A Python number"),
-        ("operations", 2, "operations. A branch, or"),
-        ("dimensions", 2, "operations. A branch, or"),
-        ("positions", 2, "numbers. A Python number"),
-        ("results", 2, "results. Each read of a result"),
-    ):
-        site = line_of(different_graphs, f"# {comment}")
-        (place,) = [i for i, text in enumerate(shown) if text.endswith(f"at {site.rpartition('/')[2]}")]
-        assert shown[place + 2].startswith(f"{count} graphs were compiled for it, which differ in {cause}")
 
 
 def flags_of_the_user() -> None:
@@ -464,7 +403,7 @@ def test_advice_that_fails_is_named(tmp_path):
 
 def record_a_failure(folder: Path) -> None:
     record.start(folder, record.MAIN, advises=True)
-    record._record.recorder._findings = None  # as of a defect
+    record._record.watch._findings = None  # as of a defect
     record.finish()
 
 
@@ -486,8 +425,6 @@ def test_a_dump_of_jax_is_read(dump_folder):
         ("unknown", "f32[64,4]", 0),
         ("unknown", "f32[64,4]", 1),
     ]
-    assert step.memory is not None
-    assert (step.memory.argument_bytes, step.memory.alias_bytes) == (4096, 2048)
 
 
 @TPU
@@ -537,12 +474,10 @@ def verified(tmp_path: Path, *options: str) -> tuple[str, str, dict]:
 def test_the_advice_is_in_all_outputs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP)
-    shown, log, before = verified(tmp_path, "--advise", "--undonated", "--html", str(tmp_path / "page.html"))
+    shown, log, before = verified(tmp_path, "--advise", "--undonated")
     assert before["donated_fraction"] == 0.0
     assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
     assert "1.9375" in shown and "1 hint" in shown
-    page = (tmp_path / "page.html").read_text()
-    assert "Advice" in page and "torch_xla_donate.set_auto_donate(True)" in page
     assert all(step["undonated"] == step["memory"] for step in before["steps"])
     script.write_text(f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{LOOP}")
     shown, _, after = verified(tmp_path, "--advise", "--undonated")

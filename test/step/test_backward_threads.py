@@ -112,11 +112,11 @@ def test_the_report_counts_steps_after_backward_threads(make):
     w = step_without_backward(step_without_backward(make(3)))
     assert donation_report(steps=1).backward_threads == 0
     w = step_with_backward(w)
-    assert "Before 1 step autograd ran on separate threads" in str(donation_report(steps=2))
+    assert "1 step followed a backward pass on autograd's threads" in str(donation_report(steps=2))
     w = step_with_backward(w)
     report = donation_report(steps=3)
     assert report.backward_threads == report.to_dict()["backward_threads"] == 2
-    assert "Before 2 steps autograd ran on separate threads" in str(report)
+    assert "2 steps followed a backward pass on autograd's threads" in str(report)
     assert "torch.autograd.set_multithreading_enabled(False)" in str(report)
     with torch.autograd.set_multithreading_enabled(False):
         w = step_with_backward(w)

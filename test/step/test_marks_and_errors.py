@@ -11,7 +11,7 @@ import torch_xla
 from helpers import pointer
 
 from torch_xla_donate import DonationError, cancel_donation, donate_buffer, donation_report, is_donated
-from torch_xla_donate._report.table import percent
+from torch_xla_donate._text import percent
 
 
 def test_an_error_in_the_block_takes_the_marks_back(make):

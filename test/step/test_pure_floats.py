@@ -43,6 +43,7 @@ OPERATIONS = {
     "x * (n + n * 2.5)": lambda x, n: x * (n + n * 2.5),
     "where(c, n, x)": lambda x, n: torch.where(x > 1, n, x),
     "where(c, x, n)": lambda x, n: torch.where(x > 1, x, n),
+    "x.where": lambda x, n: x.where(x > 1, n),
     "where(c, n, 0.0)": lambda x, n: torch.where(x > 1, n, 0.0),
     "where(c, n, n)": lambda x, n: torch.where(x > 1, n, -n),
     "masked_fill": lambda x, n: x.masked_fill(x > 1, n),
@@ -151,6 +152,20 @@ def test_bits_are_those_of_the_function_that_is_not_pure(dtype):
         if plain[name].dtype == pure[name].dtype and not torch.equal(plain[name].cpu(), pure[name].cpu())
     }
     assert different == {}
+
+
+def test_a_float_is_converted_to_the_dtype_of_the_tensor_it_is_written_into(make):
+    """float32 does not have this number."""
+    value = 2.0**24 + 1
+
+    @compile(pure=True)
+    def written(x, n):
+        x = x.clone()
+        x[0] = n
+        return x, torch.full_like(x, n), x.clone().fill_(n), torch.float_power(x, n / n)
+
+    for found in written(make(3).to(torch.int64), value):
+        assert found[0].item() == value
 
 
 def test_one_trace_serves_a_schedule_of_learning_rates(make):

@@ -89,8 +89,8 @@ def test_the_outcomes_of_a_module_come_from_its_texts():
     )
     first, second, third = hlo.donor_outcomes(before, after)
     assert first.reason == (
-        "no output has 32 bytes on a device. Output 0 has the whole array's shape, but is sharded differently "
-        "(f32[8,4], 128 bytes)"
+        "no output of the step has its size of 32 bytes (outputs: 1 of 16 bytes, 1 of 128 bytes). Output 0 has the "
+        "whole array's shape, but is sharded differently (f32[8,4], 128 bytes)"
     )
     assert second.output == (1,) and str(second) == "parameter (1, {}) f32[4]: output 1"
-    assert third.reason == "other inputs already gave their memory to the only output of 16 bytes"
+    assert third.reason == "more donors than outputs of its size: 2 donors and 1 output of 16 bytes"

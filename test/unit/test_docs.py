@@ -160,8 +160,9 @@ def test_every_code_of_the_hooks_has_a_sentence() -> None:
 
 
 def test_the_reasons_are_a_closed_set() -> None:
-    """Codes of the hooks, cases of explain.py, and unread marks. docs/errors.md lists each with its sentence."""
+    """Codes of the hooks, reasons from sizes, and unread marks. docs/errors.md lists each with its sentence."""
     explained = set(re.findall(r"Reason\.([A-Z_]+)", read("torch_xla_donate/_report/explain.py")))
+    explained |= {code.upper() for code in re.findall(r'return "(\w+)", ', read("torch_xla_donate/hlo/outcomes.py"))}
     hooks = {code.name for code in reasons.SENTENCES}
     assert {reason.name for reason in reasons.Reason} == explained | hooks | {"UNREAD"}
     assert not explained & hooks

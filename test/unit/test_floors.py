@@ -11,7 +11,7 @@ from helpers import run_script
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
-    {"_errors", "_config", "_frames", "_locks", "_numbers"},
+    {"_errors", "_config", "_frames", "_locks", "_numbers", "_text"},
     {"_checks", "hlo"},
     {"_C"},
     {"_host", "_trees"},

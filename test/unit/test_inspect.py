@@ -1,11 +1,9 @@
-"""Dumps read as text: donors, memory, files that cannot be read, and the size of what is kept."""
+"""Dumps read as text: donors, and files that cannot be read."""
 
 from __future__ import annotations
 
 import json
 import re
-import resource
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +12,13 @@ from click.testing import CliRunner
 from rich.console import Group
 
 from torch_xla_donate import __main__ as command_line
-from torch_xla_donate._report import table as tables
+from torch_xla_donate._report import console as tables
 from torch_xla_donate._tools import table
 from torch_xla_donate._tools.collect import collect
 from torch_xla_donate._tools.hints import Hint
 from torch_xla_donate._tools.summary import RunSummary, StepDonor, StepSummary
 
+NO_OUTPUT = "no output of the step has its size of 12 bytes (outputs: 1 of 4 bytes, 1 of 128 bytes)"
 DONORS = "buffer_donor={ (0, {}), (1, {}) }, "
 ALIASES = "input_output_alias={ {0}: (0, {}, may-alias) }, buffer_donor={ (1, {}) }, "
 BODY = """
@@ -30,30 +29,6 @@ ENTRY %main (p: f32[8,4], q: f32[3]) -> (f32[8,4], f32[]) {
   ROOT %t = (f32[8,4]{1,0}, f32[]) tuple(%copy.1, %q)
 }
 
-"""
-ASSIGNMENT = """BufferAssignment:
-allocation 0: size 128, parameter 0, shape |f32[8,4]| at ShapeIndex {}, maybe-live-out:
- value: <7 p0.1 @0> (size=128,offset=0): f32[8,4]{1,0}
-allocation 1: size 12, parameter 1, shape |f32[3]| at ShapeIndex {}:
- value: <8 p0.2 @0> (size=12,offset=0): f32[3]{0}
-allocation 2: size 16, output shape is |(f32[8,4], f32[])|, maybe-live-out:
-allocation 3: size 4, constant:
-allocation 4: size 4, thread-local:
-allocation 5: size 1024, preallocated-temp:
-
-Total bytes used: 1188 (1.2KiB)
-
-Used values:
-allocation 99: size 5, preallocated-temp:
-"""
-REPORT = """Total bytes used: 2.00KiB (2048)
-
-   1.00KiB(100%); 1.0KiB; allocation 0: size 1.00KiB, parameter 0, shape |f32[256]| at ShapeIndex {}:
-
-Allocations sorted by size with their values:
-allocation 0: size 1.00KiB, parameter 0, shape |f32[256]| at ShapeIndex {}:
-allocation 1: size 1.5MiB, preallocated-temp:
-allocation 2: size 12B, maybe-live-out:
 """
 
 
@@ -87,7 +62,10 @@ def test_a_donor_has_its_output_and_its_copied_bytes(tmp_path):
     assert (step.module, step.file, step.parameters, step.outputs, step.aliases) == ("step.1", str(after), 2, 2, 1)
     assert (used.parameter, used.array, used.bytes, used.kind, used.output) == (0, "f32[8,4]", 128, "unknown", 0)
     assert (used.copied_bytes, used.reason) == (128, "")
-    assert (unused.output, unused.reason) == (None, "no output has 12 bytes on a device")
+    assert (unused.output, unused.reason) == (
+        None,
+        NO_OUTPUT,
+    )
     assert (step.executed, step.memory, run.exit_code) == (None, None, None)
     assert (run.donated_fraction, step.donated_bytes, step.offered_bytes) == (128 / 140, 128, 140)
 
@@ -117,19 +95,6 @@ def test_one_text_of_a_module_is_enough(tmp_path):
     assert [donor.reason for donor in not_compiled.donors] == ["the dump has no text after optimisation"] * 2
     assert (not_compiled.file, not_compiled.aliases) == ("", 0)
     assert (compiled.file, [donor.output for donor in compiled.donors]) == (str(after), [0, None])
-
-
-def test_memory_comes_from_the_buffer_assignment(tmp_path):
-    after = write(tmp_path, 0, "step")
-    after.with_name(f"{after.stem}-memory-usage-report.txt").write_text(REPORT)
-    rounded = collect(tmp_path, "dump").steps[0].memory
-    after.with_name(f"{after.stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
-    exact = collect(tmp_path, "dump").steps[0].memory
-    assert rounded is not None
-    assert exact is not None
-    assert (rounded.argument_bytes, rounded.output_bytes, rounded.temp_bytes) == (1024, 12, 1572864)
-    assert (exact.argument_bytes, exact.output_bytes, exact.alias_bytes, exact.temp_bytes) == (140, 144, 128, 1024)
-    assert exact.peak_bytes == 140 + 144 + 1024 - 128
 
 
 def test_equal_modules_are_one_step(tmp_path):
@@ -174,10 +139,10 @@ def test_records_match_without_replicas_to_the_last_line(tmp_path):
     refused = {**donor, "parameter": -1, "name": "tied", "reason": "another tensor holds it"}
     lines = [
         {"executable": 1, "header": header, "memory": ""},
-        {"run": 1, "site": "a.py:4", "live": 140},
+        {"run": 1, "site": "a.py:4"},
         {"donors_of": 1, "donors": [donor, refused]},
-        {"run": 1, "site": "a.py:5", "live": None},
-        {"run": 1, "site": "a.py:5", "live": 150},
+        {"run": 1, "site": "a.py:5"},
+        {"run": 1, "site": "a.py:5"},
     ]
     (folder / "record.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"run": 1, "si')
     run = collect(tmp_path, "dump")
@@ -185,20 +150,9 @@ def test_records_match_without_replicas_to_the_last_line(tmp_path):
     assert (step.executed, step.sites) == (3, ("a.py:5", "a.py:4"))
     assert [(donor.kind, donor.name, donor.parameter, donor.reason) for donor in step.donors] == [
         ("marked", "w", 0, ""),
-        ("torch_xla", "", 1, "no output has 12 bytes on a device"),
+        ("torch_xla", "", 1, NO_OUTPUT),
         ("marked", "tied", -1, "another tensor holds it"),
     ]
-    assert [(moment.step, moment.live_bytes, moment.peak_bytes) for moment in run.timeline] == [
-        (0, 140, 140),
-        (0, 150, 150),
-    ]
-
-
-def test_a_signature_may_be_in_the_instructions(tmp_path):
-    path = write(tmp_path, 0, "old")
-    path.write_text(f"HloModule old\n{BODY}")
-    (step,) = collect(tmp_path, "dump").steps
-    assert (step.parameters, step.outputs) == (2, 2)
 
 
 def test_the_table_fits_eighty_columns(tmp_path):
@@ -229,9 +183,8 @@ HINT = Hint(
 )
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
 @pytest.mark.parametrize("kind", ["donors", "hints"])
-def test_a_table_fits_the_width_and_keeps_every_letter(width, kind):
+def test_a_narrow_table_keeps_every_letter(kind):
     """Names may look like markup."""
     if kind == "donors":
         there = StepSummary("step", "", 2, 1, (DONOR,), 1, topology="v6e:16x16")
@@ -241,12 +194,9 @@ def test_a_table_fits_the_width_and_keeps_every_letter(width, kind):
         run = RunSummary("program", (), advice=(HINT,))
         finding = f"{NAME}: {HINT.sentence}; held by variable 'kept' at {FILE}:77"
         first = ["1.0GiB", "bf16[1024,1024,512]and2more", f"{FILE}:12", finding, HINT.edit]
-    shown = rendered(run, width).splitlines()
-    assert max(map(len, shown)) <= width
-    edges = dict(["┏┓", "┃┃", "┡┩", "││", "└┘"])
-    rows = [line for line in shown if line[0:1] in edges.keys() | set(edges.values())]
-    assert [line[-1] for line in rows] == [edges[line[0]] for line in rows]
-    columns = zip(*(line.split("│")[1:-1] for line in rows if line.startswith("│")))
+    shown = rendered(run, 60).splitlines()
+    assert max(map(len, shown)) <= 60
+    columns = zip(*(line.split("│")[1:-1] for line in shown if line.startswith("│")))
     assert ["".join("".join(column).split()) for column in columns] == ["".join(cell.split()) for cell in first]
 
 
@@ -257,9 +207,7 @@ def test_steps_of_one_line_are_shown_once(tmp_path):
     other = replace(step, module="other", sites=("loop.py:12",))
     shown = rendered(RunSummary("loop.py", (at_line[0], other, *at_line[1:])))
     assert "Step 1 and 49 alike: step.0, ran 100 times at loop.py:9" in shown
-    assert "50 graphs were compiled for it. Their operations, the shapes of their arrays, or numbers" in " ".join(
-        shown.split()
-    )
+    assert "50 graphs were compiled for it." in shown
     assert "Step 2: other, ran 2 times at loop.py:12" in shown
     assert "51 distinct steps" in shown
     shown = rendered(RunSummary("dump", tuple(replace(one, sites=(), executed=None) for one in at_line)))
@@ -267,8 +215,9 @@ def test_steps_of_one_line_are_shown_once(tmp_path):
     assert "... and 10 more steps; --json has all." in shown
 
 
-@pytest.mark.parametrize("name", ["record.jsonl", "advice.json"])
-@pytest.mark.parametrize("text", ["[1, 2]\n", "{half\n", '{"run": 1}\n'])
+@pytest.mark.parametrize(
+    ("name", "text"), [("record.jsonl", "[1, 2]\n"), ("record.jsonl", "{half\n"), ("advice.json", '{"run": 1}\n')]
+)
 def test_a_foreign_record_is_named_and_skipped(tmp_path, name, text):
     folder = tmp_path / "main"
     folder.mkdir()
@@ -304,10 +253,9 @@ def test_json_has_everything_and_nothing_else(tmp_path):
     assert json.loads((tmp_path / "steps.json").read_text()) == json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("option", ["--json", "--html"])
-def test_a_file_that_cannot_be_written_is_refused_first(tmp_path, option):
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path):
     write(tmp_path, 0, "step")
-    shown = inspected(option, str(tmp_path / "missing" / "x"), str(tmp_path), exit_code=2)
+    shown = inspected("--json", str(tmp_path / "missing" / "x"), str(tmp_path), exit_code=2)
     assert "missing' cannot be written to. Make it, or name another one." in " ".join(shown.split())
     assert "Step 1" not in shown
 
@@ -326,50 +274,3 @@ def test_completion_knows_commands_and_options():
         complete_var="_TORCH_XLA_DONATE_COMPLETE",
     )
     assert done.output.split() == ["plain,verify"]
-
-
-def large_instruction(number: int) -> str:
-    return f"  %add.{number} = f32[8,4]{{1,0}} add(f32[8,4]{{1,0}} %p, f32[8,4]{{1,0}} %p), metadata={{op_name='x'}}\n"
-
-
-def test_a_text_of_fifty_megabytes_takes_little_memory(tmp_path):
-    head, tail = BODY.split("  %copy.1")
-    path = write(tmp_path, 0, "large")
-    with open(path, "w") as file:
-        file.write(text("large", ALIASES, head))
-        for number in range(320_000):
-            file.write(large_instruction(number))
-        # A constant of 20 MB is one line.
-        file.write(f"  %constant.1 = f32[5000000]{{0}} constant({{{'1, ' * 7_000_000}1}})\n  %copy.1{tail}")
-    assert path.stat().st_size > 50_000_000
-    tracemalloc.start()
-    try:
-        (step,) = collect(tmp_path, "dump").steps
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert step.donors[0].copied_bytes == 128
-    assert peak < 16_000_000
-
-
-def summarized(folder: Path) -> tuple[int, RunSummary]:
-    tracemalloc.start()
-    try:
-        run = collect(folder, "dump")
-        return tracemalloc.get_traced_memory()[1], run
-    finally:
-        tracemalloc.stop()
-
-
-def test_two_thousand_modules_take_the_memory_of_their_summary(tmp_path):
-    for number in range(2000):
-        write(tmp_path, number, f"step.{number}")
-    done: list[tuple[int, int]] = []
-    collect(tmp_path, "dump", progress=lambda count, total: done.append((count, total)))
-    assert done == [(number, 2000) for number in range(1, 2001)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak, run = summarized(tmp_path)
-    assert len(run.steps) == 2000
-    assert peak < 16_000_000
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64_000  # KiB
-    assert "... and 1,960 more steps; --json has all." in inspected(str(tmp_path))

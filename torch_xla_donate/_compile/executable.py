@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _host, _numbers, _trees, hlo
-from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._errors import see
+from torch_xla_donate._text import cut
+from torch_xla_donate.hlo.outcomes import read_statistics
 
 
 class Lowerable(Protocol):
@@ -48,16 +49,14 @@ class ArgInfo:
 class Types:
     """The types of a call's arguments, leaf by leaf."""
 
-    def __init__(
-        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
-    ) -> None:
-        static = {argument.key for argument in roles.static}
-        donated = set() if _host.ignores_donors() else {argument.key for argument in roles.donated}
-        arguments = (*enumerate(args), *kwargs.items())
+    def __init__(self, call: CallArguments, floats_are_inputs: bool) -> None:
+        static = {argument.key for argument in call.roles.static}
+        donated = set() if _host.ignores_donors() else {argument.key for argument in call.roles.donated}
+        arguments = (*enumerate(call.args), *call.kwargs.items())
         leaves = [(key, leaf) for key, value in arguments for leaf in pytree.tree_leaves(value)]
         self._inputs = [floats_are_inputs and key not in static and _numbers.is_float(leaf) for key, leaf in leaves]
         self._infos = [_info(leaf, key in donated) for key, leaf in leaves]
-        self._spec = pytree.tree_structure((args, kwargs))
+        self._spec = pytree.tree_structure((call.args, call.kwargs))
 
     def tree(self) -> Any:
         """``(args, kwargs)`` with an `ArgInfo` for each tensor."""
@@ -80,7 +79,7 @@ class Types:
                 place = f"argument {key[1:-1]}{''.join(path)}"
                 differing.append(f"{place}: compiled for {info}, called with {now}")
         if differing:
-            shown = "; ".join(differing[:5]) + (f"; and {len(differing) - 5} more" if len(differing) > 5 else "")
+            shown = "; ".join(cut(differing, 5, "and {:,} more"))
             raise TypeError(
                 f"{function} was compiled for other types of arguments: {shown}. Call the function itself, or lower() "
                 f"it for these arguments. {see('ahead')}"
@@ -118,20 +117,13 @@ class Executable:
 
     def memory_analysis(self) -> hlo.MemoryAnalysis:
         """The bytes of a run on one device. Raises RuntimeError if the platform does not report them."""
-        sizes = dict(re.findall(r"(\w+)_size_in_bytes=(\d+)", self._memory))
-        try:
-            return hlo.MemoryAnalysis(
-                argument_bytes=int(sizes["argument"]),
-                output_bytes=int(sizes["output"]),
-                alias_bytes=int(sizes["alias"]),
-                temp_bytes=int(sizes["temp"]),
-                generated_code_bytes=int(sizes["generated_code"]),
-            )
-        except KeyError:
+        found = read_statistics(self._memory)
+        if found is None:
             raise RuntimeError(
                 f"this platform reports no memory statistics (XLA returned {self._memory!r}). Read the shapes in "
                 f"as_text() instead. {see('ahead')}"
-            ) from None
+            )
+        return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._types.check(self._compiled.function, args, kwargs)

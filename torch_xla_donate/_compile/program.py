@@ -56,7 +56,7 @@ class TracedProgram:
             recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable = proxies.inseparable()
             with _trace.Restoring(recorder):
-                refused, watched = _trace.host_reads_refused(refuse), _trace.watched(recorder)
+                refused, watched = _trace.host_reads_refused(refuse), _trace.current_watcher.replaced(recorder)
                 with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:
                     tree = f(*call.args, **call.kwargs)
                     try:

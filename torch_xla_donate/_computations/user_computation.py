@@ -197,7 +197,7 @@ def to_donate(
     eager = _host.in_eager_mode()
     strict = request.strictness()
     may_warn = strict < _config.Strictness.ERROR and (eager or request.strict is not None)
-    body = _marks.current_body()
+    body = _marks.current_body.value
     kept = {
         _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
         for index in set(range(len(tensors))).difference(donors)

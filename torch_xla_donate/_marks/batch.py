@@ -52,7 +52,7 @@ def mark_all(donations: Sequence[Donation]) -> None:
 
     Inside a loop's body the loop gets the requests for its arguments.
     """
-    body = current_body()
+    body = current_body.value
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         targets = [given.target for given in free]

@@ -64,7 +64,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         DonatedBufferError: a step has consumed a leaf.
     """
     request = DonationRequest.make(strict, stacklevel)
-    body = current_body()
+    body = current_body.value
     if body is not None:
         donations = _donations(tensors, request)
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
@@ -111,7 +111,7 @@ def cancel_donation(tensors: Any) -> None:
         DonationError: a step has consumed a leaf, or a call of a compiled function on another thread is about to. No
             mark is cancelled then.
     """
-    body = current_body()
+    body = current_body.value
     arguments: list[int] = []
     found: list[tuple[int, torch.Tensor]] = []
     leaves, names = _trees.flatten(tensors, "tensors")

@@ -58,14 +58,5 @@ class LoopBody:
         self.requests.update(dict.fromkeys(numbers))
 
 
-_body: interrupts.PerThread[LoopBody | None] = interrupts.per_thread(None)
-
-
-def current_body() -> LoopBody | None:
-    """The body that this thread is tracing; None outside a body."""
-    return _body.value
-
-
-def trace_body(body: LoopBody) -> interrupts.Switched[LoopBody | None]:
-    """A context in which this thread traces the body."""
-    return _body.replaced(body)
+# The body that this thread is tracing; None outside a body.
+current_body: interrupts.PerThread[LoopBody | None] = interrupts.per_thread(None)

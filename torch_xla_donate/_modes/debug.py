@@ -11,6 +11,7 @@ from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.disabled import donation_disabled
+from torch_xla_donate._text import cut
 
 _infinities = interrupts.PerThread[list[_C.Disabling]]([])  # the entries of contexts that check for infinities
 _SHOWN = 5
@@ -130,9 +131,7 @@ def _line(raw: _C._BadOutput, name: str) -> str:
 
 def _text(bad: Sequence[str]) -> str:
     lines = [f"{len(bad)} output{'s are' if len(bad) > 1 else ' is'} not finite."]
-    lines += [f"  {line}." for line in bad[:_SHOWN]]
-    if len(bad) > _SHOWN:
-        lines.append(f"  ... and {len(bad) - _SHOWN} more.")
+    lines += [f"  {line}." for line in cut(bad, _SHOWN)]
     lines.append(
         "  Nothing was donated, so the inputs are still there. Run the step again with torch_xla.sync() after each "
         f"line. {see('debug_nans')}"

@@ -6,6 +6,7 @@ from torch_xla_donate import _C, _report
 from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._modes.context import ThreadMode
+from torch_xla_donate._text import percent
 
 
 class expect_donated(ThreadMode[_C.StepTally]):
@@ -62,8 +63,8 @@ class expect_donated(ThreadMode[_C.StepTally]):
         if fraction >= self._min_fraction:
             return None
         lines = [
-            f"expect_donated: the reused_fraction of this block is {_report.percent(fraction)}, and min_fraction is "
-            f"{self._min_fraction}. Outputs reused {_report.percent(reused)} of the bytes offered "
+            f"expect_donated: the reused_fraction of this block is {percent(fraction)}, and min_fraction is "
+            f"{self._min_fraction}. Outputs reused {percent(reused)} of the bytes offered "
             f"({found['donated_bytes']} of {found['offered_bytes']}), and {steps} of {steps + plain} steps had donors. "
             f"Donate in each step what an output can reuse, or lower min_fraction. {see('testing')}"
         ]

@@ -14,4 +14,3 @@ from torch_xla_donate._report.reasons import Reason, no_donation, sentence
 from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report, reasons_by_buffer
 from torch_xla_donate._report.reuse import report_reuse
 from torch_xla_donate._report.settings import configure
-from torch_xla_donate._report.units import percent

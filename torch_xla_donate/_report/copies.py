@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationWarning, see, warn
 from torch_xla_donate._report.donors import describe_donors, facts_of
-from torch_xla_donate._report.units import size
+from torch_xla_donate._text import cut, size
 
 _SHOWN = 5
 _examined: set[str] = set()
@@ -42,15 +41,15 @@ def warn_of_copies() -> None:
         raise raised
 
 
-def _text(copied: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
+def _text(copied: Sequence[_C._Donor], step: _C._Step) -> str:
     donors = describe_donors(copied, step)
-    lines = [
-        f"XLA reuses the memory of these donated buffers but copies them first, at each run of step {step['number']}:"
-    ]
-    for donor in donors[:_SHOWN]:
+    texts = []
+    for donor in donors:
         name = "(auto)" if donor.automatic else donor.name
-        lines.append(f"  {donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}.")
-    if len(donors) > _SHOWN:
-        lines.append(f"  ... and {len(donors) - _SHOWN} more.")
+        texts.append(f"{donor.array}{f' {name}' if name else ''}: {size(donor.bytes)}")
+    lines = [
+        f"XLA reuses the memory of these donated buffers but copies them first, at each run of step {step['number']}:",
+        *(f"  {text}." for text in cut(texts, _SHOWN)),
+    ]
     lines.append(f"  An operation reads the old value after XLA begins to write the new one. {see('report')}")
     return "\n".join(lines)

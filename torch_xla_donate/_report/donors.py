@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch_xla_donate import _C, hlo
-from torch_xla_donate._locks import make_lock
 from torch_xla_donate._report.explain import StepSizes, split_sharding
 from torch_xla_donate._report.reasons import Reason, sentence
-from torch_xla_donate.hlo.dump import copied_parameters
-from torch_xla_donate.hlo.model import ENTRY
+from torch_xla_donate.hlo.dump import copied_bytes
 
 Outcome = Literal["donated", "unusable", "pending"]
 
@@ -83,27 +82,19 @@ class _Facts(NamedTuple):
     copied: Mapping[int, int]
 
 
-_known_facts: dict[str, _Facts] = {}
-
-
-def facts_of(step: Mapping[str, Any]) -> _Facts | None:
+def facts_of(step: _C._Step) -> _Facts | None:
     """The facts of a step's graph; None if unknown. The time to read them is proportional to the HLO's size."""
-    graph = step["graph"]
-    facts = _known_facts.get(graph)
-    if facts is None and graph and (text := _C.graph_text(graph)) is not None:
-        facts = _facts_in(text)
-        with _facts_lock:  # reports of several threads may fill it
-            _known_facts[graph] = facts
-            while len(_known_facts) > _KEPT_FACTS:
-                del _known_facts[next(iter(_known_facts))]
-    return facts
+    try:
+        return _facts(step["graph"])
+    except LookupError:
+        return None
 
 
-_KEPT_FACTS = 64
-_facts_lock = make_lock()
-
-
-def _facts_in(text: str) -> _Facts:
+@functools.lru_cache(maxsize=64)  # keeps no graph that is gone, as an error is not kept
+def _facts(graph: str) -> _Facts:
+    text = _C.graph_text(graph) if graph else None
+    if text is None:
+        raise LookupError(graph)
     module = hlo.parse(text)
     wrapped = len(module.parameters) == 1 and module.parameters[0].is_tuple
 
@@ -114,17 +105,11 @@ def _facts_in(text: str) -> _Facts:
         number(alias.parameter_number, alias.parameter_index): alias.output_index[0] if alias.output_index else 0
         for alias in module.aliases
     }
-    copied: dict[int, int] = {}
-    entry = text[found.start() :] if (found := ENTRY.search(text)) else ""
-    for parameter, size in copied_parameters(entry.splitlines()):
-        if parameter in output_of:
-            copied[parameter] = copied.get(parameter, 0) + size
+    copied = {parameter: size for parameter, size in copied_bytes(text).items() if parameter in output_of}
     return _Facts(output_of, copied)
 
 
-def describe_donors(
-    raws: Iterable[Mapping[str, Any]], step: Mapping[str, Any], facts: _Facts | None = None
-) -> list[Donor]:
+def describe_donors(raws: Iterable[_C._Donor], step: _C._Step, facts: _Facts | None = None) -> list[Donor]:
     """Donors of a step that has read them."""
     sizes: StepSizes | None = None
     found = []
@@ -134,7 +119,8 @@ def describe_donors(
         output = None
         if raw["outcome"] == "donated":
             outcome, reason = "donated", ""
-            output = facts.output_of.get(raw["parameter"]) if facts is not None else None
+            parameter = raw["parameter"]
+            output = None if facts is None or parameter is None else facts.output_of.get(parameter)
         elif raw["reason"]:
             code, reason = Reason(raw["reason"].code), sentence(raw["reason"])
         else:
@@ -155,12 +141,12 @@ def describe_donors(
     return found
 
 
-def describe_pending(raw: Mapping[str, Any]) -> Donor:
+def describe_pending(raw: _C._Donor) -> Donor:
     """A mark that no step has read yet."""
     return _donor(raw, "pending", Reason.UNREAD, "no step has read it yet")
 
 
-def _donor(raw: Mapping[str, Any], outcome: Outcome, code: Reason | None, reason: str) -> Donor:
+def _donor(raw: _C._Donor, outcome: Outcome, code: Reason | None, reason: str) -> Donor:
     dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
     return Donor(
         name=raw["name"],

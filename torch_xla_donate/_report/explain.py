@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch_xla_donate import _C
 from torch_xla_donate._report.reasons import Reason
+from torch_xla_donate.hlo.outcomes import padded_from, why_unused
 
 
 class Explanation(NamedTuple):
@@ -21,9 +22,6 @@ class Explanation(NamedTuple):
 class StepSizes:
     """The sizes by which XLA paired the donors of a step with its outputs.
 
-    XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
-    sizes of the outputs give most reasons.
-
     Args:
         outputs: the outputs of the step; empty texts for those that are gone.
         offered: bytes on a device of all donors in the donor set.
@@ -33,11 +31,12 @@ class StepSizes:
         self._dynamic = next((text.partition("{")[0] for text in outputs if "<=" in text), "")
         self._known = [text for text in outputs if text]
         self._is_complete = 0 < len(self._known) == len(outputs)
-        self._free = _C.FreeOutputs([_C.size_on_device(text) for text in self._known])
-        self._offered = Counter(offered)
+        self._outputs, self._offered = (
+            Counter(one for one in sizes if one is not None) for sizes in (map(_C.size_on_device, self._known), offered)
+        )
 
     @classmethod
-    def of(cls, step: Mapping[str, Any]) -> StepSizes:
+    def of(cls, step: _C._Step) -> StepSizes:
         return cls(step["outputs"], (raw["size"] for raw in step["donors"] if not raw["reason"]))
 
     @functools.cached_property
@@ -45,13 +44,7 @@ class StepSizes:
         """An output for each size of whole arrays."""
         return {_C.bytes_per_device(split_sharding(text)[0]): text for text in reversed(self._known)}
 
-    @functools.cached_property
-    def _shown(self) -> str:
-        sizes = self._free.sizes()
-        shown = ", ".join(f"{self._free.count(bytes_)} of {bytes_} bytes" for bytes_ in sizes[:4])
-        return f"outputs: {shown}{', ...' if len(sizes) > 4 else ''}"
-
-    def explain(self, raw: Mapping[str, Any]) -> Explanation:
+    def explain(self, raw: _C._Donor) -> Explanation:
         """The reason why XLA did not use a donor of its donor set."""
         if self._dynamic:
             return Explanation(
@@ -61,36 +54,20 @@ class StepSizes:
             )
         size = raw["size"]
         is_sharded = bool(split_sharding(raw["array"])[1])
-        each = " on each device" if is_sharded else ""
-        if size != raw["bytes_per_device"]:
-            each = f", padded from {raw['bytes_per_device']} to TPU tiles{each},"
-        fitting, rivals = self._free.count(size), self._offered[size]
-        if not fitting and not self._is_complete:
+        if not self._outputs[size] and not self._is_complete:
             return Explanation(
                 Reason.OUTPUTS_GONE, "XLA did not use it; outputs of the step are gone, so their sizes are not known"
             )
-        if not fitting and is_sharded and raw["bytes"] in self._by_whole_size:
+        if not self._outputs[size] and is_sharded and raw["bytes"] in self._by_whole_size:
             alike, is_alone = self._by_whole_size[raw["bytes"]], len(self._known) == 1
             return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike, is_alone))
-        if not fitting:
-            return Explanation(
-                Reason.NO_OUTPUT_OF_ITS_SIZE,
-                f"no output of the step has its size of {size} bytes{each} ({self._shown})",
-            )
-        if rivals > fitting:
-            outputs_of_size = f"{fitting} output{'s' if fitting > 1 else ''}"
-            return Explanation(
-                Reason.MORE_DONORS_THAN_OUTPUTS,
-                f"more donors than outputs of its size: {rivals} donors and {outputs_of_size} of {size} bytes{each}",
-            )
-        return Explanation(
-            Reason.OUTPUTS_TAKEN,
-            f"every {size}-byte output{each} already reuses another input (torch_xla donates in-place updates), or the "
-            "buffer is exported (dlpack, numpy)",
-        )
+        padded = padded_from(size, raw["bytes_per_device"])
+        each = " on each device" if is_sharded else ""
+        code, sentence = why_unused(size, self._outputs, self._offered, f"{padded}{each}{',' if padded else ''}")
+        return Explanation(Reason(code), sentence)
 
 
-def _differs_per_device(raw: Mapping[str, Any], output: str, alone: bool) -> str:
+def _differs_per_device(raw: _C._Donor, output: str, alone: bool) -> str:
     _, donor_sharding = split_sharding(raw["array"])
     array, sharding = split_sharding(output)
     text = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donors
+from torch_xla_donate._text import cut
 
 _postponed = interrupts.per_thread(False)
 
@@ -86,22 +86,20 @@ def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -
         raise failure
 
 
-def _is_due(raw: Mapping[str, Any]) -> bool:
+def _is_due(raw: _C._Donor) -> bool:
     return raw["strict"] > _config.Strictness.OFF and not raw["small"] and not raw["reported"]
 
 
-def _by_site(
-    step: Mapping[str, Any], includes: Callable[[Mapping[str, Any]], bool]
-) -> Iterable[tuple[str, list[Mapping[str, Any]]]]:
+def _by_site(step: _C._Step, includes: Callable[[_C._Donor], bool]) -> Iterable[tuple[str, list[_C._Donor]]]:
     """The unusable donors of a step by the line of their donation."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[_C._Donor]] = {}
     for raw in step["donors"]:
         if raw["outcome"] == "unusable" and includes(raw):
             found.setdefault(raw["where"], []).append(raw)
     return found.items()
 
 
-def unusable_texts(step: Mapping[str, Any]) -> list[str]:
+def unusable_texts(step: _C._Step) -> list[str]:
     """A text for each line with unusable donations in a step, also if they were reported before.
 
     Without those of fewer bytes than `configure` has set as the size that matters.
@@ -123,11 +121,10 @@ def print_notices() -> None:
 _SHOWN = 5
 
 
-def _unusable_text(where: str, unusable: Sequence[Mapping[str, Any]], step: Mapping[str, Any]) -> str:
+def _unusable_text(where: str, unusable: Sequence[_C._Donor], step: _C._Step) -> str:
     donors = describe_donors(unusable[:_SHOWN], step)
-    arrays = ", ".join(donor.array for donor in donors)
-    more = f", and {len(unusable) - _SHOWN} more" if len(unusable) > _SHOWN else ""
-    lines = [f"Some donated buffers were not usable: {arrays}{more} (donated at {where}, step {step['number']})."]
+    arrays = ", ".join(cut([raw["shape"] for raw in unusable], _SHOWN, "and {:,} more"))
+    lines = [f"Some donated buffers were not usable: {arrays} (donated at {where}, step {step['number']})."]
     for donor in donors:
         lines.append(f"  {donor.array}{f' {donor.name}' if donor.name else ''}: {donor.reason}.")
     lines.append(f"  They stay readable. {see('unusable')}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch_xla_donate._report.donors import Donor, describe_donors, describe_pen
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.reasons import sentence
+from torch_xla_donate._text import percent, plural, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +28,8 @@ class HeldInput:
         bytes: bytes of the whole array, before any sharding.
         device: such as ``CPU:0``.
         holder: the holder, if Python can find it when the report is made: ``variable 'old' at train.py:12``,
-            ``grad_fn of variable 'loss' at train.py:9``, ``attribute 'weight' of variable 'model' at train.py:5``,
-            ``unknown holder``, or ``work that stays pending``.
+            ``grad_fn of variable 'loss' at train.py:9``, ``model.weight at train.py:5``, ``unknown holder``, or
+            ``work that stays pending``.
     """
 
     array: str
@@ -133,14 +136,10 @@ class DonationReport:
         return self.reused_fraction == 1.0 and self._is_each_donated()
 
     def __str__(self) -> str:
-        from torch_xla_donate._report import table  # imports rich, which a training loop does not need
-
-        return table.report(self)
+        return _text(self)
 
     def _repr_html_(self) -> str:
-        from torch_xla_donate._report import html
-
-        return html.report(self)
+        return f"<pre>{html.escape(str(self))}</pre>"  # for notebooks
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data for ``json.dumps``. docs/report_schema.json is its JSON schema."""
@@ -159,6 +158,97 @@ class DonationReport:
             "backward_threads": self.backward_threads,
             "errors": dict(self.errors),
         }
+
+
+_ROWS = 40
+_COLUMNS = ("step", "donor", "array", "bytes", "in → out", "outcome", "reason")
+_NUMBERS = ("step", "bytes", "in → out")
+
+
+def _summary(found: DonationReport) -> str:
+    """The first line of a report with donors."""
+    used = sum(donor.outcome == "donated" for donor in found.donors)
+    offered = sum(donor.bytes for donor in found.offered)
+    text = (
+        f"{used} of {len(found.offered)} donors donated, {size(found.donated_bytes)} "
+        f"({percent(found.donated_bytes / max(offered, 1))} of the bytes offered)"
+    )
+    if len(found.donors) > len(found.offered):
+        text += f"; {len(found.donors) - len(found.offered)} automatic not used"
+    if found.pending:
+        text += f"; {len(found.pending)} pending"
+    return text
+
+
+def _row(donor: Donor) -> tuple[str, ...]:
+    place = "(auto)" if donor.automatic else donor.where.rpartition("/")[2]
+    kept = {True: ", into kept", False: ", into not kept", None: ""}[donor.into_kept]
+    source, target = ("" if number is None else str(number) for number in (donor.parameter, donor.output))
+    return (
+        "" if donor.step is None else str(donor.step),
+        f"{donor.name} ({place})" if donor.name else place,
+        f"{donor.array} {donor.sharding}".rstrip(),
+        size(donor.bytes),
+        f"{source} → {target}" if target else source,
+        donor.outcome + kept + (", crossed" if donor.crossed else ""),
+        donor.reason,
+    )
+
+
+def _notes(found: DonationReport) -> list[str]:
+    """The lines of a report below its table."""
+    texts = []
+    lost = sum(step.number is None for step in found.steps)
+    if lost:
+        texts.append(f"{lost} of the last {len(found.steps)} steps had no donors.")
+    compiled = sum(step.compilations > 0 for step in found.steps)
+    if compiled > 1:
+        texts.append(f"torch_xla compiled {found.compilations} graphs, at {compiled} of {len(found.steps)} steps.")
+    if found.crossed:
+        texts.append(
+            f"{plural(found.crossed, 'donor')} crossed. XLA gave the memory to another output "
+            "of the same size than the one computed from the donor most directly, so these values move at every step."
+        )
+    if found.copied_bytes:
+        texts.append(
+            f"XLA copied {size(found.copied_bytes)} of donated buffers in these steps before it wrote over them."
+        )
+    for reason, count in found.auto_refusals.items():
+        texts.append(f"auto_donate skipped {plural(count, 'step')}: {reason}.")
+    for error, count in found.errors.items():
+        texts.append(f"A hook failed {plural(count, 'time')} and the step went on without it: {error}.")
+    if found.backward_threads:
+        texts.append(
+            f"{plural(found.backward_threads, 'step')} followed a backward pass on autograd's threads. Such a thread "
+            "may still hold a gradient when a step begins,\nwhich makes it an output of that step. Run the backward "
+            "pass under torch.autograd.set_multithreading_enabled(False)."
+        )
+    if found.held:
+        text = "auto_donate skipped these inputs of the last step, which outputs could have reused:"
+        alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
+        for (array, bytes_, holder), count in list(alike.items())[:_ROWS]:
+            text += f"\n  {count} x {array} ({size(bytes_)}): held by {holder}"
+        texts.append(text)
+    return texts
+
+
+def _text(found: DonationReport) -> str:
+    """A line of summary, a row for each donor, and notes."""
+    if not found.donors and not found.pending:
+        return "\n".join(["No step has had a donor yet.", *_notes(found)])
+    from rich.table import Table
+
+    from torch_xla_donate._report.console import render
+
+    table = Table(title=_summary(found), title_justify="left")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+    # Unusable donors come first, so that thousands of donated ones do not hide them.
+    donors = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
+    for donor in donors[:_ROWS]:
+        table.add_row(*_row(donor))
+    more = [f"... and {len(donors) - _ROWS} more; see .to_dict()"] if len(donors) > _ROWS else []
+    return "\n".join([render(table), *more, *_notes(found)])
 
 
 def donation_report(*, steps: int | None = None) -> DonationReport:
@@ -225,12 +315,12 @@ def reasons_by_buffer() -> list[tuple[int, str]]:
     return found
 
 
-def _last_steps(count: int) -> list[tuple[Mapping[str, Any] | None, int]]:
+def _last_steps(count: int) -> list[tuple[_C._Step | None, int]]:
     """The last steps from the first one with donors, oldest first, each with the number of its compilations.
 
     None stands for a step without donors.
     """
-    found: list[tuple[Mapping[str, Any] | None, int]] = []
+    found: list[tuple[_C._Step | None, int]] = []
     for step in sorted(_C.steps(), key=lambda step: step["number"]):  # steps end in any order
         found.append((step, step["compilations"]))
         found += [(None, compilations) for compilations in step["plain_steps"]]

@@ -15,7 +15,7 @@ from torch_xla_donate._errors import see
 from torch_xla_donate._modes.debug import note_error
 from torch_xla_donate._tools.findings import Call
 from torch_xla_donate._tools.hints import Advice
-from torch_xla_donate._tools.recorder import Recorder
+from torch_xla_donate._tools.step_watch import StepWatch
 
 
 def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
@@ -41,18 +41,18 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
             f"after it. {see('advise')}"
         )
     torch_xla.sync()
-    with Recorder(min_runs=1) as recorder:
+    with StepWatch(min_runs=1) as watch:
         for _ in range(2):
-            recorder.forget()
+            watch.forget()
             result = f(*args, **kwargs)
             try:
-                recorder.call = _call(f, args, kwargs, result)
+                watch.call = _call(f, args, kwargs, result)
             except Exception as error:  # of an odd callable or container; the hints then do without the arguments
                 note_error(error)
             torch_xla.sync()
-            recorder.call = None
+            watch.call = None
             del result
-    return recorder.advice()
+    return watch.advice()
 
 
 def _call(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Call:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,49 +12,47 @@ from typing import Any, TypeVar
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
-from torch_xla_donate._tools.dump import Dump, DumpedStep, signature_of
+from torch_xla_donate._tools.dump import DumpedStep, read_steps, signature_of
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.memory import moment, with_undonated
-from torch_xla_donate._tools.summary import Moment, RunSummary, SkippedFile, StepDonor, StepSummary
+from torch_xla_donate._tools.memory import with_undonated
+from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
+from torch_xla_donate.hlo.dump import texts_in
+from torch_xla_donate.hlo.outcomes import read_statistics
 
 _T = TypeVar("_T")
-# Called with the number of things that are done, and their number.
-Progress = Callable[[int, int], None]
 _DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text". {see("verify")}'
 
 
 @dataclasses.dataclass
 class _Executable:
-    """A graph of a process's record. `step` is its place among the distinct steps, once its text is found."""
+    """A graph of a process's record."""
 
     signature: int
     memory: hlo.MemoryAnalysis | None
     donors: list[StepDonor] = dataclasses.field(default_factory=list)
     sites: Counter[str] = dataclasses.field(default_factory=Counter)
-    step: int | None = None
 
 
 class _Process:
-    """The record of a process. `runs` are (number of the executable, live bytes)."""
+    """The record of a process. is_active: whether it ran an executable."""
 
     def __init__(self, path: Path) -> None:
         self.executables: dict[int, _Executable] = {}
-        self.runs: list[tuple[int, int | None]] = []
-        runs: list[tuple[int, str, int | None]] = []
+        runs: list[tuple[int, str]] = []
         donors_of: dict[int, list[StepDonor]] = {}
         for line in _lines(path):
             if "executable" in line:
-                found = _Executable(signature_of(hlo.parse(line["header"])), _memory(line["memory"]))
+                found = _Executable(signature_of(hlo.parse(line["header"])), read_statistics(line["memory"]))
                 self.executables[line["executable"]] = found
             elif "run" in line:
-                runs.append((line["run"], line["site"], line["live"]))
+                runs.append((line["run"], line["site"]))
             else:
                 donors_of[line["donors_of"]] = [StepDonor(**donor) for donor in line["donors"]]
         # Another thread may run a graph before the line that describes it.
-        for number, site, live in runs:
+        for number, site in runs:
             if number in self.executables:
                 self.executables[number].sites[site] += 1
-                self.runs.append((number, live))
+        self.is_active = any(executable.sites for executable in self.executables.values())
         for number in donors_of.keys() & self.executables.keys():
             self.executables[number].donors = donors_of[number]
         self._waiting: dict[int, deque[_Executable]] = {}
@@ -111,7 +108,6 @@ class _Steps:
         self.summaries[place] = step = dataclasses.replace(step, executed=step.executed or 0)
         if executable is None:
             return
-        executable.step = place
         sites = self._sites[place]
         sites.update(executable.sites)
         self.summaries[place] = dataclasses.replace(
@@ -141,7 +137,6 @@ def collect(
     topology: str = "",
     undonated: bool = False,
     exit_code: int | None = None,
-    progress: Progress = lambda done, total: None,
 ) -> RunSummary:
     """The steps of a dump, with what their records say if it is a dump of `verify`.
 
@@ -151,43 +146,32 @@ def collect(
         topology: a TPU topology to compile each distinct step for; empty for none.
         undonated: whether to compile each distinct step for CPU with and without donation, for its memory.
         exit_code: for `RunSummary.exit_code`.
-        progress: called after each module that is read or compiled.
 
     Raises:
         FileNotFoundError: the folder does not exist or, without `exit_code`, has no module.
         ImportError, ValueError: as for `hlo.compile_for`.
     """
     steps = _Steps()
-    timeline: list[Moment] = []
     skipped: list[SkippedFile] = []
     noted: list[_ProcessAdvice] = []
     lost = 0
-    dumps = [(one, Dump(one)) for one in folders_of(folder)]
-    total, done = sum(len(dump) for _, dump in dumps), 0
-    if not total and exit_code is None:
+    dumps = [(one, texts_in(one)) for one in folders_of(folder)]
+    if exit_code is None and not any(texts for _, texts in dumps):
         raise FileNotFoundError(
             f"folder {folder} has no module_*.before_optimizations.txt and no module_*after_optimizations.txt. {_DUMP}"
         )
-    for one, dump in dumps:
-        path = one / record.NAME
-        process = _read(_Process, path, skipped)
-        for modules in dump:
-            for module in modules:
+    for one, texts in dumps:
+        process = _read(_Process, one / record.NAME, skipped)
+        for files in texts:
+            for module in read_steps(files, skipped):
                 steps.add(module, process)
-            done += 1
-            progress(done, total)
-        if process is not None:
-            timeline += _moments(process, steps)
         advice = _read(_ProcessAdvice.read, one / record.ADVICE, skipped)
         if advice is not None:
             noted.append(advice)
-            lost += not advice.ended and process is not None and bool(process.runs)
-        skipped += dump.skipped
+            lost += not advice.ended and process is not None and process.is_active
     if topology or undonated:
-        _compile(steps, topology, undonated, skipped, progress)
-    return RunSummary(
-        source, tuple(steps.summaries), tuple(timeline), tuple(skipped), exit_code, *_first_advice(noted, lost)
-    )
+        _compile(steps, topology, undonated, skipped)
+    return RunSummary(source, tuple(steps.summaries), tuple(skipped), exit_code, *_first_advice(noted, lost))
 
 
 def _read(read: Callable[[Path], _T], path: Path, skipped: list[SkippedFile]) -> _T | None:
@@ -228,13 +212,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def _memory(statistics: str) -> hlo.MemoryAnalysis | None:
-    """XLA's statistics of an executable; None if the platform reports none."""
-    sizes = {name: int(size) for name, size in re.findall(r"(\w+)_size_in_bytes=(\d+)", statistics)}
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    return hlo.MemoryAnalysis(*(sizes[name] for name in names)) if sizes.keys() >= set(names) else None
-
-
 def _with_kinds(dumped: tuple[StepDonor, ...], recorded: list[StepDonor]) -> tuple[StepDonor, ...]:
     """The donors of a dump with kind, name and line. torch_xla donates those that are not in the record."""
     by_number = {donor.parameter: donor for donor in recorded if donor.parameter >= 0}
@@ -250,14 +227,7 @@ def _with_kinds(dumped: tuple[StepDonor, ...], recorded: list[StepDonor]) -> tup
     return (*found, *(dataclasses.replace(donor, parameter=-1) for donor in refused))
 
 
-def _moments(process: _Process, steps: _Steps) -> Iterator[Moment]:
-    for number, live in process.runs:
-        place = process.executables[number].step
-        if place is not None and live is not None:
-            yield moment(place, steps.summaries[place], live)
-
-
-def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile], progress: Progress) -> None:
+def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[SkippedFile]) -> None:
     for place, before in enumerate(steps.befores):
         if before is not None:
             try:
@@ -269,7 +239,6 @@ def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[Skippe
                     steps.summaries[place] = dataclasses.replace(step, on_topology=on_topology)
             except RuntimeError as error:  # such as too little memory on a device
                 skipped.append(SkippedFile(str(before), str(error).partition("\n")[0]))
-        progress(place + 1, len(steps.befores))
 
 
 def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary:

@@ -1,69 +1,32 @@
-"""Summarises the modules of a dump, one at a time, in memory that does not grow with the size of their texts."""
+"""Summarises the modules of a dump, one at a time."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import os
-import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple
 
 from torch_xla_donate import hlo
 from torch_xla_donate._tools.summary import SkippedFile, StepDonor, StepSummary
-from torch_xla_donate.hlo.dump import copied_parameters
-from torch_xla_donate.hlo.model import ENTRY
-from torch_xla_donate.hlo.parser import FILE, STAGE
-
-# Characters of a line that are read at once. Constants make lines of many megabytes.
-_PIECE = 1 << 20
-# The header of a module of 100,000 parameters takes less.
-_LONGEST_HEADER = 1 << 24
-_SIGNATURE = re.compile(r" parameter\(|^\s*ROOT ")
-# Numbers of the program in a graph: constants, and the positions of slices, which torch_xla pads for a write.
-_CONSTANT = re.compile(r" constant\(.*", re.DOTALL)
-_SLICE = re.compile(r"\bslice=\{[^}]*\}|\bpadding=[\d_x]+")
-# The result that a line of the entry computation takes from an operation with several, and the graph's results.
-_ELEMENT = re.compile(r" get-tuple-element\(.*(index=\d+)")
-_ROOT = re.compile(r"\s*ROOT ")
-# All numbers but those in names of types and of parameters.
-_NUMBER = re.compile(r"(?:\b|_)\d+")
-_DIMENSIONS = re.compile(r"dim\w*=(?:\{[^}]*\}|\d+)")
-_ALLOCATION = re.compile(r"allocation \d+: size ([\d.]+)([KMGT]i)?B?, (.*)")
-_UNITS = {"": 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
+from torch_xla_donate.hlo.dump import ENTRY, copied_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class ModuleFile:
-    """One HLO text of a dump.
+class ModuleText(NamedTuple):
+    """One HLO text of a dump, and its module."""
 
-    Attributes:
-        path: the file.
-        module: the module of the header.
-        copied: bytes that it copies, by number of the parameter.
-        digest: equal for equal texts.
-        operations, results, shapes: as of `StepSummary`.
-    """
-
-    path: Path
     module: hlo.HloModule
-    copied: dict[int, int]
-    digest: bytes
-    operations: str
-    results: str
-    shapes: str
+    text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class DumpedStep:
+class DumpedStep(NamedTuple):
     """A module of a dump.
 
     Attributes:
         summary: its summary.
         before: the file of its text before optimisation; None without one.
         signature: of its optimised text, or of the only text; see `signature_of`.
-        digest: the digest of this text.
+        digest: equal for equal texts.
     """
 
     summary: StepSummary
@@ -72,81 +35,50 @@ class DumpedStep:
     digest: bytes
 
     @classmethod
-    def of(cls, before: ModuleFile | None, after: ModuleFile | None) -> DumpedStep:
+    def of(cls, before: ModuleText | None, after: ModuleText | None) -> DumpedStep:
         """The step of these texts. One of them may be None."""
         compiled = after or before
         assert compiled is not None, "a step has a text"
-        path = None if before is None else before.path
-        return cls(summarize(before, after), path, signature_of(compiled.module), compiled.digest)
+        path = None if before is None else before.module.path
+        digest = hashlib.blake2b(compiled.text.encode(), digest_size=16).digest()
+        return cls(summarize(before, after), path, signature_of(compiled.module), digest)
 
 
-class Dump:
-    """The modules in a folder that XLA dumped to, in the order of their compilation.
+def read_steps(files: Sequence[tuple[str, Path]], skipped: list[SkippedFile]) -> list[DumpedStep]:
+    """The steps of the (stage, path) of one number: one, or several if several processes dumped to the folder.
 
-    Iterate over it once. `len()` is the number of modules. `skipped` lists the files that could not be read, as far as
-    the iteration has come.
-
-    Raises:
-        FileNotFoundError: the folder does not exist.
+    Adds the files that it cannot read to `skipped`.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self.skipped: list[SkippedFile] = []
-        groups: dict[tuple[int, int], list[Path]] = {}
-        for name in os.listdir(folder):
-            dumped = FILE.fullmatch(name)
-            if dumped and STAGE.search(dumped[3]):
-                groups.setdefault((int(dumped[1] or 0), int(dumped[2])), []).append(folder / name)
-        self._groups = [sorted(paths) for _, paths in sorted(groups.items())]
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def __iter__(self) -> Iterator[list[DumpedStep]]:
-        """The modules of each number: one, or several if several processes dumped to the folder."""
-        for paths in self._groups:
-            found: dict[str, dict[str, ModuleFile]] = {}
-            for path in paths:
-                try:
-                    read = read_module(path)
-                except (OSError, ValueError) as error:
-                    self.skipped.append(SkippedFile(str(path), str(error).removeprefix(f"{path}: ")))
-                    continue
-                stage = STAGE.search(path.stem)
-                found.setdefault(read.module.name, {})[stage[1] if stage else ""] = read
-            yield [
-                DumpedStep.of(stages.get("before_optimizations"), stages.get("after_optimizations"))
-                for stages in found.values()
-            ]
+    found: dict[str, dict[str, ModuleText]] = {}
+    for stage, path in files:
+        try:
+            read = read_text(path)
+        except (OSError, ValueError) as error:
+            skipped.append(SkippedFile(str(path), str(error).removeprefix(f"{path}: ")))
+            continue
+        found.setdefault(read.module.name, {})[stage] = read
+    return [
+        DumpedStep.of(stages.get("before_optimizations"), stages.get("after_optimizations"))
+        for stages in found.values()
+    ]
 
 
-def read_module(path: Path) -> ModuleFile:
-    """Reads an HLO text line by line.
+def read_text(path: Path) -> ModuleText:
+    """Reads an HLO text.
 
     Raises:
         ValueError: the file is not HLO text, or it ends before its entry computation does.
         OSError: it cannot be read.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, encoding="utf-8", errors="replace") as file:
-        header = file.readline(_LONGEST_HEADER)
-        if not header.startswith("HloModule"):
-            raise ValueError(f"it is not HLO text; it begins with {header[:24]!r}")
-        if not header.endswith("\n"):
-            raise ValueError("it is truncated: it ends in its first line")
-        digest.update(header.encode())
-        entry = _Entry(file, digest)
-        copied: dict[int, int] = {}
-        for number, size in copied_parameters(entry):
-            copied[number] = copied.get(number, 0) + size
-        if not entry.is_closed:
-            raise ValueError("it is truncated: its entry computation has no end")
-    # XLA writes the signature in the header. Other writers leave it to the instructions.
-    text = (
-        header if "entry_computation_layout=" in header else f"{header}ENTRY entry {{\n{''.join(entry.signature)}}}\n"
-    )
-    differences = f"{entry.operations:x}", entry.results.hexdigest(), entry.shapes.hexdigest()
-    return ModuleFile(path, hlo.parse(text), copied, digest.digest(), *differences)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith("HloModule"):
+        raise ValueError(f"it is not HLO text; it begins with {text[:24]!r}")
+    if "\n" not in text:
+        raise ValueError("it is truncated: it ends in its first line")
+    entry = ENTRY.search(text)
+    if entry is None or text.find("\n}", entry.end()) < 0:
+        raise ValueError("it is truncated: its entry computation has no end")
+    return ModuleText(hlo.parse(path), text)
 
 
 def signature_of(module: hlo.HloModule) -> int:
@@ -157,63 +89,15 @@ def signature_of(module: hlo.HloModule) -> int:
     return hash((module.name, module.parameters, module.result, module.aliases, module.donors))
 
 
-class _Entry:
-    """The lines of a text's entry computation. Reads on to the end of the text.
-
-    Attributes:
-        is_closed: whether the computation had an end.
-        signature: its parameters and its root.
-        operations, results, shapes: the digests of `StepSummary`, of the whole text.
-    """
-
-    def __init__(self, file: TextIO, digest: hashlib.blake2b) -> None:
-        self._file = file
-        self._digest = digest
-        self.is_closed = False
-        self.signature: list[str] = []
-        self.operations = 0  # a sum over the lines, whose order depends on the results
-        self.results, self.shapes = (hashlib.blake2b(digest_size=8) for _ in range(2))
-
-    def _note(self, piece: str, is_inside: bool) -> None:
-        """Adds a piece of a line to the digests, without the program's numbers."""
-        text = _SLICE.sub("", _CONSTANT.sub(" constant", piece))
-        self.shapes.update(text.encode())
-        operation = " ".join([_NUMBER.sub("", text), *_DIMENSIONS.findall(text)]).encode()
-        if is_inside and (element := _ELEMENT.search(piece)):
-            self.results.update(element[1].encode())
-        if ENTRY.match(piece) or (is_inside and _ROOT.match(piece)):
-            self.results.update(operation)
-        else:
-            line = hashlib.blake2b(operation, digest_size=8).digest()
-            self.operations = (self.operations + int.from_bytes(line, "little")) % (1 << 64)
-
-    def __iter__(self) -> Iterator[str]:
-        is_inside, is_start, is_constant = False, True, False
-        while piece := self._file.readline(_PIECE):
-            self._digest.update(piece.encode())
-            is_constant = (is_start and " constant(" in piece) or (is_constant and not is_start)
-            if is_start or not is_constant:
-                self._note(piece, is_inside)
-            if is_start and ENTRY.match(piece):
-                is_inside = True
-            elif is_start and is_inside and piece.startswith("}"):
-                is_inside, self.is_closed = False, True
-            elif is_start and is_inside:
-                if _SIGNATURE.search(piece):
-                    self.signature.append(piece)
-                yield piece
-            is_start = piece.endswith("\n")
-
-
-def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummary:
+def summarize(before: ModuleText | None, after: ModuleText | None) -> StepSummary:
     """A step from its texts. Donors are those of either text, because JAX writes aliases, and torch_xla donors."""
-    files = [file for file in (before, after) if file is not None]
-    texts = [file.module for file in files]
+    texts = [text.module for text in (before, after) if text is not None]
     compiled = texts[-1]
     offered = {donor for text in texts for donor in (*text.donors, *(alias.donor for alias in text.aliases))}
     number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.leaves)}
     whole = compiled
     outcomes: dict[hlo.BufferDonor, hlo.DonorOutcome] = {}
+    copied: dict[int, int] = {}
     if after is not None:
         # A compiler that changed the parameters leaves no shapes of the whole arrays.
         is_alike = before is not None and (
@@ -222,6 +106,7 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
         )
         whole = before.module if before is not None and is_alike else after.module
         outcomes = {outcome.donor: outcome for outcome in hlo.donor_outcomes(whole, after.module)}
+        copied = copied_bytes(after.text)
     output_of = {index: number for number, (index, _) in enumerate(whole.result.leaves())}
     donors = []
     for donor in sorted(offered & number_of.keys(), key=number_of.__getitem__):
@@ -236,58 +121,17 @@ def summarize(before: ModuleFile | None, after: ModuleFile | None) -> StepSummar
                 kind="unknown",
                 output=output,
                 reason=outcome.reason if outcome is not None else reason,
-                copied_bytes=0 if after is None or output is None else after.copied.get(number, 0),
+                copied_bytes=0 if output is None else copied.get(number, 0),
             )
         )
     return StepSummary(
         module=compiled.name,
-        file="" if after is None else str(after.path),
+        file="" if after is None else str(after.module.path),
         parameters=len(number_of),
         outputs=len(output_of),
         donors=tuple(donors),
         aliases=0 if after is None else len(after.module.aliases),
-        memory=None if after is None else read_memory(after.path),
-        operations=files[0].operations,
-        results=files[0].results,
-        shapes=files[0].shapes,
     )
 
 
 _DROPPED = "the compiler dropped the donation"
-
-
-def read_memory(after: Path) -> hlo.MemoryAnalysis | None:
-    """The memory of a module, from the texts of its buffer assignment beside it; None without them.
-
-    The text `...-buffer-assignment.txt` has bytes. Without it, `...-memory-usage-report.txt` has rounded sizes. Neither
-    has the size of the generated code.
-    """
-    for name in ("buffer-assignment", "memory-usage-report"):
-        path = after.with_name(f"{after.stem}-{name}.txt")
-        if path.is_file():
-            with open(path, encoding="utf-8", errors="replace") as file:
-                found = _allocations(iter(lambda: file.readline(_PIECE), ""))
-            if found is not None:
-                return found
-    return None
-
-
-def _allocations(lines: Iterator[str]) -> hlo.MemoryAnalysis | None:
-    """Sums allocations as XLA's MemoryStats does (`xla/service/buffer_assignment.cc`)."""
-    argument = output = alias = temp = 0
-    any_found = False
-    for line in lines:
-        found = _ALLOCATION.match(line)
-        if found is None:
-            if any_found and not line.strip():
-                break  # the values and live ranges that follow are long
-            continue
-        any_found = True
-        size = round(float(found[1]) * _UNITS[found[2] or ""])
-        # Shapes, between bars, may have any words.
-        uses = re.sub(r"\|.*?\|", "", found[3])
-        argument += size if "parameter " in uses else 0
-        output += size if "maybe-live-out" in uses else 0
-        alias += size if "parameter " in uses and "maybe-live-out" in uses else 0
-        temp += size if "preallocated-temp" in uses else 0
-    return hlo.MemoryAnalysis(argument, output, alias, temp, 0) if any_found else None

@@ -10,10 +10,10 @@ import torch
 
 from torch_xla_donate import _C, _frames
 from torch_xla_donate._report.explain import split_sharding
-from torch_xla_donate._report.holders import other_holders
+from torch_xla_donate._report.holders import other_holders, references
 from torch_xla_donate._report.reasons import sentence
+from torch_xla_donate._report.walk import Name, Named
 from torch_xla_donate._tools.hints import HintKind
-from torch_xla_donate._tools.names import Name, Named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,17 +151,12 @@ def _held(
     """The findings for inputs that are held. Those that a variable leads to, such as a list, are one finding."""
     if not inputs:
         return {}
-    references = _references({raw.buffer for raw in inputs}, now)
-
-    def name_of(tensor: torch.Tensor) -> str | None:
-        found = [named for alias in _C.alias_ids(tensor) if (named := now.get(alias)) is not None]
-        return next((each.names[0].holder(with_path=True) for each in found if each.tensor() is tensor), None)
-
-    others = other_holders({buffer: len(names) for buffer, names in references.items()}, name_of)
-    held_by = Counter(root for names in references.values() for root in {name.root for name in names})
+    names_of = references({raw.buffer for raw in inputs}, now)
+    others = other_holders({buffer: len(names) for buffer, names in names_of.items()}, now)
+    held_by = Counter(root for names in names_of.values() for root in {name.root for name in names})
     groups: dict[Key, tuple[Finding, list[Name], list[str]]] = {}
     for raw in inputs:
-        names, texts = references[raw.buffer], sorted(others[raw.buffer])
+        names, texts = names_of[raw.buffer], sorted(others[raw.buffer])
         if names:
             names.sort(key=lambda name: -held_by[name.root])
             own = names[:1]
@@ -182,18 +177,6 @@ def _held(
             by_root.setdefault(name.slot if is_one else name.root, name)
         finding.holders = (*dict.fromkeys([*(name.holder(with_path=is_one) for name in by_root.values()), *unnamed]),)
     return {key: finding for key, (finding, _, _) in groups.items()}
-
-
-def _references(buffers: set[int], now: Mapping[int, Named]) -> dict[int, list[Name]]:
-    """The references to the tensors of each buffer, each by its shortest name."""
-    found: dict[int, dict[tuple[object, ...], Name]] = {buffer: {} for buffer in buffers}
-    for named in now.values():
-        tensor = named.tensor()
-        buffer = _C.holds(tensor) if tensor is not None else 0
-        del tensor  # its references are counted later
-        for name in named.names if buffer in found else ():
-            found[buffer].setdefault(name.slot, name)
-    return {buffer: [*names.values()] for buffer, names in found.items()}
 
 
 def _variable(names: tuple[Name, ...]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args, overload
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
 
 from rich.table import Table
+from typing_extensions import Self
 
-from torch_xla_donate._report.table import render
-from torch_xla_donate._report.units import size
+from torch_xla_donate._report.console import render
+from torch_xla_donate._text import plural, size
 
 HintKind = Literal[
     "slice_assignment",
@@ -72,38 +73,21 @@ class Hint:
         return SENTENCES[self.kind]
 
 
-class Advice(Sequence[Hint]):
+class Advice(tuple[Hint, ...]):
     """Hints, those that save the most bytes on a device first. Empty if there is nothing to gain."""
 
-    def __init__(self, hints: Iterable[Hint] = ()) -> None:
-        self._hints = tuple(sorted(hints, key=lambda hint: (-hint.bytes, hint.where, hint.name)))
-
-    @overload
-    def __getitem__(self, index: int) -> Hint: ...
-    @overload
-    def __getitem__(self, index: slice) -> Advice: ...
-    def __getitem__(self, index: int | slice) -> Hint | Advice:
-        return Advice(self._hints[index]) if isinstance(index, slice) else self._hints[index]
-
-    def __len__(self) -> int:
-        return len(self._hints)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Advice) and self._hints == other._hints
-
-    def __hash__(self) -> int:
-        return hash(self._hints)
-
-    def __repr__(self) -> str:
-        return f"Advice({list(self._hints)!r})"
+    def __new__(cls, hints: Iterable[Hint] = ()) -> Self:
+        return super().__new__(cls, sorted(hints, key=lambda hint: (-hint.bytes, hint.where, hint.name)))
 
     def __str__(self) -> str:
         return render(self.table()) if self else NOTHING
 
     def table(self) -> Table:
         """A row for each hint."""
-        count = f"{len(self)} hint{'s' if len(self) > 1 else ''}"
-        table = Table(title=f"{count}. Bytes that a step saves on one device with the call", title_justify="left")
+        table = Table(
+            title=f"{plural(len(self), 'hint')}. Bytes that a step saves on one device with the call",
+            title_justify="left",
+        )
         table.add_column("bytes", justify="right", no_wrap=True)
         for column in ("array", "where", "finding", "call to write"):
             table.add_column(column, overflow="fold")

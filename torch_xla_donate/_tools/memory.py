@@ -1,4 +1,4 @@
-"""The truth about a step's memory: what its donation saves, and what its runs add to the live bytes."""
+"""The truth about a step's memory: what its donation saves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import os
 
 from torch_xla_donate import hlo
-from torch_xla_donate._report.units import size
-from torch_xla_donate._tools.summary import Moment, StepSummary
+from torch_xla_donate._text import cut, size
+from torch_xla_donate._tools.summary import StepSummary
 
 _SHOWN = 3
 # Temporaries that grow by less than this share of the aliased bytes are not worth a sentence.
@@ -38,11 +38,10 @@ def findings(step: StepSummary) -> list[str]:
     copied = [donor for donor in step.donors if donor.copied_bytes]
     if copied:
         names = [donor.name or f"parameter {donor.parameter}" for donor in copied]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(cut(names, _SHOWN, "and {:,} more"))
         found.append(
             f"XLA copies {size(sum(donor.copied_bytes for donor in copied))} of donated arrays at each run "
-            f"({', '.join(names[:_SHOWN])}{more}), because an operation reads the old value after XLA begins to write "
-            "the new one."
+            f"({shown}), because an operation reads the old value after XLA begins to write the new one."
         )
     memory, undonated = step.memory, step.undonated
     if memory is None or undonated is None:
@@ -63,16 +62,3 @@ def findings(step: StepSummary) -> list[str]:
             f"donation XLA keeps them in the memory of the outputs. {peaks}"
         )
     return found
-
-
-def moment(number: int, step: StepSummary, live: int) -> Moment:
-    """The moment when a run of a step begins.
-
-    Args:
-        number: index of the step in `RunSummary.steps`.
-        step: the step.
-        live: bytes on one device of all live arrays before the run.
-    """
-    memory = step.memory
-    planned = memory.output_bytes + memory.temp_bytes - memory.alias_bytes if memory else 0
-    return Moment(number, live, live + planned)

@@ -4,7 +4,7 @@ Each process has a folder with its dump and `record.jsonl`. A line of the record
 
 - ``{"executable": 1, "header": ..., "memory": ...}``: a graph runs for the first time. The header is the first line of
   its optimised HLO, by which `verify` finds it in the dump.
-- ``{"run": 1, "site": "train.py:12", "live": 1024}``: a run of that executable begins.
+- ``{"run": 1, "site": "train.py:12"}``: a run of that executable begins.
 - ``{"donors_of": 1, "donors": [...]}``: its donors that this package offered or refused, known after the run began.
 
 Lines are appended as the runs begin, so that the record survives the end of the process.
@@ -28,7 +28,7 @@ from typing import Any
 from torch_xla_donate import _C, _frames, _host
 from torch_xla_donate._modes.debug import listen
 from torch_xla_donate._report import sentence
-from torch_xla_donate._tools.recorder import Recorder
+from torch_xla_donate._tools.step_watch import StepWatch
 
 NAME = "record.jsonl"
 ADVICE = "advice.json"
@@ -42,7 +42,7 @@ class _Record:
     """The record of this process.
 
     root, name, advises: as for `start`.
-    recorder: watches the steps for their advice; None without advice.
+    watch: watches the steps for their advice; None without advice.
     children: the numbers of child processes.
     flags: XLA_FLAGS as they were; None once they are restored.
     tries: how often it has looked for the donors of each executable; `_TRIES` if they are written.
@@ -54,7 +54,7 @@ class _Record:
         self.children = itertools.count(1)
         self.folder = folder = root / name
         folder.mkdir(parents=True, exist_ok=True)
-        self.recorder = Recorder() if advises else None
+        self.watch = StepWatch() if advises else None
         self._write_advice(None)
         self.flags = os.environ.get("XLA_FLAGS", "")
         # One process may not write to the folder of another one, where modules of the same number would clash.
@@ -70,27 +70,27 @@ class _Record:
         os.write(self.file, json.dumps(line).encode() + b"\n")
 
     def _write_advice(self, advice: Mapping[str, Any] | None) -> None:
-        if self.recorder is not None:
+        if self.watch is not None:
             part = self.folder / "advice.part"
             part.write_text(json.dumps(advice), encoding="utf-8")
             os.replace(part, self.folder / ADVICE)
 
     def finish(self) -> None:
-        if self.recorder is not None:
+        if self.watch is not None:
             try:
-                advice = self.recorder.advice().to_dict()
-                self._write_advice({"saw_steps": self.recorder.saw_steps(), **advice})
+                advice = self.watch.advice().to_dict()
+                self._write_advice({"saw_steps": self.watch.saw_steps(), **advice})
             except Exception as error:  # the program's own exception counts
                 self._write_advice({"error": f"{type(error).__name__}: {error}"})
 
-    def add(self, run: Mapping[str, Any]) -> None:
+    def add(self, run: _C._Run) -> None:
         if not self.is_dumping:
             self.is_dumping = True
             os.environ["XLA_FLAGS"] = self.flags  # XLA has read them; other programs must not dump here
         number = run["executable"]
         if run["header"]:
             self.write({"executable": number, "header": run["header"], "memory": run["memory"]})
-        self.write({"run": number, "site": _frames.site_of(run["stack"]), "live": run["live_bytes"]})
+        self.write({"run": number, "site": _frames.site_of(run["stack"])})
         if run["has_donors"] and self.tries[number] < _TRIES:
             self._describe_donors(number, run["graph"])
 
@@ -146,8 +146,8 @@ def order(name: str) -> list[int]:
 
 def _note(step: _C.WatchedStep) -> None:
     # The search on one thread would hold old values of the others, so that their steps would differ at random.
-    if _record is not None and _record.recorder is not None and _host.default_device_number() == 0:
-        _record.recorder.note(step)
+    if _record is not None and _record.watch is not None and _host.default_device_number() == 0:
+        _record.watch.note(step)
 
 
 def finish() -> None:
@@ -168,7 +168,7 @@ def record_runs() -> None:
             _C.note_error(f"verify: {type(error).__name__}: {error}")
 
 
-def _describe(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(raw: _C._Donor) -> dict[str, Any]:
     return {
         "parameter": -1 if raw["parameter"] is None else raw["parameter"],
         "array": raw["array"],

@@ -60,9 +60,6 @@ class StepSummary:
         sites: ``file:line`` of the syncs that ran it, the most frequent first.
         topology: the TPU topology that it was compiled for; empty for the machine of the dump.
         on_topology: the same step on a TPU topology; None if that was not asked for.
-        operations: equal for graphs that have the same operations, on arrays of any size; empty without a dump.
-        results: equal for graphs that also return the same of their results; empty without a dump.
-        shapes: equal for graphs that differ only in numbers of the program, such as constants; empty without a dump.
     """
 
     module: str
@@ -77,9 +74,6 @@ class StepSummary:
     sites: tuple[str, ...] = ()
     topology: str = ""
     on_topology: StepSummary | None = None
-    operations: str = ""
-    results: str = ""
-    shapes: str = ""
 
     @property
     def donated_bytes(self) -> int:
@@ -101,28 +95,12 @@ class SkippedFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
-    """The bytes on one device when a run of a step began.
-
-    Attributes:
-        step: index in `RunSummary.steps`.
-        live_bytes: bytes of all live arrays before it.
-        peak_bytes: the same with the outputs and temporaries that XLA plans, less what outputs reuse.
-    """
-
-    step: int
-    live_bytes: int
-    peak_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class RunSummary:
     """The steps of a program or of a dump, in the order of their compilation.
 
     Attributes:
         source: the command or the folder.
         steps: the distinct steps.
-        timeline: the runs of steps in their order; empty for a dump.
         skipped: files that could not be read.
         exit_code: of the program; None for a dump.
         advice: what the first process that ran steps could still donate; None if that was not asked for, or if no such
@@ -132,7 +110,6 @@ class RunSummary:
 
     source: str
     steps: tuple[StepSummary, ...]
-    timeline: tuple[Moment, ...] = ()
     skipped: tuple[SkippedFile, ...] = ()
     exit_code: int | None = None
     advice: tuple[Hint, ...] | None = None

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torch_xla_donate._report.units import percent, size
+from torch_xla_donate._text import percent, plural, size
 from torch_xla_donate._tools.hints import NOTHING, Advice
 from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import Kind, RunSummary, StepDonor, StepSummary
@@ -35,14 +35,14 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
         yield Text(_heading(numbers, run.steps), style="bold")
         yield Text(f"  {_arrays(step)}")
         if len(numbers) > 1:
-            yield Text(f"  {_alike([run.steps[number - 1] for number in numbers])}")
+            yield Text(f"  {plural(len(numbers), 'graph')} were compiled for it. Operations, shapes or numbers differ.")
         yield from (Text(f"  {line}") for line in (*_memory(step), *findings(step)))
         if step.donors:
             yield _donors(step)
         yield ""
     if len(groups) > _STEPS:
         more = sum(map(len, list(groups.values())[_STEPS:]))
-        yield Text(f"... and {_count(more, 'more step')}; --json has all.")
+        yield Text(f"... and {plural(more, 'more step')}; --json has all.")
     if run.advice is not None:
         advice = Advice(run.advice)
         yield advice.table() if advice else Text(NOTHING)
@@ -56,43 +56,23 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
 def summary_line(run: RunSummary) -> str:
     """The result in a line."""
     donated = sum(step.donated_bytes for step in run.steps)
-    text = f"{_count(len(run.steps), 'distinct step')}"
+    text = f"{plural(len(run.steps), 'distinct step')}"
     text += (
         f": {size(donated)} donated, {percent(run.donated_fraction)} of the bytes offered"
         if run.offered_bytes
         else ", no donors"
     )
-    text += f"; {_count(len(run.skipped), 'file')} skipped" if run.skipped else ""
+    text += f"; {plural(len(run.skipped), 'file')} skipped" if run.skipped else ""
     if run.exit_code:
         ended = f"signal {-run.exit_code}" if run.exit_code < 0 else f"exit code {run.exit_code}"
         text += f"; the program ended with {ended}"
     return text
 
 
-def _alike(steps: Sequence[StepSummary]) -> str:
-    """Why one line ran several graphs, as far as their texts show it."""
-    text = f"{_count(len(steps), 'graph')} were compiled for it"
-    if not all(step.shapes for step in steps):
-        return f"{text}. Their operations, the shapes of their arrays, or numbers of the program differ."
-    operations = len({step.operations for step in steps})
-    results = len({(step.operations, step.results) for step in steps})
-    shapes = len({(step.operations, step.results, step.shapes) for step in steps})
-    remedies = {
-        "operations": operations > 1 and "A branch, or a first step that differs from the others, makes other graphs.",
-        "results": results > operations
-        and "Each read of a result is a graph, so call torch_xla.sync() before the program reads several.",
-        "shapes": shapes > results and "Pad arrays whose sizes change to a few sizes.",
-        "numbers": len(steps) > shapes
-        and "A Python number is a constant of a graph, so pass one that changes, such as a position, as a tensor.",
-    }
-    shown = {name: remedy for name, remedy in remedies.items() if remedy}
-    return f"{text}, which differ in {' and '.join(shown)}. {' '.join(shown.values())}"
-
-
 def _heading(numbers: Sequence[int], steps: Sequence[StepSummary]) -> str:
     step = steps[numbers[0] - 1]
     executed = [count for number in numbers if (count := steps[number - 1].executed) is not None]
-    ran = f", ran {_count(sum(executed), 'time')}" if executed else ""
+    ran = f", ran {plural(sum(executed), 'time')}" if executed else ""
     sites = ", ".join(_short(site) for site in step.sites[:_SITES])
     more = ", ..." if len(step.sites) > _SITES else ""
     alike = f" and {len(numbers) - 1} alike" if len(numbers) > 1 else ""
@@ -103,9 +83,9 @@ def _arrays(step: StepSummary) -> str:
     kinds = Counter(donor.kind for donor in step.donors)
     names = ", ".join(f"{kinds[kind]} {label}" for kind, label in _KINDS.items() if kinds[kind] and kind != "unknown")
     return (
-        f"{_count(step.parameters, 'parameter')}, {_count(step.outputs, 'output')}, "
-        f"{_count(len(step.donors), 'donor')}{f' ({names})' if names else ''}, "
-        f"{_count(step.aliases, 'alias', 'aliases')}, {size(step.donated_bytes)} saved"
+        f"{plural(step.parameters, 'parameter')}, {plural(step.outputs, 'output')}, "
+        f"{plural(len(step.donors), 'donor')}{f' ({names})' if names else ''}, "
+        f"{plural(step.aliases, 'alias', 'aliases')}, {size(step.donated_bytes)} saved"
     )
 
 
@@ -172,7 +152,3 @@ def _outcome(donor: StepDonor) -> str:
 def _short(site: str) -> str:
     """``train.py:12`` of ``/home/user/train.py:12``."""
     return Path(site).name
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
-from torch_xla_donate._tools.collect import Progress, collect
+from torch_xla_donate._tools.collect import collect
 from torch_xla_donate._tools.run import Program
 from torch_xla_donate._tools.summary import RunSummary
 
@@ -37,7 +37,6 @@ def verify(
     topology: str = "",
     undonated: bool = False,
     keeps_stdout: bool = False,
-    progress: Progress = lambda done, total: None,
 ) -> RunSummary:
     """Runs a program in a child process, and summarises its steps when it has ended.
 
@@ -49,7 +48,6 @@ def verify(
         keep: a folder for the dump and the records; None for a temporary one.
         topology, undonated: as for `collect`.
         keeps_stdout: whether the program's standard output goes to standard error.
-        progress: as for `collect`.
 
     Raises:
         FileExistsError: `keep` is not empty.
@@ -65,9 +63,7 @@ def verify(
             )
             signals.send_to(child)
             exit_code = child.wait()
-        summary = collect(
-            folder, str(program), topology=topology, undonated=undonated, exit_code=exit_code, progress=progress
-        )
+        summary = collect(folder, str(program), topology=topology, undonated=undonated, exit_code=exit_code)
     if keep is None:
         summary = dataclasses.replace(
             summary, steps=tuple(dataclasses.replace(step, file="") for step in summary.steps)

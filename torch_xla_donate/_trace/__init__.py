@@ -7,5 +7,4 @@ from torch_xla_donate._trace.recorder import (
     TensorSnapshot,
     as_one,
     current_watcher,
-    watched,
 )

@@ -287,20 +287,11 @@ class Restoring(_C.Scope):
         self._recorder.restore()
 
 
-_watcher: interrupts.PerThread[Recorder | None] = interrupts.per_thread(None)
-
-
-def current_watcher() -> Recorder | None:
-    """The recorder of this thread's operations, if the function is traced for a replay."""
-    return _watcher.value
-
-
-def watched(by: Recorder) -> interrupts.Switched[Recorder | None]:
-    """A context in which `by` watches this thread's operations."""
-    return _watcher.replaced(by)
+# The recorder of this thread's operations, if the function is traced for a replay.
+current_watcher: interrupts.PerThread[Recorder | None] = interrupts.per_thread(None)
 
 
 def as_one(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function that traces the body of a loop. The recorder sees it as one operation."""
-    by = current_watcher()
+    by = current_watcher.value
     return func(*args, **kwargs) if by is None else by.as_one(func, args, kwargs)

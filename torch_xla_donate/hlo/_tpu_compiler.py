@@ -67,10 +67,8 @@ def devices_of(topology: str) -> list[Any]:
     return sorted(found.devices, key=lambda device: device.id)
 
 
-def memory_of(compiled: Any) -> dict[str, int]:
-    stats = compiled.get_compiled_memory_stats()
-    names = ("argument", "output", "alias", "temp", "generated_code")
-    return {name: getattr(stats, f"{name}_size_in_bytes") for name in names}
+def memory_of(compiled: Any) -> str:
+    return str(compiled.get_compiled_memory_stats())
 
 
 def compile_module(module: Any, request: dict[str, Any], devices: list[Any]) -> Any:

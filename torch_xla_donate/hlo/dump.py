@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from torch_xla_donate.hlo.model import DumpedModule, HloModule
@@ -42,41 +41,54 @@ def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"folder {folder} does not exist. {_HOW_TO_DUMP}")
-    names = sorted(os.listdir(folder))
-    pairs: dict[tuple[int, int, str], dict[str, HloModule]] = {}
-    for name in names:
+    found = []
+    for files in texts_in(folder):
+        pairs: dict[str, dict[str, HloModule]] = {}
+        for stage, path in files:
+            module = parse_file(path)
+            pairs.setdefault(module.name, {})[stage] = module
+        found += [
+            DumpedModule(pairs[name].get("before_optimizations"), pairs[name].get("after_optimizations"))
+            for name in sorted(pairs)
+        ]
+    if not found:
+        raise FileNotFoundError(
+            f"folder {folder} has {len(os.listdir(folder))} files, but no module_*.before_optimizations.txt and no"
+            f" module_*after_optimizations.txt. {_HOW_TO_DUMP}"
+        )
+    return tuple(found)
+
+
+def texts_in(folder: Path) -> list[list[tuple[str, Path]]]:
+    """The (stage, path) of the texts before and after optimisation in a folder, by number of the module, in order.
+
+    Several processes that dumped to one folder have modules of the same numbers.
+    """
+    found: dict[tuple[int, int], list[tuple[str, Path]]] = {}
+    for name in sorted(os.listdir(folder)):
         dumped = FILE.fullmatch(name)
         stage = dumped and STAGE.search(dumped[3])
         if dumped and stage:
-            module = parse_file(folder / name)
-            key = (int(dumped[1] or 0), int(dumped[2]), module.name)
-            pairs.setdefault(key, {})[stage[1]] = module
-    if not pairs:
-        raise FileNotFoundError(
-            f"folder {folder} has {len(names)} files, but no module_*.before_optimizations.txt and no"
-            f" module_*after_optimizations.txt. {_HOW_TO_DUMP}"
-        )
-    return tuple(
-        DumpedModule(pair.get("before_optimizations"), pair.get("after_optimizations"))
-        for _, pair in sorted(pairs.items(), key=lambda item: item[0])
-    )
+            found.setdefault((int(dumped[1] or 0), int(dumped[2])), []).append((stage[1], folder / name))
+    return [found[key] for key in sorted(found)]
 
 
+ENTRY = re.compile(r"^ENTRY ", re.MULTILINE)  # begins the entry computation
 _PARAMETER = re.compile(r"\s*%?([\w.-]+) = .* parameter\((\d+)\)")
 _ELEMENT = re.compile(r"\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-]+)\), index=(\d+)")
 _COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
 
 
-def copied_parameters(entry: Iterable[str]) -> list[tuple[int, int]]:
-    """The (parameter number, bytes) of each copy of a parameter in the lines of an optimised entry computation.
+def copied_bytes(text: str) -> dict[int, int]:
+    """The bytes of the parameters that the entry computation of an optimised text copies, by number.
 
-    If the only parameter is a tuple, the number is that of its element. The lines may be any iterable; it keeps only
-    names of parameters, of their elements, and of what is copied.
+    If the only parameter is a tuple, the number is that of its element.
     """
     parameters: dict[str, int] = {}
     elements: list[tuple[str, str, int]] = []
     copies: list[tuple[str, str]] = []
-    for line in entry:
+    entry = ENTRY.search(text)
+    for line in text[entry.start() :].splitlines() if entry is not None else ():
         if found := _PARAMETER.match(line):
             parameters[found[1]] = int(found[2])
         elif found := _ELEMENT.match(line):
@@ -85,4 +97,8 @@ def copied_parameters(entry: Iterable[str]) -> list[tuple[int, int]]:
             copies.append((found[1], found[2]))
     numbers = dict(parameters)
     numbers.update((name, index) for name, source, index in elements if source in parameters and len(parameters) == 1)
-    return [(numbers[source], parse_shape(shape).bytes) for shape, source in copies if source in numbers]
+    copied: dict[int, int] = {}
+    for shape, source in copies:
+        if source in numbers:
+            copied[numbers[source]] = copied.get(numbers[source], 0) + parse_shape(shape).bytes
+    return copied

@@ -35,7 +35,6 @@ _ELEMENT_BITS = re.compile(r"E\(([0-9]{1,4})\)")
 _MINOR_TO_MAJOR = re.compile(r"\{([0-9,]*)")
 # The tiles of a layout, outermost first: T(8,128)(2,1).
 _TILES = re.compile(r"T((?:\([0-9,]*\))+)")
-ENTRY = re.compile(r"^[ \t]*ENTRY[ \t]+%?([^\s({]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,23 +186,11 @@ class HloModule:
     path: Path | None = None
     module_id: int | None = None
     stage: str | None = None
-    _entry: str | None = field(default=None, repr=False, compare=False)
 
     @property
     def results(self) -> tuple[HloShape, ...]:
         """The outputs: the elements of the result if it is a tuple, else the result."""
         return self.result.elements if self.result.is_tuple else (self.result,)
-
-    @property
-    def entry(self) -> str | None:
-        """The name of the entry computation; None if the text has none.
-
-        The header does not have it, so each use searches the file that the module was read from.
-        """
-        if self._entry is None and self.path is not None:
-            with open(self.path, encoding="utf-8", errors="replace") as lines:
-                return next((found[1] for line in lines if (found := ENTRY.match(line))), None)
-        return self._entry
 
     @property
     def leaves(self) -> dict[tuple[int, tuple[int, ...]], HloShape]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from torch_xla_donate._text import cut, plural
 from torch_xla_donate.hlo.model import BufferDonor, HloModule, HloShape
 
 
@@ -26,6 +28,13 @@ class MemoryAnalysis:
     @property
     def peak_bytes(self) -> int:
         return self.argument_bytes + self.output_bytes + self.temp_bytes - self.alias_bytes
+
+
+def read_statistics(text: str) -> MemoryAnalysis | None:
+    """XLA's `CompiledMemoryStats` of an executable, from their text; None if the platform reports none."""
+    sizes = {f"{name}_bytes": int(size) for name, size in re.findall(r"(\w+)_size_in_bytes=(\d+)", text)}
+    names = [field.name for field in fields(MemoryAnalysis)]
+    return MemoryAnalysis(*(sizes[name] for name in names)) if sizes.keys() >= set(names) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,7 @@ def donor_outcomes(before: HloModule, after: HloModule) -> tuple[DonorOutcome, .
     taken, left = {alias.donor: index_of[alias.output_index] for alias in after.aliases}, set(after.donors)
     whole = dict(zip(after.leaves, before.leaves.values()))
     sizes = Counter(output.shape.padded_bytes for output in outputs)
+    offered = Counter(after.shape_of(donor).padded_bytes for donor in (*taken, *left))
     alike: dict[Any, list[Output]] = {}  # by dtype and sizes of the whole array
     for output in outputs:
         alike.setdefault((output.whole.dtype, output.whole.dims), []).append(output)
@@ -83,22 +93,49 @@ def donor_outcomes(before: HloModule, after: HloModule) -> tuple[DonorOutcome, .
         if donor in taken:
             outcomes.append(DonorOutcome(donor, shape, taken[donor]))
         elif donor in left:
+            size, bytes_ = shape.padded_bytes, shape.bytes
+            _, reason = why_unused(size, sizes, offered, padded_from(size, bytes_))
             others = alike.get((whole[place].dtype, whole[place].dims), [])
-            outcomes.append(DonorOutcome(donor, shape, None, _reason(shape, others, sizes)))
+            other = next((output for output in others if output.shape.dims != shape.dims), None)
+            if other is not None and not sizes[size]:
+                number = ".".join(map(str, other.place)) or "0"
+                reason += (
+                    f". Output {number} has the whole array's shape, but is sharded differently ({other.shape}, "
+                    f"{other.shape.padded_bytes} bytes)"
+                )
+            outcomes.append(DonorOutcome(donor, shape, None, reason))
     return tuple(outcomes)
 
 
-def _reason(shape: HloShape, alike: Sequence[Output], sizes: Counter[int]) -> str:
-    size = shape.padded_bytes
-    padded = "padded " if size != shape.bytes else ""
-    if sizes[size]:
-        taken = "the only output" if sizes[size] == 1 else f"all {sizes[size]} outputs"
-        return f"other inputs already gave their memory to {taken} of {size} {padded}bytes"
-    other = next((output for output in alike if output.shape.dims != shape.dims), None)
-    if other is not None:
-        number = ".".join(map(str, other.place)) or "0"
-        return (
-            f"no output has {size} {padded}bytes on a device. Output {number} has the whole array's shape, but is "
-            f"sharded differently ({other.shape}, {other.shape.padded_bytes} bytes)"
+def why_unused(
+    size: int | None, outputs: Mapping[int, int], offered: Mapping[int, int], note: str = ""
+) -> tuple[str, str]:
+    """Why XLA gave the memory of a donor to no output: the value of a `Reason`, and the sentence.
+
+    XLA gives a donor to an output of the same bytes on each device, of any dtype and shape (measured on 2.9.0). So the
+    sizes give the reason.
+
+    Args:
+        size: bytes of the donor in a device's memory; None if unknown.
+        outputs: the number of outputs of each size.
+        offered: the number of donors of each size.
+        note: follows the size of the donor.
+    """
+    fitting, rivals = (0, 0) if size is None else (outputs.get(size, 0), offered.get(size, 0))
+    if not fitting:
+        shown = ", ".join(cut([f"{outputs[one]} of {one} bytes" for one in sorted(outputs)], 4, "..."))
+        return "no_output_of_its_size", f"no output of the step has its size of {size} bytes{note} (outputs: {shown})"
+    if rivals > fitting:
+        return "more_donors_than_outputs", (
+            f"more donors than outputs of its size: {rivals} donors and {plural(fitting, 'output')} of {size} "
+            f"bytes{note}"
         )
-    return f"no output has {size} {padded}bytes on a device"
+    return "outputs_taken", (
+        f"every {size}-byte output{note} already reuses another input (torch_xla donates in-place updates), or the "
+        "buffer is exported (dlpack, numpy)"
+    )
+
+
+def padded_from(size: int | None, bytes_: int | None) -> str:
+    """A note on the size of a donor."""
+    return f", padded from {bytes_} to TPU tiles" if size != bytes_ else ""

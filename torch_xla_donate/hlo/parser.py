@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn, TypeVar
 
-from torch_xla_donate.hlo.model import BITS, ENTRY, Alias, BufferDonor, HloModule, HloShape, brief
+from torch_xla_donate.hlo.model import BITS, Alias, BufferDonor, HloModule, HloShape, brief
 
 _T = TypeVar("_T")
 # The recursion follows the nesting of tuples; torch_xla nests twice at most.
 _MAX_TUPLE_DEPTH = 64
 
 # The characters that a match of _BLANK starts with.
-_BLANK_STARTS = frozenset(" \t\r\n\f\v/")
-_BLANK = re.compile(r"(?:[ \t\r\n\f\v]+|/\*.*?\*/|//[^\n]*)*", re.DOTALL)
+_BLANK_STARTS = frozenset(" \t\r/")
+_BLANK = re.compile(r"(?:[ \t\r]+|/\*.*?\*/)*")
 # The layout follows without a blank: the brace of `-> f32[8] {` opens a computation.
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\[\](){}]*)\](\{[^{}\"]*\})?")
 _DIMENSION = re.compile(r"\s*(<=)?([0-9]{1,19})\s*\Z")
@@ -41,8 +41,7 @@ def parse(text_or_path: str | os.PathLike[str]) -> HloModule:
     """Reads one module from HLO text, or from a file with HLO text.
 
     A `str` that starts with `HloModule`, or does not name a file, is text. An `os.PathLike` is a
-    path. If the header line of a file gives the signature (`entry_computation_layout`), only that
-    line is read. Otherwise the signature comes from the instructions of `ENTRY`.
+    path. Only the header is read, which XLA writes in one line.
 
     Raises:
         ValueError: the text is not HLO. The message names the text found, its offset in characters,
@@ -53,12 +52,10 @@ def parse(text_or_path: str | os.PathLike[str]) -> HloModule:
         return parse_file(Path(text_or_path))
     if not text_or_path.lstrip().startswith("HloModule") and os.path.isfile(text_or_path):
         return parse_file(Path(text_or_path))
-    parser = _Parser(text_or_path, "HLO text")
+    parser = _Parser(text_or_path.lstrip(), "HLO text")
     if "HloModule" not in text_or_path:
         parser.fail("'HloModule', or the path of a file that exists")
-    module = parser.module()
-    entry = ENTRY.search(text_or_path)
-    return module if entry is None else replace(module, _entry=entry[1])
+    return parser.module()
 
 
 def parse_shape(text: str) -> HloShape:
@@ -73,27 +70,13 @@ def parse_shape(text: str) -> HloShape:
 
 def parse_file(path: Path) -> HloModule:
     with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.readline()
-        module = _complete_header(text)
-        if module is None:
-            text += file.read()
-            module = _Parser(text, str(path)).module()
+        module = _Parser(file.readline(), str(path)).module()
     dumped = FILE.fullmatch(path.name)
     if dumped is None:
         return replace(module, path=path)
     known = STAGE.search(dumped[3])
     stage = known[1] if known else dumped[3].removeprefix(f"{module.name}.")
     return replace(module, path=path, module_id=int(dumped[2]), stage=stage)
-
-
-def _complete_header(line: str) -> HloModule | None:
-    """The module if this line is its whole header; None if it is not."""
-    if "entry_computation_layout" not in line:
-        return None
-    try:
-        return _Parser(line, "").module()
-    except ValueError:
-        return None
 
 
 def _has(shape: HloShape, index: tuple[int, ...]) -> bool:
@@ -132,8 +115,10 @@ class _Parser:
             elif attribute in counts:
                 counts[attribute] = self.number()
             else:
-                self.skip_value(ends=", \t\n)}]")
-        parameters, result = signature or self.entry_signature()
+                self.skip_value()
+        if signature is None:
+            self.fail("entry_computation_layout in the header")
+        parameters, result = signature
         for offset, donor in donors:
             self.check_parameter(parameters, donor, offset)
         for offset, alias in aliases:
@@ -152,11 +137,9 @@ class _Parser:
 
     def next_attribute(self) -> bool:
         """True after the comma before an attribute, False at the end of the header."""
-        end = self.position
         if self.eat(","):
             return True
-        at_end = self.position == len(self.text) or "\n" in self.text[end : self.position]
-        if not at_end and not self.text.startswith("ENTRY", self.position):
+        if self.position < len(self.text) and self.text[self.position] != "\n":
             self.fail("',' or the end of the header line")
         return False
 
@@ -168,48 +151,6 @@ class _Parser:
         result = self.shape()
         self.expect("}")
         return parameters, result
-
-    def entry_signature(self) -> tuple[tuple[HloShape, ...], HloShape]:
-        entry = ENTRY.search(self.text, self.position)
-        if entry is None:
-            self.fail("entry_computation_layout in the header, or an ENTRY computation")
-        self.position = entry.end()
-        self.blank()
-        if self.text.startswith("(", self.position):
-            self.skip_group()
-            self.expect("->")
-            self.shape()
-        self.expect("{")
-        parameters: dict[int, HloShape] = {}
-        result: HloShape | None = None
-        rooted = False
-        while not self.eat("}"):
-            name = self.take(_NAME, "an instruction or '}'")
-            is_root = name == "ROOT"
-            if is_root:
-                self.take(_NAME, "the name of an instruction")
-            self.expect("=")
-            shape = self.shape()
-            # If there is no ROOT, the last instruction is the root.
-            if is_root or not rooted:
-                result, rooted = shape, is_root
-            if self.take(_WORD, "an opcode") == "parameter":
-                self.expect("(")
-                self.blank()
-                offset, number = self.position, self.number()
-                if number in parameters:
-                    self.fail("each parameter once", offset)
-                parameters[number] = shape
-                self.expect(")")
-            self.skip_value()
-            while self.eat(","):
-                self.skip_value()
-        if result is None:
-            self.fail("an instruction in the ENTRY computation")
-        for number in range(len(parameters)):
-            if number not in parameters:
-                self.fail(f"parameter({number}) before the end of the ENTRY computation")
-        return tuple(parameters[number] for number in range(len(parameters))), result
 
     def shapes(self, depth: int = 0) -> tuple[HloShape, ...]:
         """Shapes up to the ')' that belongs to a '(' just read."""
@@ -299,11 +240,11 @@ class _Parser:
         if not _has(parameters[number], donor.parameter_index):
             self.fail(f"an index within parameter {number}, {brief(parameters[number])}", offset)
 
-    def skip_value(self, ends: str = ",\n)}]") -> None:
-        """Goes to the first of `ends` behind the position that is in no bracket or string."""
+    def skip_value(self) -> None:
+        """Goes to the end of a value: to a comma, a blank or a closing bracket that is in no bracket or string."""
         while mark := _MARK.search(self.text, self.position):
             self.position = mark.start()
-            if mark[0] in ends:
+            if mark[0] in ", \t\n)}]":
                 return
             self.skip_mark(mark[0])
         self.position = len(self.text)

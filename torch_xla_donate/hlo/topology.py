@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_xla_donate._errors import see
+from torch_xla_donate._text import plural
 from torch_xla_donate.hlo.model import HloModule
-from torch_xla_donate.hlo.outcomes import DonorOutcome, MemoryAnalysis, donor_outcomes
+from torch_xla_donate.hlo.outcomes import DonorOutcome, MemoryAnalysis, donor_outcomes, read_statistics
 from torch_xla_donate.hlo.parser import parse
 
 # Names that libtpu 0.0.21 accepts, for messages and for the docs.
@@ -139,10 +140,7 @@ def compile_module(
         if "memory" not in answer:
             raise _error(answer, before.name, topology, partitions)
         compiled = (folder / "compiled.hlo").read_text(encoding="utf-8")
-    memory, plain = (
-        MemoryAnalysis(**{f"{name}_bytes": size for name, size in answer[key].items()}) if key in answer else None
-        for key in ("memory", "undonated")
-    )
+    memory, plain = (read_statistics(answer[key]) if key in answer else None for key in ("memory", "undonated"))
     assert memory is not None
     before = before.reordered(order or range(len(parameters)))
     return TopologyModule(topology, partitions, before, parse(compiled), memory, compiled, plain)
@@ -173,8 +171,8 @@ def _error(answer: dict[str, Any], module: str, topology: str, partitions: int) 
             return ValueError(_no_topology(topology, f" ({text})"))
         case "devices":
             return ValueError(
-                f"module {module} has {partitions} partitions, but topology {topology} has {answer['devices']} "
-                f"device{'s' if answer['devices'] > 1 else ''}. Choose a topology with at least {partitions} devices, "
+                f"module {module} has {partitions} partitions, but topology {topology} has "
+                f"{plural(answer['devices'], 'device')}. Choose a topology with at least {partitions} devices, "
                 f"or a smaller mesh. {see('tpu')}"
             )
         case "text":

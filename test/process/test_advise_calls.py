@@ -17,8 +17,8 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
-from torch_xla_donate._tools.names import OBJECTS, Name, Walk, name_tensors
-from torch_xla_donate._tools.recorder import _NAMED_RUNS, Recorder
+from torch_xla_donate._report.walk import OBJECTS, Name, Walk, name_tensors
+from torch_xla_donate._tools.step_watch import _NAMED_RUNS, StepWatch
 
 SIZE = 32 * 32 * 4
 
@@ -146,7 +146,7 @@ def test_an_interrupt_at_the_beginning_leaves_nothing_behind():
         if event == "c_return" and function is _C.watch_inputs:
             raise KeyboardInterrupt
 
-    recorder = Recorder()
+    recorder = StepWatch()
     sys.setprofile(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -180,7 +180,7 @@ def test_recorders_see_the_same_steps():
         nonlocal x
         x = x * 0.5
 
-    with Recorder() as first, Recorder() as second:
+    with StepWatch() as first, StepWatch() as second:
         (inner,) = advise(step)
         for _ in range(3):
             step()
@@ -193,7 +193,7 @@ def test_recorders_see_the_same_steps():
 
 @in_process
 def test_the_last_recorder_ends_the_watch():
-    first, second = Recorder(min_bytes=0, min_runs=1), Recorder(min_bytes=0, min_runs=1)
+    first, second = StepWatch(min_bytes=0, min_runs=1), StepWatch(min_bytes=0, min_runs=1)
     first.__enter__()
     second.__enter__()
     first.__exit__()
@@ -222,7 +222,7 @@ def test_a_listener_that_raises_stops_neither_program_nor_others():
     x = make(32, 32)
     debug.listen(fail)
     try:
-        with Recorder() as recorder:
+        with StepWatch() as recorder:
             for _ in range(3):
                 x = x * 0.5
                 torch_xla.sync()
@@ -235,10 +235,10 @@ def test_a_listener_that_raises_stops_neither_program_nor_others():
 @in_process
 def test_the_number_of_named_steps_is_bounded():
     monkeypatch = pytest.MonkeyPatch()  # of this child
-    monkeypatch.setattr("torch_xla_donate._tools.recorder._KINDS", 3)
+    monkeypatch.setattr("torch_xla_donate._tools.step_watch._KINDS", 3)
     x = make(32, 32)
     ends = [compile_source("torch_xla.sync()", f"end_{i}.py", "exec") for i in range(12)]
-    with Recorder(min_runs=1) as recorder:
+    with StepWatch(min_runs=1) as recorder:
         for end in ends:
             x = x * 0.5
             exec(end)
@@ -372,7 +372,7 @@ def test_objects_that_break_rules_cost_only_their_own_names():
 def test_a_trace_function_keeps_the_variables_of_its_frame():
     """Before Python 3.13, a read of `f_locals` would set the variables back."""
     x = make(32, 32)
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
 
         def trace(frame, event, argument):
             if frame.f_code is work.__code__:
@@ -413,7 +413,7 @@ def test_a_dictionary_of_locals_stays_as_it_is():
         donation_report()
         return first is config["x"], sorted(config)
 
-    with Recorder(), auto_donate():
+    with StepWatch(), auto_donate():
         assert work() == (True, ["first", "x"])
 
 
@@ -426,7 +426,7 @@ def test_small_arrays_are_left_out():
         x = x * 0.5
 
     assert not advise(step)
-    with Recorder(min_bytes=0) as recorder:
+    with StepWatch(min_bytes=0) as recorder:
         for _ in range(4):
             x = x * 0.5
             torch_xla.sync()

@@ -1,13 +1,15 @@
-"""Names the tensors that a program can reach, as the program would write them: ``model.fc.weight``."""
+"""Walks over Python objects, and names the tensors that a program can reach: ``model.fc.weight``."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
 import functools
 import itertools
 import sys
 import sysconfig
+import threading
 import types
 import weakref
 from collections import deque
@@ -17,16 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C
-from torch_xla_donate._modes.debug import note_error
-from torch_xla_donate._report.holders import (
-    assigned_at,
-    attributes_of,
-    static_member,
-    stores_of,
-    suspended_frame,
-    user_frames,
-    user_modules,
-)
+from torch_xla_donate._frames import is_internal
 
 _DEPTH = 8  # containers between a variable and a tensor
 OBJECTS = 250_000  # visited in one walk
@@ -43,7 +36,6 @@ class Name:
     code: of the variable's function; None for a variable of an imported module.
     file: the source file of the variable.
     line: the line that its frame runs; 0 without a frame.
-    owner_file: the source file of the class of the last object in the path; empty without one.
     slot: equal for names of one reference: of a variable, or of a place in an object.
     """
 
@@ -52,7 +44,6 @@ class Name:
     code: types.CodeType | None
     file: str
     line: int
-    owner_file: str = ""
     slot: tuple[object, ...] = dataclasses.field(default=(), compare=False)
 
     def __str__(self) -> str:
@@ -115,7 +106,7 @@ def name_tensors() -> dict[int, Named]:
             walk.add_frame(frame)
         for module in user_modules():
             file = _file_of(module)
-            if file and not is_installed(file):
+            if file and not file.startswith(_INSTALLED):
                 walk.add_variables(vars(module), Name("", "", None, file, 0), vars(module))
         walk.run()
     for named in walk.found.values():
@@ -134,11 +125,28 @@ def _inner_stores(variable: str, code: types.CodeType) -> Iterator[int]:
             yield from _inner_stores(variable, const)
 
 
-def is_installed(file: str) -> bool:
-    """Whether a file belongs to Python or to an installed package, and not to the program."""
-    return file.startswith(_INSTALLED)
+@functools.lru_cache(maxsize=256)
+def assigned_at(name: str, code: types.CodeType, line: int) -> int:
+    """The last line up to this one that assigns a variable; a later one, or the function's, if there is none."""
+    lines = list(stores_of(name, code))
+    before = [number for number in lines if number <= line]
+    return max(before, default=max(lines, default=code.co_firstlineno))
 
 
+def stores_of(name: str, code: types.CodeType, kinds: tuple[str, ...] = ("STORE_",)) -> Iterator[int]:
+    """The lines of the instructions of these kinds that store a variable, or an item or attribute on its line."""
+    current = code.co_firstlineno
+    line_of_load = 0
+    for instruction in dis.get_instructions(code):
+        current = instruction.starts_line or current
+        if instruction.argval == name and instruction.opname.startswith("LOAD_"):
+            line_of_load = current
+        is_part = instruction.opname in kinds and current == line_of_load
+        if is_part or (instruction.argval == name and instruction.opname.startswith(kinds)):
+            yield current
+
+
+# Files of Python and of installed packages.
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib", "scripts"))
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType, torch.dtype)
 _OF_TORCH = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
@@ -173,7 +181,7 @@ class Walk:
             self.visited += 1
             if type(variable) is str and not issubclass(type(value), _PLAIN):
                 name = dataclasses.replace(root, variable=variable)
-                self._visit(value, _Owner(name, "", "", 0), "", self._slot_of(name, value, space), _DEPTH)
+                self._visit(value, _Owner(name, "", 0), "", self._slot_of(name, value, space), _DEPTH)
 
     def _slot_of(self, name: Name, value: Any, space: dict[str, Any] | None) -> tuple[object, ...]:
         """The slot of a variable."""
@@ -207,7 +215,7 @@ class Walk:
         is_new = key not in self._seen and (is_tensor or depth > 0)
         try:
             for alias in dict.fromkeys(_C.alias_ids(value)) if is_tensor else ():
-                name = dataclasses.replace(owner.root, path=owner.path + text, owner_file=owner.file, slot=slot)
+                name = dataclasses.replace(owner.root, path=owner.path + text, slot=slot)
                 self.found.setdefault(alias, Named(weakref.ref(value), [])).names.append(name)
             if is_new:
                 self._seen[key] = value
@@ -216,23 +224,21 @@ class Walk:
                     self._generators.add(id(value))
                     self.add_frame(frame)
                 # Of a tensor's parts only tensors: a sharded tensor of torch_xla wraps another.
-                below = _Owner(owner.root, owner.path + text, owner.file, id(value))
+                below = _Owner(owner.root, owner.path + text, id(value))
                 self._parts.extend(_parts_of(value, below, 0 if is_tensor else depth - 1))
         except Exception as error:  # the others still get their names
-            note_error(error)
+            _C.note_error(f"search for names: {type(error).__name__}: {error}")
 
 
 class _Owner(NamedTuple):
     """An object to which a path leads.
 
     root: its variable.
-    file: as `Name.owner_file` of the tensors in it.
     number: its id().
     """
 
     root: Name
     path: str
-    file: str
     number: int
 
 
@@ -287,7 +293,6 @@ def _attributes(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
     module = _MODULE_OF(kind)
     if type(module) is not str or (module.startswith(("torch.", "torch_xla")) and not issubclass(kind, _OF_TORCH)):
         return
-    owner = owner._replace(file=_file_of(sys.modules.get(module)))
     for space in attributes_of(value):
         if not issubclass(kind, torch.nn.Module):
             yield _Part(space, owner, depth, _attribute)
@@ -334,3 +339,62 @@ def _is_short(key: Any) -> bool:
 def _file_of(module: Any) -> str:
     file = vars(module).get("__file__") if type(module) is types.ModuleType else None
     return file if type(file) is str else ""
+
+
+def user_frames() -> Iterator[types.FrameType]:
+    """The user's frames, the innermost of each thread first; this thread comes before all others."""
+    others = sys._current_frames()
+    others.pop(threading.get_ident(), None)
+    for top in (sys._getframe(), *others.values()):
+        frame: types.FrameType | None = top
+        while frame is not None:
+            if not is_internal(frame):
+                yield frame
+            frame = frame.f_back
+
+
+def user_modules() -> Iterator[types.ModuleType]:
+    """The imported modules, without those of torch, torch_xla and this package."""
+    for module in list(sys.modules.values()):
+        if type(module) is types.ModuleType:
+            name = vars(module).get("__name__")
+            if type(name) is str and name.partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
+                yield module
+
+
+def suspended_frame(value: Any) -> types.FrameType | None:
+    """The frame of a user's generator or coroutine that waits; None if it runs or has ended, and for other objects."""
+    for kind, prefix in _WITH_FRAMES:
+        if kind is type(value):
+            frame: types.FrameType | None = getattr(value, f"{prefix}_frame")
+            is_running = getattr(value, f"{prefix}_running")
+            return None if frame is None or is_running or is_internal(frame) else frame
+    return None
+
+
+_WITH_FRAMES = ((types.GeneratorType, "gi"), (types.CoroutineType, "cr"), (types.AsyncGeneratorType, "ag"))
+
+
+_MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))
+_READS_A_SLOT = (types.GetSetDescriptorType, types.MemberDescriptorType)
+
+
+def static_member(kind: type, name: str) -> Any:
+    """A member of a class as it is defined, or None. Calls no code of the class or of its metaclass."""
+    return next((_MEMBERS(base)[name] for base in _MRO(kind) if name in _MEMBERS(base)), None)
+
+
+def attributes_of(value: Any) -> list[dict[Any, Any]]:
+    """The attributes of an object: its `__dict__`, and a copy of its slots. Calls no code of its class."""
+    space: Any = None
+    slots = {}
+    for base in _MRO(type(value)):
+        members = _MEMBERS(base)
+        if space is None:
+            space = members.get("__dict__")
+        for name, member in list(members.items()) if "__slots__" in members else ():
+            if type(member) is types.MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # empty
+                    slots[name] = member.__get__(value)
+    found = [space.__get__(value)] if issubclass(type(space), _READS_A_SLOT) else []
+    return [space for space in (*found, slots) if issubclass(type(space), dict)]

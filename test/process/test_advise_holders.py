@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from helpers import make
 
 from torch_xla_donate import _C, advise, auto_donate, donation_report
 from torch_xla_donate._report import holders
-from torch_xla_donate._tools.recorder import Recorder
+from torch_xla_donate._report.walk import Name, Named
+from torch_xla_donate._tools.step_watch import StepWatch
 
 HERE = "test_advise_holders.py"
 SIZE = 32 * 32 * 4
@@ -59,7 +61,7 @@ def test_an_attribute_of_an_object_that_is_held():
 def test_each_holder_of_an_old_value_must_let_go(kept):
     """The bytes of a hint are saved if all that it names let go, and not before."""
     x, keep, last = make(32, 32), [None], None
-    with auto_donate(), Recorder() as recorder:
+    with auto_donate(), StepWatch() as recorder:
         for _ in range(3):
             keep[0] = x if "list" in kept else None
             last = x if "last" in kept else None
@@ -78,7 +80,7 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
 @in_process
 def test_an_unknown_holder_is_said_beside_a_graph():
     x, before, last, loss = make(32, 32), collections.deque(maxlen=1), None, None
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(4):
             x.requires_grad_()
             last = x
@@ -100,13 +102,15 @@ def test_many_graphs_are_searched_in_part(monkeypatch):
     for _ in range(40):
         states.append(states[-1] @ w)
     torch_xla.sync()
-    few, many = ([*states[: count + 1]] for count in (5, 40))
+    name = Name("x", "", None, "train.py", 0)
+    few, many = ([Named(weakref.ref(state), [name]) for state in states[: count + 1]] for count in (5, 40))
     for tensors, named, are_more in ((few, 5, False), (many, holders._SEARCHED, True)):
-        graphs = holders._Graphs(tensors, lambda tensor: "x")
-        assert [*graphs.saving({_C.holds(w)})] == [("grad_fn of x", {_C.holds(w)})] * named
+        graphs = holders._Graphs(tensors)
+        text = "grad_fn of variable 'x' in train.py"
+        assert [*graphs.saving({_C.holds(w)})] == [(text, {_C.holds(w)})] * named
         assert graphs.are_more == are_more
     monkeypatch.setattr(holders, "_NODES", 3)
-    graphs = holders._Graphs(many, lambda tensor: "x")
+    graphs = holders._Graphs(many)
     assert len([*graphs.saving({_C.holds(w)})]) == 2 and graphs.are_more
 
 
@@ -115,7 +119,7 @@ def test_values_of_one_list_are_one_hint():
     """Also those that a loop's variable or a graph holds, too."""
     params = {name: make(32, 32) for name in "abc"}
     torch_xla.sync()
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(3):
             leaves = list(params.values())
             for leaf in leaves:
@@ -139,7 +143,7 @@ def test_a_reference_that_no_search_finds_is_unknown():
     """A deque is not searched. Its reference still counts."""
     x, last = make(32, 32), None
     before = collections.deque(maxlen=1)
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(3):
             last = x
             before.append(x)
@@ -161,7 +165,7 @@ def test_a_variable_of_a_suspended_generator_is_named():
 
     steps = rollout(make(32, 32))
     others = [steps, {"same": steps}]
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(4):
             next(steps)
             torch_xla.sync()
@@ -174,7 +178,7 @@ def test_a_variable_of_a_suspended_generator_is_named():
 @in_process
 def test_all_graphs_that_keep_a_value_are_named():
     x = make(32, 32)
-    with Recorder() as recorder:
+    with StepWatch() as recorder:
         for _ in range(3):
             x.requires_grad_()
             y = x * x

@@ -12,9 +12,9 @@ from torch_xla_donate import _C, _frames
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._report.holders import searching
+from torch_xla_donate._report.walk import Named, name_tensors
 from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.names import Named, name_tensors
 
 _NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
 _SHOWN = 4  # holders after the first
@@ -36,7 +36,7 @@ class _ThreadState(threading.local):
         self.quiet = 0
 
 
-class Recorder:
+class StepWatch:
     """Watches all steps of this process while its context is open. `advice` has what it found.
 
     Watching donates nothing, changes no graph and runs no operation. It finds the inputs of a step as `auto_donate`
@@ -55,7 +55,7 @@ class Recorder:
         self._lock = make_lock()
         self.call: Call | None = None
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> StepWatch:
         try:
             self._thread.before = _names()
             listen(self.note)

@@ -1,0 +1,158 @@
+"""Reading HLO: real dumps of torch_xla steps, and texts whose reading must end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import bare
+import pytest
+from children import in_process, run_in_child
+
+from torch_xla_donate import hlo
+from torch_xla_donate.hlo import DumpedModule, HloModule
+
+
+@pytest.fixture(scope="session")
+def steps_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steps")
+    run_in_child(bare.donate_in_steps, dump=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def steps(steps_folder: Path) -> tuple[DumpedModule, ...]:
+    return hlo.read_dump(steps_folder)
+
+
+@pytest.fixture(scope="session")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> DumpedModule:
+    folder = tmp_path_factory.mktemp("wrapped")
+    run_in_child(bare.donate_wrapped, env={"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"}, dump=folder)
+    (module,) = hlo.read_dump(folder)
+    return module
+
+
+@pytest.fixture(scope="session")
+def spmd(tmp_path_factory: pytest.TempPathFactory) -> DumpedModule:
+    folder = tmp_path_factory.mktemp("spmd")
+    run_in_child(bare.donate_sharded, devices=4, dump=folder)
+    (module,) = hlo.read_dump(folder)
+    return module
+
+
+def texts(module: DumpedModule) -> tuple[HloModule, HloModule]:
+    assert module.before is not None and module.after is not None
+    return module.before, module.after
+
+
+def with_parameter(dump: tuple[DumpedModule, ...], shape: str) -> DumpedModule:
+    """The last module that has a donor of this shape."""
+    found = [m for m in dump if any(str(m.shape_of(donor)) == shape for donor in m.donors)]
+    return found[-1]
+
+
+def test_donors_of_every_dtype_are_read_with_their_bytes(steps: tuple[DumpedModule, ...]) -> None:
+    module = with_parameter(steps, "bf16[3,5]")
+    shapes = {module.shape_of(donor).dtype: module.shape_of(donor).bytes for donor in module.donors}
+    sizes = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "s64": 8, "s32": 4, "s16": 2, "s8": 1}
+    sizes |= {"u8": 1, "pred": 1, "c64": 8, "f8e4m3fn": 1}
+    assert shapes == {name: 15 * size for name, size in sizes.items()}
+    assert module.donated_bytes == sum(shapes.values())
+
+
+def test_a_donor_without_an_output_of_its_bytes_is_unused(steps: tuple[DumpedModule, ...]) -> None:
+    module = with_parameter(steps, "bf16[3,5]")
+    assert [str(module.shape_of(donor)) for donor in module.unused_donors] == ["f8e4m3fn[3,5]"]
+    assert module.donated_bytes - module.aliased_bytes == 15
+
+    module = with_parameter(steps, "f32[7,3]")
+    before, after = texts(module)
+    assert module.donors == before.donors == after.donors == module.unused_donors
+    assert module.aliases == ()
+    assert (module.donated_bytes, module.aliased_bytes) == (84, 0)
+
+
+def test_one_of_two_donors_is_used_for_one_output(steps: tuple[DumpedModule, ...]) -> None:
+    module = with_parameter(steps, "f32[11,2]")
+    assert len(module.donors) == 2
+    (alias,) = module.aliases
+    assert alias.output_index == (0,) and alias.kind == "may"
+    assert module.unused_donors == tuple(d for d in module.donors if d != alias.donor)
+
+
+def test_an_optimizer_step_aliases_its_parameter_and_state(steps: tuple[DumpedModule, ...]) -> None:
+    module = with_parameter(steps, "f32[13,4]")
+    aliased = [str(module.shape_of(alias)) for alias in module.aliases]
+    assert aliased.count("f32[13,4]") == 2
+    assert module.unused_donors == ()
+
+
+def test_both_texts_of_a_module_are_paired(steps: tuple[DumpedModule, ...]) -> None:
+    assert [module.module_id for module in steps] == list(range(len(steps)))
+    for module in steps:
+        before, after = texts(module)
+        assert before.name == after.name == module.name
+        assert before.name.startswith("SyncTensorsGraph.")
+        assert (before.stage, after.stage) == ("before_optimizations", "after_optimizations")
+        assert before.parameters == after.parameters and before.result == after.result
+        assert before.num_partitions == before.replica_count == 1
+
+
+def test_dump_files_are_named_as_the_docstring_says(steps_folder: Path, steps: tuple[DumpedModule, ...]) -> None:
+    before, after = texts(steps[1])
+    assert before.path == steps_folder / f"module_0001.{steps[1].name}.before_optimizations.txt"
+    assert after.path == steps_folder / f"module_0001.{steps[1].name}.cpu_after_optimizations.txt"
+    beside = f"module_0001.{steps[1].name}.cpu_after_optimizations-buffer-assignment.txt"
+    assert (steps_folder / beside).exists()
+
+
+def test_a_path_and_its_text_give_the_same_module(steps: tuple[DumpedModule, ...]) -> None:
+    for module in steps:
+        for text in texts(module):
+            assert text.path is not None
+            assert hlo.parse(text.path) == hlo.parse(str(text.path)) == text
+            read = hlo.parse(text.path.read_text())
+            assert (read.path, read.module_id, read.stage) == (None, None, None)
+            assert (read.parameters, read.result) == (text.parameters, text.result)
+            assert (read.donors, read.aliases) == (text.donors, text.aliases)
+
+
+def test_wrapped_parameters_resolve_to_the_leaves_of_the_tuple(wrapped: DumpedModule) -> None:
+    before, after = texts(wrapped)
+    assert len(before.parameters) == 1 and before.parameters[0].is_tuple
+    assert [str(donor) for donor in wrapped.donors] == [
+        "(0, {1})",
+        "(0, {3})",
+        "(0, {5})",
+        "(0, {7})",
+    ]
+    expected = ["f32[3,1]", "f32[3,3]", "f32[3,5]", "f32[3,7]"]
+    assert [str(wrapped.shape_of(donor)) for donor in wrapped.donors] == expected
+    assert [str(after.leaves[0, donor.parameter_index]) for donor in wrapped.donors] == expected
+    assert [alias.donor for alias in wrapped.aliases] == list(wrapped.donors)
+    assert wrapped.donated_bytes == wrapped.aliased_bytes == 4 * 3 * (1 + 3 + 5 + 7)
+    assert len(after.leaves) == 8
+
+
+def test_shapes_of_an_spmd_module_are_those_of_one_device(spmd: DumpedModule) -> None:
+    before, after = texts(spmd)
+    assert before.num_partitions == after.num_partitions == 4
+    assert [str(before.shape_of(d)) for d in spmd.donors] == ["f32[8,4]", "f32[8,4]", "f32[6,3]"]
+    assert [str(spmd.shape_of(d)) for d in spmd.donors] == ["f32[2,4]", "f32[8,4]", "f32[6,3]"]
+    assert [str(spmd.shape_of(d)) for d in spmd.unused_donors] == ["f32[6,3]"]
+    assert before.donated_bytes == 128 + 128 + 72
+    assert spmd.donated_bytes == 32 + 128 + 72
+    assert spmd.aliased_bytes == after.aliased_bytes == 32 + 128
+
+
+BROKEN = ['\\"', '"', "(", "{", "/*", "//", "[", " ", "f32[", "a=1,", '"\\']
+STARTS = ["HloModule m, a=", 'HloModule m, a={"', "HloModule m, entry_computation_layout={("]
+
+
+@in_process
+def test_a_broken_text_of_a_megabyte_is_refused() -> None:
+    """A pattern that goes back would take hours; the child's guard ends it."""
+    for part in BROKEN:
+        for start in STARTS:
+            with pytest.raises(ValueError):
+                hlo.parse(start + part * (1_000_000 // len(part)))
