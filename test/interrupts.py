@@ -22,10 +22,10 @@ from torch_xla_donate import _C, _host, _marks, _modes, _report, _trace
 # Entering and leaving, of this package, of torch's modes and of contextlib, and what they call.
 FUNCTIONS: set[str] = {
     "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
-    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices", "compilations", "watched",
-    "trace_body", "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
-    "has_new_gradient", "compile_graph", "cancel", "end", "_recreate_cm", "_take_back", "take_back",
-    "make_entry", "last_entry", "switch_on", "switch_off", "read", "write", "one_scan", "compiling_graphs",
+    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices", "compilations",
+    "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
+    "has_new_gradient", "compile_graph", "cancel", "_recreate_cm", "_mark", "read", "write", "one_scan",
+    "compiling_graphs", "make_entry", "last_entry", "switch_on", "switch_off",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
