@@ -64,7 +64,7 @@ def state():
         "postponed": _report.notices._postponed.value,
         "disabled": _C.disabled_reason().code,
         "infs": list(_modes.debug._infinities.entries),
-        "auto": (_C.auto_donate_depth(), _C.auto_donates()),
+        "auto": _C.auto_donates(),
         "eager": _XLAC._get_use_eager_mode(),
         "executes": _XLAC._get_allow_execution(),
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),

@@ -118,7 +118,7 @@ class TracedProgram:
         self._inputs = [None if one.kind == "argument" else one.source for one in sources]
         self._floats = next((place for place, one in enumerate(sources) if one.kind == "floats"), None)
         self._arguments = [(place, one.source) for place, one in enumerate(sources) if one.kind == "argument"]
-        self._places = {source: (place, graph.successors[place]) for place, source in self._arguments}
+        self._places = {source: (place, graph.preferred_outputs[place]) for place, source in self._arguments}
         self._usable = self._places.keys() - set(self.returned)
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:

@@ -66,3 +66,24 @@ class DecoratorMode(ThreadMode[T], contextlib.ContextDecorator):
                 f"not decorate it, but write `with {mode}():` inside its body. {see('reference')}"
             )
         return super().__call__(func)
+
+
+class SwitchMode(DecoratorMode[_C.Mode]):
+    """A mode of the hooks.
+
+    Args:
+        switches: what it asks for, as `_C.Mode` takes it.
+    """
+
+    def __init__(self, **switches: bool) -> None:
+        super().__init__()
+        self._switches = switches
+
+    def make_entry(self) -> _C.Mode:
+        return _C.Mode(**self._switches)
+
+    def switch_on(self, entry: _C.Mode) -> None:
+        entry.on()
+
+    def switch_off(self, entry: _C.Mode) -> None:
+        entry.off()

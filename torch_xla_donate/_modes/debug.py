@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,13 +12,6 @@ from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.disabled import donation_disabled
 
-
-class _Infinities(threading.local):
-    def __init__(self) -> None:
-        self.entries: list[_C.Disabling] = []  # of contexts of this thread that check for infinities
-
-
-_infinities = _Infinities()
 _SHOWN = 5
 
 
@@ -49,22 +41,11 @@ class debug_nans(donation_disabled):
 
     def __init__(self, *, infs: bool = False) -> None:
         super().__init__(report_reuse=True)
-        self._checks = True
+        self._switches |= {"check_outputs": True, "check_infinities": infs}
         self._options = {"infs": infs}
-        self._infs = infs
-
-    def switch_on(self, entry: _C.Disabling) -> None:
-        super().switch_on(entry)
-        if self._infs:
-            _infinities.entries.append(entry)
 
     def finish(self) -> None:
         check_outputs()
-
-    def switch_off(self, entry: _C.Disabling) -> None:
-        if entry in _infinities.entries:
-            _infinities.entries.remove(entry)
-        super().switch_off(entry)
 
 
 def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
@@ -72,7 +53,7 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
 
     names: returns the names of outputs by their buffers, as far as they have names.
     """
-    bad = _C.take_bad_outputs(bool(_infinities.entries))
+    bad = _C.take_bad_outputs()
     if bad:
         name_of = names()
         lines = [_line(raw, name_of.get(raw["buffer"], "")) for raw in bad]

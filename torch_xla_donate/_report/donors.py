@@ -148,7 +148,9 @@ def describe_donors(
                 step=step["number"],
                 into_kept=None if is_unknown else output == requested,
                 output=output,
-                crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
+                crossed=None
+                if output is None or raw["preferred_output"] is None
+                else output != raw["preferred_output"],
                 parameter=raw["parameter"],
             )
         )
