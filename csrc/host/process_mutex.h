@@ -19,8 +19,7 @@ enum class MutexOf {
   kAutomaticWishes,
   kSwitchedOff,
   kPlaceholders,
-  kRunLog,
-  kGraphRecords,
+  kExecutables,
   kSymbolicSizes,
   kDataInfos,
   kCount

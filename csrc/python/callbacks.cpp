@@ -9,6 +9,7 @@
 
 #include "features/switches.h"
 #include "features/use_guard.h"
+#include "registry/tallies.h"
 #include "step/callbacks.h"
 
 namespace torch_xla_donate {
@@ -89,9 +90,9 @@ std::string NamesOf(const DonorSnapshot& donor) {
       if (!error.matches(PyExc_Exception)) {
         throw;
       }
-      DonationRegistry::Get().NoteError(error.what());
+      Tallies::Get().NoteError(error.what());
     } catch (const py::cast_error& error) {
-      DonationRegistry::Get().NoteError(error.what());
+      Tallies::Get().NoteError(error.what());
     }
   }
   std::string result;
@@ -149,7 +150,7 @@ void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::ob
   };
   // Needs no GIL. Python's list of pending calls may be full, with calls that take all logged runs.
   callbacks.record_runs_soon = [] { Py_AddPendingCall(&RecordRuns, nullptr); };
-  SetHookCallbacks(std::move(callbacks));
+  Callbacks() = std::move(callbacks);
 }
 
 void SetRunRecorder(py::object record) { run_recorder = record.release().ptr(); }

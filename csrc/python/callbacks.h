@@ -8,7 +8,7 @@
 
 #include <string>
 
-#include "registry/registry.h"
+#include "registry/donor.h"
 
 namespace torch_xla_donate {
 

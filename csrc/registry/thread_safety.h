@@ -49,4 +49,7 @@ class SCOPED_CAPABILITY MutexLock {
   Mutex& mutex_;
 };
 
+// The mutex of this folder. It guards the marks, and the members of donors, steps and tallies that change.
+inline Mutex registry_mutex;
+
 }  // namespace torch_xla_donate

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "registry/registry.h"
+#include "registry/donor.h"
 
 namespace torch_xla_donate {
 
@@ -45,7 +45,10 @@ struct HookCallbacks {
   std::function<void()> record_runs_soon;
 };
 
-void SetHookCallbacks(HookCallbacks callbacks);
-const HookCallbacks& Callbacks();
+// Never destroyed: hooks may run until the process ends.
+inline HookCallbacks& Callbacks() {
+  static HookCallbacks* callbacks = new HookCallbacks();
+  return *callbacks;
+}
 
 }  // namespace torch_xla_donate

@@ -44,7 +44,7 @@ FUNCTIONS = {
     "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices", "compilations",
     "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
     "has_new_gradient", "compile_graph", "cancel", "_recreate_cm", "_mark", "read", "write", "one_scan",
-    "compiling_graphs", "make_entry", "last_entry", "switch_on", "switch_off",
+    "compiling_graphs", "last_entry",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
 
@@ -63,8 +63,7 @@ def state():
         "watcher": _trace.current_watcher.value,
         "postponed": _report.notices._postponed.value,
         "disabled": _C.disabled_reason().code,
-        "infs": list(_modes.debug._infinities.value),
-        "auto": (_C.auto_donate_depth(), _C.auto_donates()),
+        "auto": _C.auto_donates(),
         "eager": _XLAC._get_use_eager_mode(),
         "executes": _XLAC._get_allow_execution(),
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
@@ -272,9 +271,8 @@ def test_nested_contexts_end_in_their_order():
     with donation_disabled() as outer:
         assert _C.disabled()
         with outer, debug_nans(infs=True):
-            assert _modes.debug._infinities.value
+            assert _C.disabled()
         assert _C.disabled()
-        assert not _modes.debug._infinities.value
     assert not _C.disabled()
 
     @donation_disabled()

@@ -221,7 +221,7 @@ def test_an_overwrite_right_after_the_step(make):
         assert taken.tolist() == [1, 2, 3]
 
 
-def test_an_overwrite_of_a_spared_tensor_is_not_reported(make, recwarn):
+def test_an_overwrite_of_an_undonated_tensor_is_not_reported(make, recwarn):
     for overwrite in (torch.Tensor.zero_, lambda t: t.fill_(5)):
         t = make(3)
         with donation_disabled(report_reuse=True):
