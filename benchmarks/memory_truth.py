@@ -17,7 +17,7 @@ ROWS, PARAMETERS, RUNS = 512, 4, 16
 
 
 def square(w: torch.Tensor) -> torch.Tensor:
-    """The step of docs/memory_truth.md that donation does not help."""
+    """The step of docs/performance.md that donation does not help."""
     return w @ w
 
 
@@ -54,7 +54,7 @@ def loop_moments(step: StepSummary) -> list[Moment]:
 @click.command()
 @click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=DOCS)
 def main(output: Path) -> None:
-    """Draws the figures of docs/memory_truth.md."""
+    """Draws the figures of docs/performance.md."""
     step = planned(square, txd.placeholder((1024, 1024), torch.float32))
     (output / "memory_truth.svg").write_text(pictures.memory_picture(step), encoding="utf-8")
     loop = planned(update, [txd.placeholder((ROWS, ROWS), torch.float32) for _ in range(PARAMETERS)])

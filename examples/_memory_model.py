@@ -190,7 +190,7 @@ def measured(row: dict[str, Any]) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown, for docs/memory_model.md."""
+    """The rows as Markdown, for docs/aot.md."""
     names = (
         "model",
         "devices",

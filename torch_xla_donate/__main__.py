@@ -258,30 +258,32 @@ def doctor() -> None:
 
 
 @main.command()
-@click.argument("page", required=False)
-def explain(page: str | None) -> None:
-    """Shows a page of the documentation, such as `unusable`.
+@click.argument("word", required=False)
+def explain(word: str | None) -> None:
+    """Shows the section of the documentation that a message names by WORD, or a page, such as `errors`.
 
-    Without PAGE, lists all pages. For several words of a message, lists the pages that contain them.
+    Without WORD, lists all pages. For several words of a message, lists the sections that contain them.
     """
     titles = _pages.titles()
     # Both forms are accepted: the name in messages, and the file's path.
-    name = (page or "").removeprefix("docs/").removesuffix(".md")
-    if name not in titles:
-        listed = _pages.containing(name) if " " in name else list(titles) if page is None else []
+    name = (word or "").removeprefix("docs/").replace(".md", "", 1)
+    try:
+        shown = _pages.text(name)
+    except KeyError:
+        listed = _pages.containing(name) if " " in name else list(titles) if word is None else []
         if not listed:
             raise click.BadParameter(
-                f"page {page!r} does not exist. Choose one of {', '.join(titles)}. To look up a message, run "
-                "`python -m torch_xla_donate explain troubleshooting`.",
-                param_hint="PAGE",
-            )
+                f"{word!r} is neither a page nor a word that a message names. Choose one of {', '.join(titles)}, or "
+                "give several words of a message.",
+                param_hint="WORD",
+            ) from None
         for found in listed:
-            click.echo(f"{found:<{max(map(len, listed))}}  {titles[found]}")
+            click.echo(f"{found:<{max(map(len, listed))}}  {titles[found.partition('#')[0]]}")
         return
     if sys.stdout.isatty():
-        Console().print(Markdown(_pages.text(name)))
+        Console().print(Markdown(shown))
     else:
-        click.echo(_pages.text(name), nl=False)
+        click.echo(shown, nl=False)
 
 
 def entry(prog_name: str | None = None) -> None:

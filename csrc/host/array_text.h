@@ -39,7 +39,7 @@ enum class SizeRule {
 // The memory that the largest shard takes under a rule. XLA gives a donor to an output that takes as much.
 //
 // The TPU's rule was measured with libtpu 0.0.21: the compiler chooses the layout that pads least, by nothing
-// but shape and dtype (docs/tpu.md, test/nightly/test_tile_sizes.py).
+// but shape and dtype (docs/aot.md, test/nightly/test_tile_sizes.py).
 std::optional<std::int64_t> MemoryPerDevice(const std::string& array, SizeRule rule);
 
 bool IsSharded(const std::string& array);

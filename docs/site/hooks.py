@@ -1,39 +1,32 @@
-"""Hooks of mkdocs: they add the pages that are made from other files, and make links those of the site."""
+"""Hooks of mkdocs: the pages of the API, and links that lead out of docs/."""
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
-import gallery
-import message_pages
-import site_pages
-from messages import messages
 from mkdocs.structure.files import File, Files
 
-_messages: list[message_pages.MessagePage] = []
+_PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
+_MODULES = {"torch_xla_donate": "__init__.py", "torch_xla_donate.hlo": "hlo/__init__.py"}
+_MODULES["torch_xla_donate.testing"] = "testing.py"
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the files that docs/ does not have."""
-    _messages[:] = message_pages.message_pages(messages())
-    files.remove(files.src_uris["README.md"])  # mkdocs would make it the first page
-    for path, text in site_pages.generated(_messages).items():
-        files.append(File.generated(config, path, content=text))
-    for path in (gallery.REPORT, Path(__file__).with_name("site.css")):
-        if path.exists():
-            files.append(File.generated(config, path.name, abs_src_path=str(path)))
+    """Adds a page for each public module, which mkdocstrings fills from the docstrings."""
+    for module, path in _MODULES.items():
+        tree = ast.parse((_PACKAGE / path).read_text(encoding="utf-8"))
+        (names,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__")
+        parts = [f"# {module}", ast.get_docstring(tree) or ""]
+        parts += [f"::: {module}.{name}" for name in ast.literal_eval(names) if f"{module}.{name}" not in _MODULES]
+        files.append(File.generated(config, f"api/{module}.md", content="\n\n".join(parts)))
+    style = Path(__file__).with_name("site.css")
+    files.append(File.generated(config, style.name, abs_src_path=str(style)))
     return files
 
 
-def on_nav(nav: Any, *, config: Any, files: Files) -> Any:
-    """The logo leads to the file of the first page, which mkdocs finds only outside sections."""
-    nav.homepage = next(page for page in nav.pages if page.file.src_uri == "index.md")
-    return nav
-
-
-def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:
-    """The pages of docs/ for the site."""
-    if page.file.generated_by is not None:
-        return markdown
-    return site_pages.of_docs(page.file.src_uri, markdown, _messages)
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A link to a file of the repository that is not in docs/ becomes its text."""
+    return re.sub(r"\[([^\]]+)\]\(\.\./[^)\s]+\)", r"\1", markdown)

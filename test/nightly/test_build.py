@@ -102,8 +102,8 @@ def test_a_wheel_is_complete_and_runs_the_quickstart(sources, environment, tmp_p
     assert b"__glibcxx_assert_fail" not in module.read_bytes()
     # AND the pages that its messages name
     assert {f"torch_xla_donate/docs/{page.name}" for page in (sources / "docs").glob("*.md")} <= found
-    shown = run([pip[0], "-m", "torch_xla_donate", "explain", "unusable"], cwd=tmp_path)
-    assert shown.stdout == (sources / "docs" / "unusable.md").read_text(encoding="utf-8"), shown.stderr
+    shown = run([pip[0], "-m", "torch_xla_donate", "explain", "errors"], cwd=tmp_path)
+    assert shown.stdout == (sources / "docs" / "errors.md").read_text(encoding="utf-8"), shown.stderr
     # AND the README's quickstart prints there what the README says
     used = run([pip[0], str(sources / "examples" / "quickstart.py")], cwd=tmp_path)
     assert used.returncode == 0, used.stdout + used.stderr

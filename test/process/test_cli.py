@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 import torch
 from children import Ended, Environment, run_in_child
 
-import torch_xla_donate
-from torch_xla_donate import _C, _host, _pages
+from torch_xla_donate import _C, _host
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,41 +48,34 @@ def test_doctor_fails_for_settings_that_switch_donation_off():
     assert "PROBLEM: TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off" in done.stdout
 
 
-def test_explain_shows_the_page_that_a_message_names():
-    page = (ROOT / "docs" / "unusable.md").read_text(encoding="utf-8")
-    assert run("explain", "unusable").stdout == page
-    assert run("explain", "docs/unusable.md").stdout == page
+def test_explain_shows_the_section_that_a_message_names():
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert run("explain", "errors").stdout == run("explain", "docs/errors.md").stdout == page
+    section = run("explain", "unusable").stdout
+    assert section.startswith("## Unusable donations\n") and section in page
+    assert "### The reasons" in section and "## Refused donations" not in section
+    assert run("explain", "errors#the-reasons").stdout in section
 
 
-def test_explain_without_a_page_lists_them():
+def test_explain_without_a_word_lists_the_pages():
     lines = run("explain").stdout.splitlines()
     assert {line.split()[0] for line in lines} == {path.stem for path in (ROOT / "docs").glob("*.md")}
-    title = (ROOT / "docs" / "unusable.md").read_text(encoding="utf-8").splitlines()[0]
-    assert any(line.startswith("unusable ") and line.endswith(title.removeprefix("# ")) for line in lines)
+    assert any(line.startswith("errors ") and line.endswith("Errors and warnings by message") for line in lines)
 
 
 def test_explain_names_the_pages_there_are():
     done = run("explain", "donations", exit_code=2)
-    assert "page 'donations' does not exist. Choose one of" in done.stderr
-    assert "unusable" in done.stderr
-    assert "To look up a message, run `python -m torch_xla_donate explain troubleshooting`." in done.stderr
+    assert "'donations' is neither a page nor a word that a message names. Choose one of" in done.stderr
+    assert "errors, " in done.stderr
+    run("explain", "errors#no-such-section", exit_code=2)
 
 
-def test_explain_names_the_pages_that_contain_a_message():
+def test_explain_names_the_sections_that_contain_a_message():
     """Case and line breaks do not matter, and a single word is the name of a page."""
-    found = run("explain", "some donated  buffers\nwere not usable").stdout.splitlines()
-    assert {"unusable", "troubleshooting"} < {line.split()[0] for line in found} < set(_pages.titles())
-    assert any(line.endswith("  Troubleshooting by message") for line in found)
+    found = run("explain", "not  Materialised,\nbecause its value").stdout.splitlines()
+    assert any(line.startswith("errors#refused-donations ") for line in found)
     done = run("explain", "no page says this", exit_code=2)
-    assert "page 'no page says this' does not exist" in done.stderr
-
-
-def test_every_message_names_a_page_there_is():
-    package = Path(torch_xla_donate.__file__).parent
-    code = "".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
-    named = set(re.findall(r"\bsee\(['\"](\w+)['\"]\)", code))
-    assert len(named) >= 5
-    assert named <= set(_pages.titles())
+    assert "'no page says this' is neither a page" in done.stderr
 
 
 def test_help_lists_the_commands():

@@ -174,7 +174,7 @@ def test_the_next_run_adds_new_outputs_and_temporaries():
     assert moment(3, StepSummary("m", "", 1, 1, (), 1), 1000).peak_bytes == 1000
 
 
-# --- The pictures of docs/memory_truth.md ---
+# --- The pictures of docs/performance.md ---
 
 
 @needs_jax

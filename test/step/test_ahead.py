@@ -198,7 +198,7 @@ def test_auto_sharding_needs_arguments_with_memory():
         lowered.compile()
     error = str(caught.value)
     assert error.startswith("<lambda> cannot be compiled for the placeholder float32[8,4], because torch_xla ")
-    assert "call xr.use_spmd() and mark the shardings. See `python -m torch_xla_donate explain switched_off`." in error
+    assert "call xr.use_spmd() and mark the shardings. See `python -m torch_xla_donate explain ahead`." in error
     t = torch.ones(8, 4).to("xla")
     assert (t + 1).tolist() == [[2.0] * 4] * 8
 

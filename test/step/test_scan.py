@@ -554,7 +554,7 @@ def test_a_scan_in_a_body_is_refused(make, is_fn_pure):
     }
     for body in inner.values():
         init = make(3)
-        with pytest.raises(NotImplementedError, match=r"is called in the body of a scan.*explain loops"):
+        with pytest.raises(NotImplementedError, match=r"is called in the body of a scan.*explain scan"):
             scan(body, init, make(2, 4, 3), donate="init", is_fn_pure=is_fn_pure)
         assert not _C.pending() and init.tolist() == [0, 1, 2]
     assert scan(lambda c, x: (c + x, c), make(3), make(2, 3))[0].tolist() == [3, 6, 9]

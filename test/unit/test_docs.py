@@ -19,17 +19,24 @@ import messages
 import pytest
 import torch_xla
 from children import run_file, run_in_child
-from links import anchor
-from message_pages import words
 
 import torch_xla_donate
-from torch_xla_donate import _C, _host, _report
+from torch_xla_donate import _C, _host, _pages, _report
 from torch_xla_donate._host import hooks
 from torch_xla_donate._report import reasons
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sorted((ROOT / "third_party").glob("*.md"))]
+LINKED = [*ROOT.glob("*.md"), *PAGES, *(ROOT / "third_party").glob("*.md"), *(ROOT / "test").rglob("*.md")]
+
+
+def words(text: str) -> str:
+    """The text with its line breaks and runs of blanks made one blank: pages break lines where they like."""
+    return " ".join(text.split())
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 @dataclass
@@ -122,25 +129,30 @@ def test_the_readme_names_the_versions_that_are_supported() -> None:
     assert f"torch_xla {_host.supported_versions()}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-# --- Every message has a page ---
+# --- Every message has its passage ---
 
 
-WRITTEN, REASONS = messages.written(), messages.reasons()
-CASES = [(message.where, message.longest, message.page) for message in WRITTEN]
-CASES += [(f"{message.where}: {piece[:30]}", piece, None) for message in REASONS for piece in message.pieces]
+def test_each_message_of_the_code_is_in_the_section_that_it_names() -> None:
+    """A message that names none is on the page of errors."""
+    written = messages.written()
+    assert len(written) >= 150
+    assert len({message.word for message in written}) >= 15
+    missing = [message for message in written if message.text not in words(_pages.text(message.word or "errors"))]
+    assert missing == []
 
 
-def test_the_messages_of_the_code_are_found() -> None:
-    assert len(REASONS) >= len(reasons.SENTENCES) - 2  # one is empty, and one is all filled in
-    assert len(WRITTEN) >= 100
-
-
-def test_a_message_is_found_for_each_page_that_the_code_names() -> None:
-    """`see(page)` ends a message, which the reader of the code finds with that page."""
+def test_each_word_of_a_message_and_each_old_name_of_a_page_leads_to_a_section() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "torch_xla_donate").rglob("*.py"))
-    named = set(re.findall(r"""\bsee\(["'](\w+)["']\)""", code))
-    assert len(named) >= 15
-    assert {message.page for message in WRITTEN} - {None} == named
+    code += "".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc").rglob("*.cpp"))
+    named = set(re.findall(r"""\bsee\(["'](\w+)["']\)|explain ([a-z]\w+)`""", code))
+    for word in {first or second for first, second in named} | _pages.WORDS.keys():
+        assert _pages.text(word).startswith("#"), word
+    assert not _pages.WORDS.keys() & _pages.titles().keys()
+
+
+def test_words_of_a_message_find_its_section() -> None:
+    """Case and line breaks do not matter."""
+    assert _pages.containing("would be constants\nin the LOOP") == ["errors#gradient-accumulation"]
 
 
 def test_every_code_of_the_hooks_has_a_sentence() -> None:
@@ -148,12 +160,12 @@ def test_every_code_of_the_hooks_has_a_sentence() -> None:
 
 
 def test_the_reasons_are_a_closed_set() -> None:
-    """Codes of the hooks, cases of explain.py, and unread marks. docs/reasons.md lists each with its sentence."""
+    """Codes of the hooks, cases of explain.py, and unread marks. docs/errors.md lists each with its sentence."""
     explained = set(re.findall(r"Reason\.([A-Z_]+)", read("torch_xla_donate/_report/explain.py")))
     hooks = {code.name for code in reasons.SENTENCES}
     assert {reason.name for reason in reasons.Reason} == explained | hooks | {"UNREAD"}
     assert not explained & hooks
-    rows = dict(re.findall(r"^\| `Reason\.(\w+)` \| `(.+?)` \|", read("docs/reasons.md"), re.MULTILINE))
+    rows = dict(re.findall(r"^\| `Reason\.(\w+)` \| `(.+?)` \|", read("docs/errors.md"), re.MULTILINE))
     assert list(rows) == [reason.name for reason in reasons.Reason]
     for code, text in reasons.SENTENCES.items():
         assert rows[code.name] == text.replace("{details}", "..."), code
@@ -171,28 +183,6 @@ def test_the_package_gives_only_reasons_of_the_set() -> None:
     assert given <= {"none", *reasons.Reason}
 
 
-def test_every_message_of_the_code_has_a_page() -> None:
-    """If the message names a page, that page has it."""
-    texts = {page.stem: words(page.read_text(encoding="utf-8")) for page in PAGES}
-    missing = [
-        (where, text)
-        for where, text, page in CASES
-        if words(text) not in (" ".join(texts.values()) if page is None else texts[page])
-    ]
-    assert missing == []
-
-
-def test_the_texts_of_the_page_on_import_errors_are_in_the_code() -> None:
-    sources = [*(ROOT / "torch_xla_donate").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
-    code = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text(encoding="utf-8") for path in sources))
-    page = (ROOT / "docs" / "import_errors.md").read_text(encoding="utf-8")
-    shown = [text for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) for text in re.findall("`(.+?)`", row)]
-    assert len(shown) >= 8
-    for text in shown:
-        pieces = re.split(r"\.\.\.|2\.[\d., 789]+|\bon\b", text)
-        assert all(piece.strip(" .()") in code for piece in pieces), text
-
-
 def test_the_record_names_the_probe_of_the_layouts() -> None:
     probe, _ = hooks._probe(torch_xla.device())
     record = words((ROOT / "third_party" / "host_facts.md").read_text(encoding="utf-8"))
@@ -203,8 +193,7 @@ def test_the_record_names_the_probe_of_the_layouts() -> None:
 
 
 def test_the_table_of_hooks_is_the_table_of_the_code() -> None:
-    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([\w:]+)` \| (.+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w:]+)` \| (.+) \|$", read("docs/internals.md"), re.MULTILINE)
     assert rows == [(hook["name"], hook["purpose"]) for hook in _C.hooks()]
 
 
@@ -223,7 +212,10 @@ def test_the_record_lists_every_hook_and_tests_that_exist() -> None:
 
 def headings(page: Path) -> set[str]:
     """The anchors of a page's headings."""
-    return set(map(anchor, re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)))
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    found = [_pages.anchor(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    assert len(found) == len(set(found)), page
+    return set(found)
 
 
 def test_every_link_leads_somewhere() -> None:
@@ -240,25 +232,28 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert all(f"]({page.name})" in index for page in PAGES if page.name != "README.md")
+def test_every_page_is_in_the_index_and_in_the_site() -> None:
+    index, site = read("docs/README.md"), read("docs/site/mkdocs.yml")
+    for page in PAGES:
+        assert page.name == "README.md" or f"]({page.name})" in index
+        assert f"      - {page.name}\n" in site
 
 
-def read(path: str) -> str:
-    return (ROOT / path).read_text(encoding="utf-8")
+def test_every_picture_is_shown() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *PAGES])
+    for picture in (ROOT / "docs").iterdir():
+        assert picture.suffix not in (".svg", ".png") or f"{picture.name})" in shown, picture.name
 
 
 # --- The reference ---
 
 
-def sections() -> dict[str, tuple[str, str]]:
-    """For each name of the reference, its heading and the text below."""
-    parts = re.split(r"^### `(.+)`$", read("docs/reference.md"), flags=re.MULTILINE)[1:]
-    return {
-        heading.partition("(")[0]: (heading, re.split(r"^## ", text, flags=re.MULTILINE)[0])
-        for heading, text in zip(parts[::2], parts[1::2])
-    }
+def rows() -> dict[str, tuple[str, str]]:
+    """For each name of the reference, its heading and the rest of its row."""
+    found = re.findall(
+        r"^\| `(.+?)` \| (.*) \|$", read("docs/reference.md").partition("## Environment")[0], re.MULTILINE
+    )
+    return {heading.partition("(")[0]: (heading, text) for heading, text in found}
 
 
 def public() -> dict[str, object]:
@@ -283,16 +278,17 @@ class Named(str):
 
 
 def test_the_reference_lists_the_public_names() -> None:
-    assert sorted(sections()) == sorted(public())
+    assert public().keys() <= rows().keys()
+    assert {name for name in rows() if "." in name} <= public().keys()
 
 
 def test_the_reference_gives_signatures_and_fields() -> None:
     for name, thing in public().items():
-        heading, text = sections()[name]
-        if dataclasses.is_dataclass(thing):
+        heading, text = rows()[name]
+        if dataclasses.is_dataclass(thing) and heading == name:
             fields = {field.name for field in dataclasses.fields(thing)}
             members = fields | {member for member in dir(thing) if not member.startswith("_")}
-            shown = set(re.findall(r"`(\w+)`", text.partition("Fields:")[2]))
+            shown = set(re.findall(r"`(\w+)`", text))
             assert members - {field for field in fields if field.startswith("_")} == shown, name
         elif heading != name:
             found = inspect.signature(thing)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The formula of docs/memory_model.md, against the committed answers of the TPU compiler."""
+"""The formula of docs/aot.md, against the committed answers of the TPU compiler."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_sum_is_within_5_percent_or_a_lower_bound(model, row) -> None:
 
 
 def test_the_page_and_the_figure_show_the_committed_results(model, tmp_path) -> None:
-    page = (ROOT / "docs" / "memory_model.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "aot.md").read_text(encoding="utf-8")
     assert page.partition("<!-- table -->\n")[2].partition("<!-- end -->")[0] == model.table(ROWS)
     model.draw(ROWS, tmp_path / "drawn.svg")
     assert (tmp_path / "drawn.svg").read_bytes() == (ROOT / "docs" / "memory_model.svg").read_bytes()

@@ -71,7 +71,7 @@ class Compiled:
             raise TypeError(
                 f"the compiled {self.function} cannot be pickled, because {name!r} is not its name in a module and its "
                 f"graphs belong to this process. Pickle the function, and compile it where it is loaded. "
-                f"{see('compile')}"
+                f"{see('compile_errors')}"
             )
         return name
 
@@ -181,7 +181,7 @@ class Compiled:
         raise ValueError(
             f"a compiled graph runs on one device, but {', and '.join(places[:2])}. Move the arguments of "
             f'{self.function} to one device, or use backend="lazy" without pure=True. Nothing was donated. '
-            f"{see('compile')}"
+            f"{see('compile_errors')}"
         )
 
     def strictness(self) -> _config.Strictness:

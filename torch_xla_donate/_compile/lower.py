@@ -162,7 +162,7 @@ class Lowered:
                 raise DonationError(
                     f"{self._compiled.function} cannot be compiled for the placeholder {_trees.dtype_and_shape(leaf)}, "
                     f"because torch_xla reshards the arguments with {_host.ignores_donors()}. Lower the function for "
-                    f"tensors with values, or call xr.use_spmd() and mark the shardings. {see('switched_off')}"
+                    f"tensors with values, or call xr.use_spmd() and mark the shardings. {see('ahead')}"
                 )
 
 

@@ -98,5 +98,5 @@ class ModuleProxy:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             f"a compiled {type(self._orig_mod).__name__} cannot be pickled, because its graphs belong to this process. "
-            f"Save its state_dict(), or the module in its attribute _orig_mod. {see('compile')}"
+            f"Save its state_dict(), or the module in its attribute _orig_mod. {see('compile_errors')}"
         )

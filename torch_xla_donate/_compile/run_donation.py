@@ -104,7 +104,7 @@ class RunDonation:
         if not _C.arm_run(self._call, donors, graph, places):
             raise DonationError(
                 "another thread has called cancel_donation for an argument while a compiled function was about to "
-                f"donate it. Cancel a donation before the call. Nothing was donated. {see('donate_buffer')}"
+                f"donate it. Cancel a donation before the call. Nothing was donated. {see('cancel_donation')}"
             )
         try:
             yield

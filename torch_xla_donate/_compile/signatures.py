@@ -21,7 +21,7 @@ def signature_of(leaves: list[Any]) -> _C.Signature:
     if found.dynamic:
         raise ValueError(
             "only the device knows the size of an argument, but a graph is compiled for fixed sizes. Use the lazy "
-            f"backend, without pure=True. {see('dynamic_sizes')}"
+            f"backend, without pure=True. {see('pure')}"
         )
     return found
 
@@ -60,7 +60,7 @@ class Signatures:
         return (
             f"{start}, each of which takes time and memory. {most} differs: {shown}{more}. Keep shapes and dtypes "
             "fixed, for example by padding, and pass a number that changes as a tensor (with pure=True, as a float). "
-            f"{see('compile')}"
+            f"{see('compile_errors')}"
         )
 
 

@@ -15,7 +15,7 @@ def chosen_arguments(donate: str | Sequence[str], arguments: tuple[str, str]) ->
     for name in names:
         if name not in arguments:
             kind = ValueError if isinstance(name, str) else TypeError
-            raise kind(f'donate is {donate!r}. Pass "{arguments[0]}", "{arguments[1]}" or both. {see("loops")}')
+            raise kind(f'donate is {donate!r}. Pass "{arguments[0]}", "{arguments[1]}" or both. {see("scan")}')
     return names
 
 
@@ -53,5 +53,5 @@ def refuse_eager_mode(loop: str) -> None:
     if _host.in_eager_mode():
         raise DonationError(
             f"{loop} is called in eager mode, but torch_xla has to trace the body of a loop. Call {loop} in a function "
-            f"made by torch_xla_donate.compile or torch_xla.compile, where eager mode is off. {see('loops')}"
+            f"made by torch_xla_donate.compile or torch_xla.compile, where eager mode is off. {see('scan')}"
         )

@@ -62,7 +62,7 @@ def _remembered(fn: Callable[..., Any], structures: Hashable) -> _Wrapped:
     except TypeError as error:
         raise TypeError(
             f"fn is of type {type(fn).__name__}, so the trace of a pure body cannot be kept for it: {error}. Pass the "
-            f"same function at every call, one that calls it, or omit is_fn_pure. {see('loops')}"
+            f"same function at every call, one that calls it, or omit is_fn_pure. {see('scan')}"
         ) from None
     return found
 
@@ -110,7 +110,7 @@ def scan(
     request = _marks.DonationRequest.make(strict, stacklevel)
     if not callable(fn):
         raise ValueError(
-            f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('loops')}"
+            f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('scan')}"
         )
     refuse_eager_mode("scan")
     _refuse_inside_a_scan()
@@ -138,7 +138,7 @@ def _refuse_inside_a_scan() -> None:
     if body is not None and body.loop == "scan":
         raise NotImplementedError(
             "scan or scan_layers is called in the body of a scan, which torch_xla cannot trace (2.9.0). Write the "
-            f"inner loop as a Python loop, or make one loop of both. {see('loops')}"
+            f"inner loop as a Python loop, or make one loop of both. {see('scan')}"
         )
 
 
@@ -148,7 +148,7 @@ def _the_device(leaves: list[Any]) -> list[int]:
     if len(devices) > 1:
         raise ValueError(
             f"init and xs have tensors on xla:{devices[0]} and xla:{devices[1]}, but a loop runs on one device. Move "
-            f"them to one device. {see('loops')}"
+            f"them to one device. {see('scan')}"
         )
     return devices
 

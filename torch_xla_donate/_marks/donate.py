@@ -73,7 +73,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
             raise ValueError(
                 f"into is given for {stands_for}, which stands for an argument of {body.loop} in its body, where the "
                 f"outputs of the step are unknown. Call donate_buffer with into= after {body.loop}, on its argument "
-                f"and its result. Nothing was marked. {see('loops')}"
+                f"and its result. Nothing was marked. {see('into')}"
             )
         if stands_for is not None:
             mark_all(donations)
@@ -134,7 +134,7 @@ def cancel_donation(tensors: Any) -> None:
         name = _trees.qualified_name("tensors", names.name(index))
         raise DonationError(
             f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
-            f"No mark was cancelled. {see('donate_buffer')}"
+            f"No mark was cancelled. {see('cancel_donation')}"
         )
     if body is not None:
         body.cancel(arguments)
@@ -155,6 +155,6 @@ def is_donated(t: torch.Tensor) -> bool:
     tensor = _trees.without_wrapper(t)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(
-            f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('donate_buffer')}"
+            f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('cancel_donation')}"
         )
     return _C.is_donated(tensor)

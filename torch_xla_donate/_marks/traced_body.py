@@ -42,7 +42,7 @@ class LoopBody:
         raise DonationError(
             f"tensors is {_trees.dtype_and_shape(tensor)}, which the body of {self.loop} has made or sliced, and XLA "
             "reuses its memory anyway. Donate an unchanged argument of the body. Nothing was marked. "
-            f"{see('loops')}"
+            f"{see('scan')}"
         )
 
     def donate(self, number: int, request: DonationRequest) -> None:

@@ -28,7 +28,7 @@ def _check(enabled: object) -> None:
     if not isinstance(enabled, bool):
         raise TypeError(
             f"enabled is of type {type(enabled).__name__}, not a bool. Pass True or False, or mark tensors with "
-            f"donate_buffer(tensors). {see('auto')}"
+            f"donate_buffer(tensors). {see('modes')}"
         )
 
 
@@ -71,7 +71,7 @@ class auto_donate(SwitchMode):
         if not self._is_used:
             warnings.warn(
                 "auto_donate() has no effect without `with`, and is not a switch. Call set_auto_donate(True) to donate "
-                f"in all threads from now on. {see('auto')}",
+                f"in all threads from now on. {see('modes')}",
                 DonationWarning,
                 stacklevel=2,
             )

@@ -63,7 +63,7 @@ class DecoratorMode(ThreadMode[T], contextlib.ContextDecorator):
             mode = type(self).__name__
             raise TypeError(
                 f"{getattr(func, '__qualname__', func)} is {kind}, and a call of it returns before the body runs. Do "
-                f"not decorate it, but write `with {mode}():` inside its body. {see('reference')}"
+                f"not decorate it, but write `with {mode}():` inside its body. {see('modes')}"
             )
         return super().__call__(func)
 

@@ -12,7 +12,7 @@ class Reason(str, enum.Enum):
     """Why a donor was not donated, or why `auto_donate` skipped a step: `Donor.reason_code`.
 
     Each member is a string, so it compares equal to its value and is plain data for ``json.dumps``. `Donor.reason` has
-    the sentence. docs/unusable.md lists all members.
+    the sentence. docs/errors.md lists all members.
     """
 
     __str__ = str.__str__

@@ -43,7 +43,7 @@ class Hint:
     """Memory that a step could save.
 
     Attributes:
-        kind: see `docs/advise.md`.
+        kind: see `docs/commands.md`.
         bytes: bytes on one device that a run of the step saves with the call.
         array: the largest array, in XLA's notation, such as ``f32[8,4]``.
         count: the number of arrays.

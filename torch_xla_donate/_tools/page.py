@@ -71,7 +71,7 @@ def render(run: RunSummary) -> str:
     except ImportError as error:
         raise ImportError(
             f'the page of a report needs Jinja2 ({error}). Install it with pip install "torch_xla_donate[report]". '
-            f"{see('memory_truth')}"
+            f"{see('verify')}"
         ) from None
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),

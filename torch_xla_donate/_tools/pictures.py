@@ -41,7 +41,7 @@ def memory_picture(step: StepSummary, *, prefix: str = "") -> str:
     bars = [(name, memory) for name, memory in plans if memory is not None]
     if not bars:
         raise ValueError(
-            f"step {step.module} has no memory to draw. Give a step whose memory is known. {see('memory_truth')}"
+            f"step {step.module} has no memory to draw. Give a step whose memory is known. {see('verify')}"
         )
     unit, name = _unit(max(memory.peak_bytes for _, memory in bars))
     parts = [
@@ -80,7 +80,7 @@ def timeline_picture(run: RunSummary, *, prefix: str = "") -> str:
         ImportError: matplotlib is missing.
     """
     if not run.timeline:
-        raise ValueError(f"the timeline of {run.source!r} is empty. Give a run of a program. {see('memory_truth')}")
+        raise ValueError(f"the timeline of {run.source!r} is empty. Give a run of a program. {see('verify')}")
     numbers, moments = _thinned(run.timeline)
     unit, name = _unit(max(moment.peak_bytes for moment in moments))
     with _style():
@@ -123,7 +123,7 @@ def _style() -> Any:
     except ImportError as error:
         raise ImportError(
             f"the pictures of a report need matplotlib ({error}). Install it with "
-            f'pip install "torch_xla_donate[report]". {see("memory_truth")}'
+            f'pip install "torch_xla_donate[report]". {see("verify")}'
         ) from None
     return matplotlib.style.context([STYLE, {"font.size": 11}])
 
