@@ -33,7 +33,7 @@ std::atomic<const Reason*> process_obstacle{nullptr};
 const Reason& ProcessObstacle() {
   const Reason* known = process_obstacle.load(std::memory_order_acquire);
   if (known == nullptr) {
-    auto found = std::make_unique<const Reason>(Callbacks().prepare_auto());
+    auto found = std::make_unique<const Reason>(callbacks::PrepareAuto());
     if (process_obstacle.compare_exchange_strong(known, found.get(), std::memory_order_acq_rel)) {
       known = found.release();
     }

@@ -2,7 +2,7 @@
 //
 // An input that nothing can reach after the step (liveness.h) may become a donor. plan.h chooses among them.
 //
-// Threads: each function belongs to the thread that steps. Errors: the exceptions of HookCallbacks::prepare_auto.
+// Threads: each function belongs to the thread that steps. Errors: the exceptions of callbacks::PrepareAuto().
 #pragma once
 
 #include "step/phases.h"

@@ -113,7 +113,7 @@ void Log(const RunContext& context, const Executable& executable) {
   }
   record.runs.push_back(std::move(run));
   lock.unlock();
-  Callbacks().record_runs_soon();
+  callbacks::RecordRunsSoon();
 }
 
 }  // namespace
@@ -209,13 +209,13 @@ void NoteArena(void* arena) { list_arena = arena; }
 
 void NoteStack() {
   if (logs.load(std::memory_order_relaxed)) {
-    State().stack = Callbacks().python_stack();
+    State().stack = callbacks::PythonStack();
   }
 }
 
 void RecordRuns() {
   if (logs.load(std::memory_order_relaxed)) {
-    Callbacks().record_runs();
+    callbacks::RecordRuns();
   }
 }
 

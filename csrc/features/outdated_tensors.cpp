@@ -96,7 +96,7 @@ std::shared_ptr<const OutdatedTensors::Write> LineOfWrite(bool is_of_part) noexc
   try {
     if (WatchesInputs()) {
       return std::make_shared<const OutdatedTensors::Write>(
-          OutdatedTensors::Write{Callbacks().python_stack(), is_of_part});
+          OutdatedTensors::Write{callbacks::PythonStack(), is_of_part});
     }
   } catch (const std::exception& error) {  // the write itself has worked
     Tallies::Get().NoteError(error.what());

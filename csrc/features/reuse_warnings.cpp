@@ -72,7 +72,7 @@ void Remember(RunContext& run, const DryRun& dry_run) {
 
 bool ReportReuse(const lazy::BackendData* buffer) {
   ThreadState& state = State();
-  if (!Watches(kUndonated) || state.reporting || !Callbacks().report_reuse) {
+  if (!Watches(kUndonated) || state.reporting) {
     return false;
   }
   const auto found = Steps::Get().FindUndonated(buffer);
@@ -81,7 +81,7 @@ bool ReportReuse(const lazy::BackendData* buffer) {
   }
   state.reporting = true;
   const auto leave = c10::make_scope_exit([&state] { state.reporting = false; });
-  Callbacks().report_reuse(found->donor, found->step);
+  callbacks::ReportReuse(found->donor, found->step);
   return true;
 }
 

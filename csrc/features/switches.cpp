@@ -22,7 +22,7 @@ std::atomic<bool> debug_process{false}, donates_by_default{false};
 // Counts the requests for automatic donation in the process.
 void CountAutomatic(int change) {
   static int wishes = 0;
-  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kAutomaticWishes));
+  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kSwitches));
   wishes += change;
   SetWatch(kAutomatic, wishes > 0 ? kAutomatic : Watch{});
 }
@@ -38,7 +38,7 @@ bool Any(bool Mode::* wish) {
 }
 
 struct Setting {
-  std::mutex& mutex = ProcessMutex(MutexOf::kSwitchedOff);
+  std::mutex& mutex = ProcessMutex(MutexOf::kSwitches);
   Reason reason;
 };
 Setting& TheSetting() {
@@ -138,7 +138,9 @@ void DropCollectivesToken(GraphContext& graph) {
   Reason why = ReasonCode::kDeviceLocked;
   if (graph.collection.unlocker.empty()) {
     try {
-      Callbacks().forget_collectives(abi::TorchDevice(graph.collection.device).str());
+      if (callbacks::ForgetCollectives(abi::TorchDevice(graph.collection.device).str())) {
+        SetSwitchedOff(ReasonCode::kAutoSharding);
+      }
       if (Reason found = SwitchedOffReason(); !found.empty()) {
         graph.gate.Refuse(std::move(found), /*notify_user=*/false);
       }

@@ -14,7 +14,7 @@
 
 namespace torch_xla_donate {
 
-PyObject* DonatedBufferAccess::python_type() { return Callbacks().donated_buffer_error; }
+PyObject* DonatedBufferAccess::python_type() { return callbacks::DonatedBufferError(); }
 
 void ThrowIfConsumed(const lazy::BackendData* buffer) {
   Steps& steps = Steps::Get();
@@ -30,7 +30,7 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
     found = steps.FindConsumed(buffer);
   }
   if (found.has_value()) {
-    throw DonatedBufferAccess(Callbacks().describe_use(found->donor, found->step));
+    throw DonatedBufferAccess(callbacks::DescribeUse(found->donor, found->step));
   }
 }
 

@@ -1,10 +1,8 @@
 // The Python module torch_xla_donate._C. _C.pyi has its types, and each binding its documentation.
 #include "python/bind.h"
-#include "registry/steps.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Hooks into torch_xla's lazy graph executor, and the registry of donation marks.";
-  torch_xla_donate::Steps::Get();  // registers its handlers of a fork after those of ProcessMutex()
   torch_xla_donate::BindHooks(m);
   torch_xla_donate::BindMarks(m);
   torch_xla_donate::BindRuns(m);

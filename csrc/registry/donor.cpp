@@ -16,11 +16,6 @@ std::string DonorArray::Shape() const {
   return text + ']';
 }
 
-bool DonorStatus::IsMarkedBy(const abi::TensorData* tensor) const {
-  return std::any_of(marks.begin(), marks.end(),
-                     [tensor](const Mark& mark) { return mark.tensor.lock().get() == tensor; });
-}
-
 const Mark* DonorStatus::MarkOf(const CallSite* site) const {
   const auto found =
       std::find_if(marks.begin(), marks.end(), [site](const Mark& mark) { return mark.site.get() == site; });

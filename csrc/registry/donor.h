@@ -76,7 +76,6 @@ struct DonorStatus {
   bool armed = false;        // this thread's next run of a compiled graph consumes it
   bool left_unused = false;  // claimed by a graph whose last run did not use it
 
-  bool IsMarkedBy(const abi::TensorData* tensor) const;
   // The mark that a call made; null if it made none.
   const Mark* MarkOf(const CallSite* site) const;
   // The output that should take the buffer: the last one requested that is still alive, or null.

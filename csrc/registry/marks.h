@@ -6,7 +6,7 @@
 // Ownership: marks and steps share the donors, which hold buffers and tensors weakly, so a mark never keeps memory
 //   alive.
 // Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
-//   step, takes the GIL or runs a graph. Handlers of a fork keep it usable in a child, see steps.h.
+//   step, takes the GIL or runs a graph. A forked child can use it.
 // Errors: only std::bad_alloc. A member that throws it has changed nothing.
 #pragma once
 

@@ -41,21 +41,15 @@ Steps& Steps::Get() {
 }
 
 Steps::Steps() : compilations_(abi::Compilations()) {
-  // Without these handlers, a fork while another thread holds the mutex would leave it locked in the child.
-  pthread_atfork(&BeforeFork, &AfterForkInParent, &AfterForkInChild);
+  pthread_atfork(nullptr, nullptr, [] { Get().EndAll(); });
 }
 
-void Steps::BeforeFork() NO_THREAD_SAFETY_ANALYSIS { registry_mutex.lock(); }
-
-void Steps::AfterForkInParent() NO_THREAD_SAFETY_ANALYSIS { registry_mutex.unlock(); }
-
-void Steps::AfterForkInChild() NO_THREAD_SAFETY_ANALYSIS {
-  // The child does not have the threads that run steps, so waiting for them would never end.
-  Get().running_ = 0;
-  for (auto& entry : Get().consumed_) {
-    entry.second.step->status = Step::Status::kDone;
+void Steps::EndAll() {
+  MutexLock lock(registry_mutex);
+  running_ = 0;
+  for (auto& [buffer, consumed] : consumed_) {
+    consumed.step->status = Step::Status::kDone;
   }
-  registry_mutex.unlock();
 }
 
 void Steps::Refresh() noexcept {

@@ -1,11 +1,11 @@
 // Steps that read marked buffers, with their outcomes, and the buffers that they have consumed.
 //
 // A step claims the pending marks (marks.h) that it reads. After it, each donor is donated or unusable. Reports can
-// read the last steps, 8 unless SetKeptSteps() says otherwise.
+// read the last steps, 8 unless SetKept() says otherwise.
 //
 // Ownership: steps share their donors with marks.h. They hold buffers and executables weakly.
 // Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
-//   step, takes the GIL or runs a graph. Handlers of a fork, registered by the first Get(), keep it usable in a child.
+//   step, takes the GIL or runs a graph. A forked child can use it.
 // Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, as
 //   threads wait for it: without memory, the report misses the step, and says so.
 #pragma once
@@ -209,9 +209,8 @@ class Steps {
   };
 
   Steps();
-  static void BeforeFork();
-  static void AfterForkInParent();
-  static void AfterForkInChild();
+  // A forked child does not have the threads that run steps, so waiting for them would never end.
+  void EndAll();
 
   static std::vector<OpenCall>& OpenCalls();  // of this thread, the innermost last
   static OpenCall* FindOpen(const CallSite* site);

@@ -101,7 +101,7 @@ void AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device);
 void CheckRun(const std::vector<lazy::BackendDataPtr>& parameters);
 void BeforeRun(RunContext& run) noexcept;
 void AtStart(RunContext& run);
-// Returns whether to call HookCallbacks::step_ended.
+// Returns whether to call callbacks::StepEnded().
 bool AfterStep();
 
 // Does nothing but in the build of `make faults`, where test/faults may throw here.

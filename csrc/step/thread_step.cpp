@@ -315,8 +315,8 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::uniqu
 void ThreadStep::End(const lazy::BackendDevice& device) {
   list_.Reset(false);
   last_device = device;
-  if (phases::AfterStep() && Callbacks().step_ended) {
-    Callbacks().step_ended();
+  if (phases::AfterStep()) {
+    callbacks::StepEnded();
   }
 }
 
