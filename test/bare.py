@@ -158,3 +158,16 @@ def donate_sharded() -> None:
     xs.mark_sharding(doubled, mesh, ("x", None))
     xs.mark_sharding(raised, mesh, (None, None))
     torch_xla.sync(wait=True)
+
+
+def graphs_of_other_wiring() -> list[float]:
+    """Three steps of one program, whose last operation reads the second input, then the first, then the second."""
+    assert "torch_xla_donate" not in sys.modules
+    results = []
+    for last in (1, 0, 1):
+        inputs = [torch.full((3, 3), value).to("xla") for value in (3.0, 5.0)]
+        torch_xla.sync()
+        _other, result = inputs[0] + inputs[0], inputs[1] - 2 * inputs[last]
+        torch_xla.sync()
+        results.append(result.cpu()[0, 0].item())
+    return results

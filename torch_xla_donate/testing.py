@@ -243,14 +243,8 @@ class no_unusable_donation(ThreadMode[_C.StepTally]):
         AssertionError: at the end, with the reasons.
     """
 
-    def make_entry(self) -> _C.StepTally:
-        return _C.StepTally()
-
-    def switch_on(self, entry: _C.StepTally) -> None:
-        entry.open(all_threads=True)
-
-    def switch_off(self, entry: _C.StepTally) -> None:
-        entry.close()
+    def __init__(self) -> None:
+        super().__init__(_C.StepTally, lambda tally: tally.open(all_threads=True), _C.StepTally.close)
 
     def finish(self) -> None:
         _C.wait_for_steps()

@@ -13,35 +13,17 @@
 #include "features/symbolic_sizes.h"
 #include "features/watched_inputs.h"
 #include "host/graphs.h"
-#include "host/process_mutex.h"
 #include "host/tensors.h"
-#include "registry/watch.h"
+#include "registry/tallies.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
-#include "step/observer.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
-std::atomic<bool> is_default{false};
-
-// Counts the requests for automatic donation in the process.
-void CountWish(int change) {
-  static int wishes = 0;
-  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kAutomaticWishes));
-  wishes += change;
-  SetWatch(kAutomatic, wishes > 0 ? kAutomatic : Watch{});
-}
-
-struct ThreadWishes {
-  std::vector<bool> pushed;  // by this thread's contexts
-  void* arena = nullptr;     // of the executor that made the last list, if automatic donation needed the list
-};
-ThreadWishes& Wishes() {
-  thread_local ThreadWishes wishes;
-  return wishes;
-}
+// Of the executor that made this thread's last list, if automatic donation needed the list.
+thread_local void* arena_of_list = nullptr;
 
 // Why this process cannot donate automatically; null until a thread has computed it. A thread that needs the answer
 // meanwhile computes it, too. Without an answer, it could not donate, so the donors of its first steps would depend on
@@ -51,7 +33,7 @@ std::atomic<const Reason*> process_obstacle{nullptr};
 const Reason& ProcessObstacle() {
   const Reason* known = process_obstacle.load(std::memory_order_acquire);
   if (known == nullptr) {
-    auto found = std::make_unique<const Reason>(Callbacks().prepare_auto());
+    auto found = std::make_unique<const Reason>(callbacks::PrepareAuto());
     if (process_obstacle.compare_exchange_strong(known, found.get(), std::memory_order_acq_rel)) {
       known = found.release();
     }
@@ -87,12 +69,12 @@ std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
     }
   }
   const lazy::BackendDevice& device = step.Context().collection.device;
-  for (const auto& data : abi::TensorsSince(Wishes().arena, device, step.List().Newest())) {
+  for (const auto& data : abi::TensorsSince(arena_of_list, device, step.List().Newest())) {
     if (!hold(data.get(), nullptr)) {
       return std::nullopt;
     }
   }
-  liveness.HoldGraph(abi::SeedOf(Wishes().arena, device));
+  liveness.HoldGraph(abi::SeedOf(arena_of_list, device));
   for (const lazy::NodePtr& size : SymbolicSizes()) {
     liveness.HoldGraph(size);
   }
@@ -111,95 +93,52 @@ std::optional<Liveness> FindReachOrSayWhy(DonorSet& step) {
   const Reason why = Obstacle();
   std::optional<Liveness> found = why.empty() ? FindReach(step, {}) : std::nullopt;
   if (!found.has_value()) {
-    DonationRegistry::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
+    Tallies::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
   }
   return found;
 }
 
-class AutoDonors : public StepObserver {
-  // This check makes a tensor, so it comes before the list.
-  bool NeedsLiveTensors(void* arena, const lazy::BackendDevice*) override {
-    Wishes().arena = nullptr;
-    if (WatchesInputs()) {
-      TakeWatchedStep();  // of a step that has failed
-    }
-    if (!AutoDonates() && !WatchesInputs()) {
-      return false;
-    }
-    ProcessObstacle();
-    Wishes().arena = arena;
-    return true;
-  }
-  void BeforeGraph(GraphContext& graph) override {
-    if (graph.follows_list && graph.runs_all) {
-      DonorPlanner::Get().BeginStep(graph.collection.device);
-    }
-  }
-  void ProposeDonors(DonorSet& step) override {
-    if (Wishes().arena == nullptr || DonationDisabled()) {
-      return;
-    }
-    step.Live();
-    const Gate& gate = step.Context().gate;
-    if (AutoDonates() && gate.verdict == Gate::Verdict::kDonate) {
-      step.OfferInputs(FindReachOrSayWhy(step));
-    } else if (AutoDonates()) {
-      DonationRegistry::Get().NoteAutoRefusal(gate.reason);
-    }
-    if (WatchesInputs() && Obstacle().empty()) {
-      // Of a step that donates nothing automatically, outdated tensors still have old values, which it would have
-      // replaced.
-      const std::vector<std::int64_t> outputs = step.OutputIds();
-      const std::optional<Liveness> reach = FindReach(step, OutdatedTensors::Get().OldValues());
-      if (reach.has_value() && !outputs.empty()) {
-        NoteInputs(step.Facts(reach), outputs, gate.reason, AutoDonates());
-      }
-    }
-  }
-  bool AfterStep(const lazy::BackendDevice&) override { return WatchesInputs(); }
-};
-
 }  // namespace
 
-StepObserver& AutoDonorsFeature() { return TheOnly<AutoDonors>(); }
-
-void SetAutoDonate(bool on) {
-  if (on) {
-    OutdatedTensors::FollowAliases();
+bool ListForAutoDonors(void* arena) {
+  arena_of_list = nullptr;
+  if (WatchesInputs()) {
+    TakeWatchedStep();  // of a step that has failed
   }
-  if (is_default.exchange(on) != on) {
-    CountWish(on ? 1 : -1);
-  }
-}
-
-bool AutoDonateIsDefault() { return is_default.load(); }
-
-void PushAutoDonate(bool on) {
-  if (on) {
-    OutdatedTensors::FollowAliases();
-    CountWish(1);
-  }
-  Wishes().pushed.push_back(on);
-}
-
-std::size_t AutoDonateDepth() { return Wishes().pushed.size(); }
-
-void PopAutoDonate(std::size_t depth) {
-  std::vector<bool>& pushed = Wishes().pushed;
-  while (pushed.size() > depth) {  // does nothing if a context ends on another thread than the one it began on
-    if (pushed.back()) {
-      CountWish(-1);
-    }
-    pushed.pop_back();
-  }
-}
-
-bool AutoDonates() {
-  if (!Watches(kAutomatic)) {
+  if (!AutoDonates() && !WatchesInputs()) {
     return false;
   }
-  const std::vector<bool>& pushed = Wishes().pushed;
-  return pushed.empty() ? is_default.load(std::memory_order_relaxed) : pushed.back();
+  ProcessObstacle();  // makes a tensor, so it comes before the list
+  arena_of_list = arena;
+  return true;
+}
+
+void BeginPlan(const GraphContext& graph) noexcept {
+  if (graph.follows_list && graph.runs_all) {
+    DonorPlanner::Get().BeginStep(graph.collection.device);
+  }
+}
+
+void ProposeAutoDonors(DonorSet& step) {
+  if (arena_of_list == nullptr || DonationDisabled()) {
+    return;
+  }
+  step.Live();
+  const Gate& gate = step.Context().gate;
+  if (AutoDonates() && gate.verdict == Gate::Verdict::kDonate) {
+    step.OfferInputs(FindReachOrSayWhy(step));
+  } else if (AutoDonates()) {
+    Tallies::Get().NoteAutoRefusal(gate.reason);
+  }
+  if (WatchesInputs() && Obstacle().empty()) {
+    // Of a step that donates nothing automatically, outdated tensors still have old values, which it would have
+    // replaced.
+    const std::vector<std::int64_t> outputs = step.OutputIds();
+    const std::optional<Liveness> reach = FindReach(step, OutdatedTensors::Get().OldValues());
+    if (reach.has_value() && !outputs.empty()) {
+      NoteInputs(step.Facts(reach), outputs, gate.reason, AutoDonates());
+    }
+  }
 }
 
 }  // namespace torch_xla_donate

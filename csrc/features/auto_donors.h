@@ -1,20 +1,19 @@
-// Automatic donation: the switch, and donors that the program has not marked.
+// Automatic donation: offers donors that the program has not marked. switches.h has the switch.
 //
 // An input that nothing can reach after the step (liveness.h) may become a donor. plan.h chooses among them.
 //
-// Threads: any. A context's request belongs to its thread.
+// Threads: each function belongs to the thread that steps. Errors: the exceptions of callbacks::PrepareAuto().
 #pragma once
 
-#include <cstddef>
+#include "step/phases.h"
 
 namespace torch_xla_donate {
 
-// Whether steps donate by liveness, for all threads or for this one. The last push of this thread has priority.
-void SetAutoDonate(bool on);
-bool AutoDonateIsDefault();
-void PushAutoDonate(bool on);
-std::size_t AutoDonateDepth();
-void PopAutoDonate(std::size_t depth);
-bool AutoDonates();
+// ---- Phases of a step ----
+
+// Returns whether automatic donation needs the list of live tensors.
+bool ListForAutoDonors(void* arena);
+void BeginPlan(const GraphContext& graph) noexcept;
+void ProposeAutoDonors(DonorSet& step);
 
 }  // namespace torch_xla_donate

@@ -8,8 +8,9 @@
 #include "features/reuse_warnings.h"
 #include "features/switches.h"
 #include "host/graphs.h"
+#include "registry/marks.h"
+#include "registry/steps.h"
 #include "step/donor_set.h"
-#include "step/observer.h"
 #include "step/parameter_order.h"
 #include "step/planner.h"
 #include "step/thread_step.h"
@@ -45,101 +46,91 @@ std::vector<lazy::BackendDataPtr> BuffersOf(const std::vector<RunDonor>& donors)
   return buffers;
 }
 
-class CompiledRun : public StepObserver {
-  void GraphKnown(GraphContext& context) override {
-    ThreadState& state = State();
-    if (!state.ordered_donors.has_value()) {
-      return;
-    }
-    abi::Executor::PostOrderData& graph = *context.graph;
-    const std::size_t count = graph.parameters_data.size();
-    const lazy::BackendDevice& device = context.collection.device;
-    StepFacts facts{graph,
-                    context.roots,
-                    device,
-                    context.collection.hash,
-                    abi::IsSpmd(device),
-                    false,
-                    std::vector<PlanInput>(count)};
-    for (std::size_t i = 0; i < count; ++i) {
-      facts.inputs[i].is_marked = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
-    }
-    GraphArrays arrays = facts.Measure();
-    arrays.movable.assign(context.roots.size(), false);
-    const DonorPairs pairs = facts.PlanFor(arrays).pairs;
-    std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> output_of;
-    for (std::size_t i = 0; i < count; ++i) {
-      output_of.emplace(graph.parameters_data[i].get(), pairs.preferred_output[i]);
-    }
-    PutFirst(pairs.parameter_order, graph, context.collection);
-    state.ordered.clear();
-    for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-      state.ordered.push_back({parameter.get(), output_of[parameter.get()]});
-    }
-  }
+// torch_xla may have to run other pending work first. That run has other parameters.
+bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
+  const auto& parameters = run.run.parameters_data;
+  return std::all_of(announced.donors.begin(), announced.donors.end(), [&parameters](const RunDonor& donor) {
+    return !donor.parameter.has_value() ||
+           (*donor.parameter < parameters.size() && parameters[*donor.parameter] == donor.buffer);
+  });
+}
 
-  void BeforeRun(RunContext& run) override {
-    ThreadState& state = State();
-    if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
-      try {
-        Claim(run, *state.announced);
-        state.announced.reset();
-      } catch (const std::exception&) {
-        // The graph would consume the donors although no step has claimed them.
-        run.failure = std::current_exception();
-      }
-    }
-    if (run.runs_all) {
-      const bool expected = std::exchange(state.expected, false);
-      run.recorded = run.recorded || expected;
-    }
+// The marks are armed, so no other thread can cancel or claim them.
+void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
+  const std::vector<lazy::BackendDataPtr> buffers = BuffersOf(announced.donors);
+  std::vector<Steps::Offer> offers;
+  for (const auto& mark : Marks::Get().Among(buffers, announced.call.get())) {
+    const RunDonor& donor = announced.donors[mark.position];
+    offers.push_back({mark.donor, donor.parameter, donor.preferred_output});
   }
-
-  // torch_xla may have to run other pending work first. That run has other parameters.
-  static bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
-    const auto& parameters = run.run.parameters_data;
-    return std::all_of(announced.donors.begin(), announced.donors.end(), [&parameters](const RunDonor& donor) {
-      return !donor.parameter.has_value() ||
-             (*donor.parameter < parameters.size() && parameters[*donor.parameter] == donor.buffer);
-    });
+  if (offers.empty()) {
+    return;
   }
-
-  // The marks are armed, so no other thread can cancel or claim them.
-  static void Claim(RunContext& run, const AnnouncedRun& announced) {
-    DonationRegistry& registry = DonationRegistry::Get();
-    const std::vector<lazy::BackendDataPtr> buffers = BuffersOf(announced.donors);
-    std::vector<DonationRegistry::Offer> offers;
-    for (const auto& mark : registry.PendingAmong(buffers, announced.call.get())) {
-      const RunDonor& donor = announced.donors[mark.position];
-      offers.push_back({mark.donor, donor.parameter, donor.successor});
+  run.recorded = true;
+  if (DonationDisabled()) {  // the graph has been compiled without these donors
+    std::vector<Refusal> refused;
+    std::vector<DonorPtr> donors;
+    for (const Steps::Offer& offer : offers) {
+      refused.push_back({offer.donor, DisabledReason(), /*notify=*/false});
+      donors.push_back(offer.donor);
     }
-    if (offers.empty()) {
-      return;
+    Marks::Get().Disarm(buffers);
+    const StepPtr step = Steps::Get().Claim({}, std::move(refused)).step;
+    if (ReportsReuse() && step != nullptr) {
+      NoteUndonated(run, step->number, donors);
     }
-    run.recorded = true;
-    if (DonationDisabled()) {  // the graph has been compiled without these donors
-      std::vector<DonationRegistry::Refusal> refused;
-      std::vector<DonorPtr> donors;
-      for (const DonationRegistry::Offer& offer : offers) {
-        refused.push_back({offer.donor, DisabledReason(), /*notify=*/false});
-        donors.push_back(offer.donor);
-      }
-      registry.Disarm(buffers);
-      const StepPtr step = registry.Claim({}, std::move(refused)).step;
-      if (ReportsReuse() && step != nullptr) {
-        NoteUndonated(run, step->number, donors);
-      }
-      return;
-    }
-    auto claim = std::make_shared<torch_xla_donate::Claim>();
-    claim->CommitCompiled(run, offers, announced.graph);
-    run.claim = std::move(claim);
+    return;
   }
-};
+  auto claim = std::make_shared<Claim>();
+  claim->CommitCompiled(run, offers, announced.graph);
+  run.claim = std::move(claim);
+}
 
 }  // namespace
 
-StepObserver& CompiledRunFeature() { return TheOnly<CompiledRun>(); }
+void OrderForDonors(GraphContext& context) {
+  ThreadState& state = State();
+  if (!state.ordered_donors.has_value()) {
+    return;
+  }
+  abi::Executor::PostOrderData& graph = *context.graph;
+  const std::size_t count = graph.parameters_data.size();
+  const lazy::BackendDevice& device = context.collection.device;
+  StepFacts facts{
+      graph, context.roots, device, context.collection.hash, abi::IsSpmd(device), false, std::vector<PlanInput>(count)};
+  for (std::size_t i = 0; i < count; ++i) {
+    facts.inputs[i].is_marked = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
+  }
+  GraphArrays arrays = facts.Measure();
+  arrays.movable.assign(context.roots.size(), false);
+  const DonorPairs pairs = facts.PlanFor(arrays).pairs;
+  std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> output_of;
+  for (std::size_t i = 0; i < count; ++i) {
+    output_of.emplace(graph.parameters_data[i].get(), pairs.preferred_output[i]);
+  }
+  PutFirst(pairs.parameter_order, graph, context.collection);
+  state.ordered.clear();
+  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
+    state.ordered.push_back({parameter.get(), output_of[parameter.get()]});
+  }
+}
+
+void ClaimAnnounced(RunContext& run) {
+  ThreadState& state = State();
+  if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
+    try {
+      ClaimDonors(run, *state.announced);
+      state.announced.reset();
+    } catch (const std::exception&) {
+      // The graph would consume the donors although no step has claimed them.
+      run.failure = std::current_exception();
+    }
+  }
+  if (run.runs_all) {
+    const bool expected = std::exchange(state.expected, false);
+    run.recorded = run.recorded || expected;
+  }
+}
 
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors) {
   State().ordered_donors = std::move(donors);
@@ -156,7 +147,7 @@ bool IsExtracting() { return State().ordered_donors.has_value(); }
 bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
   ThreadStep::Get().GiveUp();
   AnnouncedRun run{std::move(call), std::move(donors), std::move(graph)};
-  if (!DonationRegistry::Get().Arm(BuffersOf(run.donors), run.call.get())) {
+  if (!Marks::Get().Arm(BuffersOf(run.donors), run.call.get())) {
     return false;
   }
   State().announced = std::move(run);
@@ -165,7 +156,7 @@ bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor>
 
 void DisarmRun() {
   if (const auto announced = std::exchange(State().announced, std::nullopt)) {
-    DonationRegistry::Get().Disarm(BuffersOf(announced->donors));
+    Marks::Get().Disarm(BuffersOf(announced->donors));
   }
   ThreadStep::Get().GiveUp();
 }

@@ -12,7 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "registry/registry.h"
+#include "step/phases.h"
 
 namespace torch_xla_donate {
 
@@ -20,7 +20,7 @@ namespace torch_xla_donate {
 // gives each of these donors to the output computed from it. TakeOrder() describes the last of these graphs.
 struct OrderedParameter {
   const lazy::BackendData* buffer;
-  std::optional<std::size_t> successor;  // the output computed from it, if it is a donor
+  std::optional<std::size_t> preferred_output;  // the output computed from it, if it is a donor
 };
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors);
 std::vector<OrderedParameter> TakeOrder();
@@ -32,12 +32,17 @@ bool IsExtracting();
 // nothing, if one of them has been cancelled since.
 struct RunDonor {
   lazy::BackendDataPtr buffer;
-  std::optional<std::size_t> parameter, successor;  // as in Donor
+  std::optional<std::size_t> parameter, preferred_output;  // as in Donor
 };
 bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph);
 void DisarmRun();
 
 // The registry already has a step for this thread's next run, because its donors were refused before.
 void ExpectRun();
+
+// ---- Phases of a step ----
+
+void OrderForDonors(GraphContext& context);
+void ClaimAnnounced(RunContext& run);
 
 }  // namespace torch_xla_donate

@@ -75,9 +75,7 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
-  for (StepObserver* observer : Observers()) {
-    observer->CheckRun(parameters);
-  }
+  phases::CheckRun(parameters);
   async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
                                                   std::move(computation));
   ThreadStep::Get().Prepare(*self, *collection);

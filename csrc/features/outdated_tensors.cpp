@@ -10,15 +10,15 @@
 #include <string>
 #include <utility>
 
-#include "features/auto_donors.h"
 #include "features/compiled_run.h"
 #include "features/use_guard.h"
 #include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/views.h"
-#include "registry/registry.h"
+#include "registry/marks.h"
+#include "registry/steps.h"
+#include "registry/tallies.h"
 #include "step/callbacks.h"
-#include "step/observer.h"
 
 namespace torch_xla_donate {
 
@@ -32,7 +32,7 @@ bool IsXla(const c10::TensorImpl& tensor) { return tensor.key_set().has(c10::Dis
 
 // If the next step consumes the view's base, the view takes its value now, because it could not be computed later.
 void TakeValueFromMarkedBase(FunctionalTensorWrapper& view) {
-  if (!view.is_up_to_date() && IsXla(view) && DonationRegistry::Get().IsPending(abi::BaseBuffer(view).get())) {
+  if (!view.is_up_to_date() && IsXla(view) && Marks::Get().IsPending(abi::BaseBuffer(view).get())) {
     view.sync_();
   }
 }
@@ -45,8 +45,8 @@ void TakeValue(FunctionalTensorWrapper& view, const FunctionalTensorWrapper& sou
     return;
   }
   const lazy::BackendDataPtr base = abi::BaseBuffer(view);
-  const bool is_marked = DonationRegistry::Get().IsPending(base.get());
-  if (source.is_up_to_date() && (is_extracting || is_marked || DonationRegistry::Get().IsTracked(base.get()))) {
+  const bool is_marked = Marks::Get().IsPending(base.get());
+  if (source.is_up_to_date() && (is_extracting || is_marked || Steps::Get().IsTracked(base.get()))) {
     abi::SetUpToDate(view);
   } else if (is_marked) {
     view.sync_();
@@ -83,7 +83,7 @@ void GiveNewValues(const std::vector<c10::intrusive_ptr<c10::TensorImpl>>& tenso
     } catch (const std::exception& error) {
       const std::string text =
           "a tensor that was written through a view keeps its old value: " + std::string(error.what());
-      DonationRegistry::Get().NoteError(text.c_str());
+      Tallies::Get().NoteError(text.c_str());
     }
   }
   if (of_handler != nullptr) {
@@ -96,10 +96,10 @@ std::shared_ptr<const OutdatedTensors::Write> LineOfWrite(bool is_of_part) noexc
   try {
     if (WatchesInputs()) {
       return std::make_shared<const OutdatedTensors::Write>(
-          OutdatedTensors::Write{Callbacks().python_stack(), is_of_part});
+          OutdatedTensors::Write{callbacks::PythonStack(), is_of_part});
     }
   } catch (const std::exception& error) {  // the write itself has worked
-    DonationRegistry::Get().NoteError(error.what());
+    Tallies::Get().NoteError(error.what());
   }
   return nullptr;
 }
@@ -109,7 +109,7 @@ std::shared_ptr<const OutdatedTensors::Write> LineOfWrite(bool is_of_part) noexc
 void CommitUpdate(FunctionalTensorWrapper* self) {
   commit_update.As<abi::CommitUpdateFn>()(self);
   if (Watches(kRegistry) && !self->isBaseTensor() && IsXla(*self) &&
-      DonationRegistry::Get().IsTracked(abi::BaseBuffer(*self).get())) {
+      Steps::Get().IsTracked(abi::BaseBuffer(*self).get())) {
     // The write may need a value that a step has consumed. An error here would lose the later writes of a list of
     // tensors. After these writes functionalization reads the tensor's value, which raises.
     try {
@@ -167,19 +167,7 @@ void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
   }
 }
 
-class OutdatedTensorsObserver : public StepObserver {
-  // Old values that nothing can read must not be listed. They would be outputs, and keep buffers from being donated.
-  bool NeedsLiveTensors(void*, const lazy::BackendDevice* device) override {
-    if (AutoDonates() || (Watches(kMarks) && DonationRegistry::Get().HasPending(device))) {
-      OutdatedTensors::Get().BringUpToDate(device);
-    }
-    return false;
-  }
-};
-
 }  // namespace
-
-StepObserver& OutdatedTensorsFeature() { return TheOnly<OutdatedTensorsObserver>(); }
 
 std::vector<Hook> FunctionalHooks() {
   return {
@@ -292,7 +280,7 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
   // a new value into `t.data`, has given the storage another value.
   const auto has_value = [](const c10::intrusive_ptr<c10::TensorImpl>& tensor) {
     const auto& wrapper = static_cast<const FunctionalTensorWrapper&>(*tensor);
-    return !Watches(kRegistry) || !DonationRegistry::Get().IsTracked(abi::ValueBuffer(wrapper).get());
+    return !Watches(kRegistry) || !Steps::Get().IsTracked(abi::ValueBuffer(wrapper).get());
   };
   outdated.erase(std::remove_if(outdated.begin(), outdated.end(), has_value), outdated.end());
   GiveNewValues(outdated);

@@ -14,7 +14,6 @@
 #include "features/switches.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
-#include "step/observer.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -64,7 +63,12 @@ void FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& parameters) {
   }
 }
 
-void Note(RunContext& context) {
+}  // namespace
+
+void NoteOutputs(RunContext& context) {
+  if (!context.runs_all || !ChecksOutputs()) {
+    return;
+  }
   abi::Executor::Async& run = context.run;
   FetchWhatIsRead(run.parameters_data);
   Run noted;
@@ -87,22 +91,12 @@ void Note(RunContext& context) {
   Runs().push_back(std::move(noted));
 }
 
-class OutputCheck : public StepObserver {
-  void BeforeRun(RunContext& run) override {
-    if (run.runs_all && ChecksOutputs()) {
-      Note(run);
-    }
-  }
-  bool AfterStep(const lazy::BackendDevice&) override { return !Runs().empty(); }
-};
-
-}  // namespace
-
-StepObserver& OutputCheckFeature() { return TheOnly<OutputCheck>(); }
+bool HasNotedOutputs() { return !Runs().empty(); }
 
 void DropNotedOutputs() { Runs().clear(); }
 
-std::vector<BadOutput> TakeBadOutputs(bool infs) {
+std::vector<BadOutput> TakeBadOutputs() {
+  const bool infs = ChecksInfinities();
   std::vector<Run> runs = std::exchange(Runs(), {});
   ThreadStep::Get().GiveUp();  // else the wait below would not end for a run that never begins
   std::vector<BadOutput> bad;

@@ -9,16 +9,14 @@
 //   run, because torch_xla raises that failure.
 #pragma once
 
-#include <torch/csrc/lazy/backend/backend_data.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
-namespace torch_xla_donate {
+#include "step/phases.h"
 
-namespace lazy = torch::lazy;
+namespace torch_xla_donate {
 
 struct BadOutput {
   bool compiled = false;  // of a compiled graph, not of a step
@@ -27,13 +25,18 @@ struct BadOutput {
   std::string array;  // "f32[8,4]"
   std::int64_t values = 0;
   std::int64_t nans = 0;
-  std::int64_t infs = 0;  // 0 unless requested
+  std::int64_t infs = 0;  // 0 unless a mode checks for them
   std::weak_ptr<const lazy::BackendData> buffer;
 };
 
-// Returns the outputs of this thread's runs since the last call that hold a NaN or, if requested, an infinity. If there
-// are any, the program may use the donors of the thread's last step again to search for the cause.
-std::vector<BadOutput> TakeBadOutputs(bool infs);
+// Returns the outputs of this thread's runs since the last call that hold a NaN or, if a mode checks for them, an
+// infinity. If there are any, the program may use the donors of the thread's last step again to search for the cause.
+std::vector<BadOutput> TakeBadOutputs();
 void DropNotedOutputs();
+
+// ---- Phases of a step ----
+
+void NoteOutputs(RunContext& context);
+bool HasNotedOutputs();
 
 }  // namespace torch_xla_donate

@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "step/observer.h"
+#include "step/phases.h"
 
 namespace torch_xla_donate {
 
@@ -24,5 +24,16 @@ void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::Bac
 void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors);
 // The program may use the donors of the thread's last step, to search for the cause of a NaN.
 void AllowReuseOfLastStep();
+
+// ---- Phases of a step ----
+
+// A new step begins.
+void EndReuse();
+// The next operation on the tensors of reported operations is reported, too.
+void ForgetReused();
+void DropDryRun();
+// Keeps the result until its step runs.
+void KeepDryRun(DryRun dry_run);
+void NoteDryRun(RunContext& run);
 
 }  // namespace torch_xla_donate

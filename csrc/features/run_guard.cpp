@@ -1,12 +1,15 @@
-// Counts at the barrier, and throws when a run begins.
+// Counts at the barrier, remembers the placeholders that are alive, and throws when a run begins.
 #include "features/run_guard.h"
 
 #include <atomic>
+#include <memory>
 #include <stdexcept>
+#include <unordered_map>
 #include <utility>
 
+#include "host/process_mutex.h"
 #include "host/verify.h"
-#include "step/observer.h"
+#include "registry/watch.h"
 
 namespace torch_xla_donate {
 
@@ -24,35 +27,28 @@ ThreadState& State() {
   return state;
 }
 
-class RunGuard : public StepObserver {
-  void AtBarrier(const lazy::LazyGraphExecutor& executor, bool /*has_locked_device*/) override {
-    host_executor.store(&executor, std::memory_order_relaxed);
-    State().barriers += State().blocks ? 1 : 0;
-    if (State().blocks_reads) {
-      Throw();
-    }
-  }
-  void CheckRun(const std::vector<lazy::BackendDataPtr>& /*parameters*/) override {
-    if (State().blocks) {
-      Throw();
-    }
-    ++State().runs;
-  }
-  [[noreturn]] static void Throw() { throw std::runtime_error("Unexpected execution while a function is traced"); }
+// The hooks watch while it has any.
+struct Placeholders {
+  std::mutex& mutex = ProcessMutex(MutexOf::kPlaceholders);
+  std::unordered_map<const lazy::BackendData*, std::weak_ptr<lazy::BackendData>> arrays;
 };
+Placeholders& ThePlaceholders() {
+  static auto* placeholders = new Placeholders();
+  return *placeholders;
+}
+
+[[noreturn]] void Throw() { throw std::runtime_error("Unexpected execution while a function is traced"); }
 
 }  // namespace
-
-StepObserver& RunGuardFeature() { return TheOnly<RunGuard>(); }
 
 void BlockRuns(bool on) {
   State().blocks = on;
   State().blocks_reads = false;
 }
 
-bool BlockReads(bool on) { return std::exchange(State().blocks_reads, on); }
-
 bool BlocksRuns() { return State().blocks; }
+
+bool BlockReads(bool on) { return std::exchange(State().blocks_reads, on); }
 
 std::uint64_t RunsBegun() { return State().runs; }
 
@@ -64,6 +60,61 @@ void VerifyExecutor(bool eager_mode, bool allow_execution) {
     throw std::runtime_error("no executor has passed the barrier");
   }
   abi::VerifyExecutor(*executor, eager_mode, allow_execution);
+}
+
+void NotePlaceholder(const lazy::BackendDataPtr& array) {
+  Placeholders& known = ThePlaceholders();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  known.arrays.insert_or_assign(array.get(), array);
+  SetWatch(kEmpty, kEmpty);
+}
+
+void ThrowIfPlaceholder(const lazy::BackendData* array) {
+  if (!Watches(kEmpty)) {
+    return;
+  }
+  Placeholders& known = ThePlaceholders();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  const auto found = known.arrays.find(array);
+  if (found != known.arrays.end() && !found->second.expired()) {
+    throw std::runtime_error(
+        "A placeholder has no value, so only lower() can use it. Give it to lower() as it is, and compute with it in "
+        "the function that is lowered. See `python -m torch_xla_donate explain ahead`.");
+  }
+}
+
+bool HasPlaceholders() {
+  if (!Watches(kEmpty)) {
+    return false;
+  }
+  Placeholders& known = ThePlaceholders();
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  for (auto entry = known.arrays.begin(); entry != known.arrays.end();) {
+    entry = entry->second.expired() ? known.arrays.erase(entry) : std::next(entry);
+  }
+  if (known.arrays.empty()) {
+    SetWatch(kEmpty, 0);
+  }
+  return !known.arrays.empty();
+}
+
+void GuardBarrier(const lazy::LazyGraphExecutor& executor) {
+  host_executor.store(&executor, std::memory_order_relaxed);
+  State().barriers += State().blocks ? 1 : 0;
+  if (State().blocks_reads) {
+    Throw();
+  }
+}
+
+void GuardRun(const std::vector<lazy::BackendDataPtr>& parameters) {
+  if (State().blocks) {
+    Throw();
+  }
+  ++State().runs;
+  // A node that a trace has left behind passes no other hook.
+  for (const lazy::BackendDataPtr& parameter : parameters) {
+    ThrowIfPlaceholder(parameter.get());
+  }
 }
 
 }  // namespace torch_xla_donate

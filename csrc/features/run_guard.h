@@ -1,14 +1,21 @@
-// Prevents a thread that traces a function from running graphs, and counts its runs and waits.
+// Keeps runs from beginning that must not: those of a thread that traces a function, which are counted, and those that
+// read a placeholder, an array without memory. torch_xla would end the process if it read one.
 //
-// Threads: all but VerifyExecutor() belong to the calling thread. Errors: a blocked run raises std::runtime_error.
+// Threads: blocks and counts belong to the calling thread; placeholders and the executor to the process.
+// Errors: a blocked run or read, and a use of a placeholder, throw std::runtime_error.
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "host/symbols.h"
 
 namespace torch_xla_donate {
 
-// While a thread's runs are blocked, running a graph throws std::runtime_error. torch_xla's own switch for this would
-// stop the steps of all other threads, too.
+namespace lazy = torch::lazy;
+
+// While a thread's runs are blocked, running a graph throws. torch_xla's own switch for this would stop the steps of
+// all other threads, too.
 void BlockRuns(bool on);
 bool BlocksRuns();
 // While runs are blocked: whether reads of values throw, too. Arguments without memory would end the process.
@@ -18,7 +25,18 @@ std::uint64_t RunsBegun();
 // How often this thread has passed the barrier before each read and run while its runs were blocked.
 std::uint64_t BarriersPassed();
 
-// Throws std::runtime_error if torch_xla's executor has another layout, or has not passed a hook yet.
+// Throws if torch_xla's executor has another layout, or has not passed a hook yet.
 void VerifyExecutor(bool eager_mode, bool allow_execution);
+
+void NotePlaceholder(const lazy::BackendDataPtr& array);
+// Called where the program uses an array, because pending values survive an error there, and not in the step.
+void ThrowIfPlaceholder(const lazy::BackendData* array);
+
+// ---- Phases of a step ----
+
+// Whether a placeholder is alive, so that uses must be told from reads of the list. Forgets those that are gone.
+bool HasPlaceholders();
+void GuardBarrier(const lazy::LazyGraphExecutor& executor);
+void GuardRun(const std::vector<lazy::BackendDataPtr>& parameters);
 
 }  // namespace torch_xla_donate

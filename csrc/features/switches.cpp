@@ -1,29 +1,44 @@
-// Closes the gate of a step. The verdict of a later switch wins.
+// Keeps the stack of modes and the settings, and closes the gate of a step.
 #include "features/switches.h"
 
+#include <algorithm>
 #include <atomic>
 #include <utility>
+#include <vector>
 
+#include "features/outdated_tensors.h"
 #include "features/output_check.h"
+#include "host/graphs.h"
 #include "host/process_mutex.h"
-#include "step/observer.h"
+#include "registry/watch.h"
+#include "step/callbacks.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
-std::atomic<bool> debug_process{false};
+std::atomic<bool> debug_process{false}, donates_by_default{false};
 
-struct Depths {
-  int disabled = 0, reporting = 0, checking = 0;
-};
-Depths& ThisThread() {
-  thread_local Depths depths;
-  return depths;
+// Counts the requests for automatic donation in the process.
+void CountAutomatic(int change) {
+  static int wishes = 0;
+  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kSwitches));
+  wishes += change;
+  SetWatch(kAutomatic, wishes > 0 ? kAutomatic : Watch{});
+}
+
+// The modes of this thread, the innermost last.
+std::vector<std::shared_ptr<const Mode>>& Modes() {
+  thread_local std::vector<std::shared_ptr<const Mode>> modes;
+  return modes;
+}
+
+bool Any(bool Mode::* wish) {
+  return std::any_of(Modes().begin(), Modes().end(), [wish](const auto& mode) { return (*mode).*wish; });
 }
 
 struct Setting {
-  std::mutex& mutex = ProcessMutex(MutexOf::kSwitchedOff);
+  std::mutex& mutex = ProcessMutex(MutexOf::kSwitches);
   Reason reason;
 };
 Setting& TheSetting() {
@@ -31,56 +46,66 @@ Setting& TheSetting() {
   return *value;
 }
 
-class Switches : public StepObserver {
-  void BeforeGraph(GraphContext& graph) override {
-    if (!graph.is_step) {
-      return;
-    }
-    if (ReportsReuse()) {
-      graph.gate.DryRun(DisabledReason());
-    } else if (DonationDisabled()) {
-      graph.gate.Refuse(DisabledReason(), /*notify_user=*/false);
-    }
-    if (Reason reason = SwitchedOffReason(); !reason.empty()) {
-      graph.gate.Refuse(std::move(reason), /*notify_user=*/false);
-    }
-  }
-};
-
 }  // namespace
 
-StepObserver& SwitchesFeature() { return TheOnly<Switches>(); }
-
-void PushDonationDisabled(Disabling wishes) {
-  Depths& depths = ThisThread();
-  ++depths.disabled;
-  depths.reporting += wishes.report_reuse ? 1 : 0;
-  depths.checking += wishes.check_outputs ? 1 : 0;
+void ModeEntry::On() {
+  if (std::find(Modes().begin(), Modes().end(), mode_) != Modes().end()) {
+    return;
+  }
+  Modes().push_back(mode_);
+  if (mode_->automatic.value_or(false)) {
+    OutdatedTensors::FollowAliases();
+    CountAutomatic(1);
+  }
 }
 
-void PopDonationDisabled(Disabling wishes) {
-  Depths& depths = ThisThread();
-  --depths.disabled;
-  depths.reporting -= wishes.report_reuse ? 1 : 0;
-  depths.checking -= wishes.check_outputs ? 1 : 0;
+void ModeEntry::Off() {
+  const auto found = std::find(Modes().begin(), Modes().end(), mode_);
+  if (found == Modes().end()) {
+    return;
+  }
+  Modes().erase(found);
+  if (mode_->automatic.value_or(false)) {
+    CountAutomatic(-1);
+  }
   if (!ChecksOutputs()) {
     DropNotedOutputs();
   }
 }
 
-bool ReportsReuse() { return ThisThread().reporting > 0 || debug_process.load(std::memory_order_relaxed); }
-bool ChecksOutputs() { return ThisThread().checking > 0 || debug_process.load(std::memory_order_relaxed); }
-bool DonationDisabled() { return ThisThread().disabled > 0 || ChecksOutputs(); }
+bool ReportsReuse() { return Any(&Mode::report_reuse) || debug_process.load(std::memory_order_relaxed); }
+bool ChecksOutputs() { return Any(&Mode::check_outputs) || debug_process.load(std::memory_order_relaxed); }
+bool ChecksInfinities() { return Any(&Mode::check_infinities); }
+bool DonationDisabled() { return Any(&Mode::disabled) || ChecksOutputs(); }
 
 Reason DisabledReason() {
-  const Depths& depths = ThisThread();
-  return depths.checking > 0   ? ReasonCode::kDebugNans
-         : depths.disabled > 0 ? ReasonCode::kDisabled
-         : DonationDisabled()  ? ReasonCode::kDebugProcess
-                               : ReasonCode::kNone;
+  return Any(&Mode::check_outputs) ? ReasonCode::kDebugNans
+         : Any(&Mode::disabled)    ? ReasonCode::kDisabled
+         : DonationDisabled()      ? ReasonCode::kDebugProcess
+                                   : ReasonCode::kNone;
 }
 
 void SetDebugProcess(bool on) { debug_process.store(on, std::memory_order_relaxed); }
+
+bool AutoDonates() {
+  if (!Watches(kAutomatic)) {
+    return false;
+  }
+  const auto innermost =
+      std::find_if(Modes().rbegin(), Modes().rend(), [](const auto& mode) { return mode->automatic.has_value(); });
+  return innermost == Modes().rend() ? AutoDonateIsDefault() : *(*innermost)->automatic;
+}
+
+void SetAutoDonate(bool on) {
+  if (on) {
+    OutdatedTensors::FollowAliases();
+  }
+  if (donates_by_default.exchange(on) != on) {
+    CountAutomatic(on ? 1 : -1);
+  }
+}
+
+bool AutoDonateIsDefault() { return donates_by_default.load(std::memory_order_relaxed); }
 
 void SetSwitchedOff(Reason reason) {
   std::lock_guard<std::mutex> lock(TheSetting().mutex);
@@ -90,6 +115,41 @@ void SetSwitchedOff(Reason reason) {
 Reason SwitchedOffReason() {
   std::lock_guard<std::mutex> lock(TheSetting().mutex);
   return TheSetting().reason;
+}
+
+void CloseGate(GraphContext& graph) {
+  if (!graph.is_step) {
+    return;
+  }
+  if (ReportsReuse()) {
+    graph.gate.DryRun(DisabledReason());
+  } else if (DonationDisabled()) {
+    graph.gate.Refuse(DisabledReason(), /*notify_user=*/false);
+  }
+  if (Reason reason = SwitchedOffReason(); !reason.empty()) {
+    graph.gate.Refuse(std::move(reason), /*notify_user=*/false);
+  }
+}
+
+void DropCollectivesToken(GraphContext& graph) {
+  if (!graph.is_step) {
+    return;
+  }
+  Reason why = ReasonCode::kDeviceLocked;
+  if (graph.collection.unlocker.empty()) {
+    try {
+      if (callbacks::ForgetCollectives(abi::TorchDevice(graph.collection.device).str())) {
+        SetSwitchedOff(ReasonCode::kAutoSharding);
+      }
+      if (Reason found = SwitchedOffReason(); !found.empty()) {
+        graph.gate.Refuse(std::move(found), /*notify_user=*/false);
+      }
+      return;
+    } catch (const std::exception& error) {
+      why = {ReasonCode::kTokenKept, error.what()};
+    }
+  }
+  graph.gate.Refuse(std::move(why), /*notify_user=*/true);
 }
 
 }  // namespace torch_xla_donate

@@ -6,38 +6,37 @@
 
 #include <utility>
 
-#include "features/placeholders.h"
 #include "features/reuse_warnings.h"
 #include "features/run_guard.h"
+#include "registry/steps.h"
 #include "registry/watch.h"
 #include "step/callbacks.h"
 
 namespace torch_xla_donate {
 
-PyObject* DonatedBufferAccess::python_type() { return Callbacks().donated_buffer_error; }
+PyObject* DonatedBufferAccess::python_type() { return callbacks::DonatedBufferError(); }
 
 void ThrowIfConsumed(const lazy::BackendData* buffer) {
-  DonationRegistry& registry = DonationRegistry::Get();
-  if (!registry.IsTracked(buffer)) {
+  Steps& steps = Steps::Get();
+  if (!steps.IsTracked(buffer)) {
     return;
   }
-  std::optional<DonationRegistry::ConsumedDonor> found;
+  std::optional<ConsumedDonor> found;
   if (PyGILState_Check()) {
     PyThreadState* thread = PyEval_SaveThread();
-    found = registry.FindConsumed(buffer);
+    found = steps.FindConsumed(buffer);
     PyEval_RestoreThread(thread);
   } else {
-    found = registry.FindConsumed(buffer);
+    found = steps.FindConsumed(buffer);
   }
   if (found.has_value()) {
-    throw DonatedBufferAccess(Callbacks().describe_use(found->donor, found->step));
+    throw DonatedBufferAccess(callbacks::DescribeUse(found->donor, found->step));
   }
 }
 
 bool IsGone(const lazy::BackendData* buffer) {
-  const DonationRegistry& registry = DonationRegistry::Get();
   return Watches(kRegistry) &&
-         (registry.IsTracked(buffer) || (Watches(kUndonated) && registry.FindUndonated(buffer).has_value()));
+         (Steps::Get().IsTracked(buffer) || (Watches(kUndonated) && Steps::Get().FindUndonated(buffer).has_value()));
 }
 
 void CheckRead(const lazy::BackendData* buffer) {

@@ -10,9 +10,11 @@
 
 #include <vector>
 
-#include "registry/registry.h"
+#include "host/symbols.h"
 
 namespace torch_xla_donate {
+
+namespace lazy = torch::lazy;
 
 // The use of a donated buffer. Ops raise it as DonatedBufferError. For pybind11 functions of torch_xla, a translator
 // that the Python module registers does the same.

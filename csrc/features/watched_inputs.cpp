@@ -52,7 +52,7 @@ void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs,
       input.tensor = info->tensor_id;
     }
     if (plan.output_of[i].has_value()) {
-      input.next = outputs[*plan.output_of[i]];
+      input.preferred_output = outputs[*plan.output_of[i]];
     }
     watched.inputs.push_back(std::move(input));
   }

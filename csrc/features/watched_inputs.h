@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "registry/registry.h"
 #include "step/planner.h"
 
 namespace torch_xla_donate {
@@ -19,8 +18,8 @@ namespace torch_xla_donate {
 struct WatchedInput {
   std::string array;  // with its sharding
   InputUse use;
-  std::optional<std::int64_t> tensor, next;  // the alias ids of the tensor it is from, and of the output
-  bool seen_before;                          // an earlier watched step has read it
+  std::optional<std::int64_t> tensor, preferred_output;  // the alias ids of the tensor it is from, and of the output
+  bool seen_before;                                      // an earlier watched step has read it
   std::uintptr_t buffer;  // only for comparison; as long as a tensor holds it, no other buffer has this number
 };
 

@@ -4,7 +4,7 @@
 // ever. So a fork first locks all of these, in the order of the list, and then unlocks them in both processes.
 //
 // Threads: any. The forking thread may hold the GIL, so a thread that holds one of these takes no GIL and waits for
-//   nothing. It may lock only those that come later in the list, and not the registry's, which a fork locks first.
+//   nothing, unless it releases the mutex. It may lock only those that come later in the list.
 // Errors: none.
 #pragma once
 
@@ -13,14 +13,13 @@
 namespace torch_xla_donate {
 
 enum class MutexOf {
+  kRegistry,
   kDonorPlans,
   kOutdatedTensors,
   kWatchedInputs,
-  kAutomaticWishes,
-  kSwitchedOff,
+  kSwitches,
   kPlaceholders,
-  kRunLog,
-  kGraphRecords,
+  kExecutables,
   kSymbolicSizes,
   kDataInfos,
   kCount

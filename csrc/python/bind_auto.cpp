@@ -5,20 +5,20 @@
 #include <utility>
 #include <vector>
 
-#include "features/auto_donors.h"
 #include "features/outdated_tensors.h"
+#include "features/switches.h"
 #include "features/watched_inputs.h"
 #include "host/tensors.h"
 #include "host/views.h"
 #include "python/bind.h"
-#include "registry/registry.h"
+#include "registry/tallies.h"
 #include "step/planner.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
 namespace {
-constexpr const char* kUses[] = {"own", "marked", "free", "held", "read later", "other"};  // by InputUse
+constexpr const char* kUses[] = {"updated_in_place", "marked", "free", "held", "read later", "other"};  // by InputUse
 }  // namespace
 
 void BindAuto(py::module_& m) {
@@ -33,18 +33,14 @@ void BindAuto(py::module_& m) {
           "As in identity; 0 if it was freed.");
   m.def("set_auto_donate", &SetAutoDonate, py::arg("on"), "Whether steps of all threads donate by liveness.");
   m.def("auto_donate_is_default", &AutoDonateIsDefault, "The value that set_auto_donate has set.");
-  m.def("push_auto_donate", &PushAutoDonate, py::arg("on"),
-        "Whether this thread's steps donate by liveness until a pop_auto_donate ends it.");
-  m.def("auto_donate_depth", &AutoDonateDepth, "How many push_auto_donate are in effect on this thread.");
-  m.def("pop_auto_donate", &PopAutoDonate, py::arg("depth"), "Ends this thread's pushes beyond that depth.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
   m.def(
-      "note_auto_refusal", [](const Reason& reason) { DonationRegistry::Get().NoteAutoRefusal(reason); },
-      py::arg("reason"), "Counts a step that automatic donation has skipped for this reason.");
+      "note_auto_refusal", [](const Reason& reason) { Tallies::Get().NoteAutoRefusal(reason); }, py::arg("reason"),
+      "Counts a step that automatic donation has skipped for this reason.");
   m.def(
       "auto_refusals",
       [] {
-        const auto refusals = DonationRegistry::Get().AutoRefusals();
+        const auto refusals = Tallies::Get().AutoRefusals();
         return std::vector<std::pair<Reason, std::uint64_t>>(refusals.begin(), refusals.end());
       },
       "How many steps automatic donation has skipped, by reason.");
@@ -56,9 +52,10 @@ void BindAuto(py::module_& m) {
       .def_readonly("array", &WatchedInput::array, "As XLA writes it, with its sharding.")
       .def_property_readonly(
           "use", [](const WatchedInput& input) { return kUses[static_cast<int>(input.use)]; },
-          "'own', 'marked' (donors), 'free', 'held' (an output could take it) or 'other'.")
+          "'updated_in_place', 'marked' (donors), 'free', 'held' (an output could take it) or 'other'.")
       .def_readonly("tensor", &WatchedInput::tensor, "The alias id of the tensor that it is from; None if unknown.")
-      .def_readonly("next", &WatchedInput::next, "The alias id of the output that takes it, or could; None for none.")
+      .def_readonly("preferred_output", &WatchedInput::preferred_output,
+                    "The alias id of the output that takes it, or could; None for none.")
       .def_readonly("seen_before", &WatchedInput::seen_before, "Whether an earlier watched step has read it.")
       .def_readonly("buffer", &WatchedInput::buffer, "As in identity, if a tensor still holds it.");
   py::class_<WatchedStep>(m, "WatchedStep", "A step since watch_inputs.")

@@ -12,8 +12,8 @@ void BindHooks(py::module_& m) {
   RegisterExceptions();
   m.def("set_callbacks", &SetCallbacks, py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"),
         py::arg("step_ended"), py::arg("prepare_auto"), py::arg("set_collectives_token"), py::arg("auto_sharding"),
-        "Gives the hooks an exception type, the function that writes its message, and functions to call when a spared "
-        "donor is used, at the end of a step, and before the first step that donates automatically. "
+        "Gives the hooks an exception type, the function that writes its message, and functions to call when an "
+        "undonated donor is used, at the end of a step, and before the first step that donates automatically. "
         "set_collectives_token and auto_sharding are functions of torch_xla that run no Python code. A step that may "
         "donate drops the token of collectives by the one and checks for auto-sharding by the other.");
   m.def(

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "features/outdated_tensors.h"
-#include "features/placeholders.h"
 #include "features/reuse_warnings.h"
+#include "features/run_guard.h"
 #include "features/use_guard.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
@@ -20,7 +20,8 @@
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/deferred_decref.h"
-#include "registry/registry.h"
+#include "registry/marks.h"
+#include "registry/steps.h"
 #include "registry/watch.h"
 #include "step/thread_step.h"
 
@@ -62,31 +63,33 @@ std::shared_ptr<CallSite> SiteOf(const std::string& where, int strict, py::objec
   auto site = std::make_shared<CallSite>();
   site->where = where;
   site->strict = static_cast<Strictness>(strict);
-  site->min_bytes = DonationRegistry::Get().WarnMinBytes();
+  site->min_bytes = Marks::Get().WarnMinBytes();
   site->names = Share(std::move(names));
   return site;
 }
 
 // Marks leaves that have no obstacle. `items` has their tensors.
-void Commit(const std::vector<DonationRegistry::Leaf>& resolved, PyObject** items,
-            const std::shared_ptr<const CallSite>& site) {
+void Commit(const std::vector<Marks::Leaf>& resolved, PyObject** items, const std::shared_ptr<const CallSite>& site) {
   // Looks up all leaves at once. If a step with one of them is running, only its end shows whether it used the buffer.
-  for (std::size_t i = DonationRegistry::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
+  for (std::size_t i = Steps::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
     ThrowIfConsumed(resolved[i].buffer.get());
   }
   if (Watches(kUndonated)) {
-    for (const DonationRegistry::Leaf& leaf : resolved) {
+    for (const Marks::Leaf& leaf : resolved) {
       ReportReuse(leaf.buffer.get());
     }
   }
   OutdatedTensors::FollowAliases();
-  DonationRegistry::Get().AddMarks(resolved, site);
+  Marks::Get().Add(resolved, site);
+  if (Watches(kUndonated)) {
+    Steps::Get().ForgetUndonated(resolved);
+  }
   try {
-    for (const DonationRegistry::Leaf& leaf : resolved) {
+    for (const Marks::Leaf& leaf : resolved) {
       abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
     }
   } catch (...) {
-    DonationRegistry::Get().CancelCall(site.get());
+    Steps::Get().CancelCall(site.get());
     throw;
   }
 }
@@ -97,11 +100,11 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
   RunDeferredDecrefs();
   const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
-  std::vector<DonationRegistry::Leaf> resolved;
+  std::vector<Marks::Leaf> resolved;
   resolved.reserve(static_cast<std::size_t>(count));
   for (py::ssize_t i = 0; i < count; ++i) {
     const auto refuse = [i](const char* obstacle) {
-      return std::make_unique<Call>(Refusal{static_cast<std::size_t>(i), obstacle, std::nullopt});
+      return std::make_unique<Call>(LeafRefusal{static_cast<std::size_t>(i), obstacle, std::nullopt});
     };
     if (items[i] == Py_None) {
       continue;
@@ -120,7 +123,7 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
   auto call = std::make_unique<Call>(SiteOf(where, strict, std::move(names)));
-  for (const DonationRegistry::Leaf& leaf : resolved) {
+  for (const Marks::Leaf& leaf : resolved) {
     call->buffers.push_back(leaf.buffer);
   }
   Commit(resolved, items, call->site);
@@ -131,7 +134,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
                    bool for_compiled_run, py::object names) {
   RunDeferredDecrefs();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
-  std::vector<DonationRegistry::Leaf> resolved;
+  std::vector<Marks::Leaf> resolved;
   std::vector<std::uint32_t> constants;
   ska::flat_hash_map<const abi::TensorData*, std::size_t> by_tensor;  // of aliases, which share the tensor's data
   resolved.reserve(donated.size());
@@ -169,7 +172,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
   call.constants = std::move(constants);
   call.is_scope = true;
   call.site->for_compiled_run = for_compiled_run;
-  DonationRegistry::Get().BeginCall(call.site);
+  Steps::Get().BeginCall(call.site);
   Commit(resolved, items, call.site);
   // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
@@ -185,7 +188,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
 // The buffer whose mark is the tensor's. For a consumed one nothing is computed, which would raise.
 lazy::BackendDataPtr MarkedBuffer(const at::Tensor& tensor) {
   lazy::BackendDataPtr behind = abi::BufferBehind(tensor);
-  const bool is_consumed = behind != nullptr && DonationRegistry::Get().IsConsumed(behind.get());
+  const bool is_consumed = behind != nullptr && Steps::Get().IsConsumed(behind.get());
   return is_consumed ? behind : abi::BufferToDonate(tensor);
 }
 
@@ -200,17 +203,17 @@ void KeepReturned(const py::list& outputs) {
     }
   }
   if (!buffers.empty()) {
-    DonationRegistry::Get().CancelPending(buffers);
+    Marks::Get().Cancel(buffers);
   }
 }
 
 }  // namespace
 
 void BindMarks(py::module_& m) {
-  py::class_<Refusal>(m, "Refusal", "Why a call has marked nothing.")
-      .def_readonly("leaf", &Refusal::leaf, "Position of the first leaf that cannot be marked.")
-      .def_readonly("obstacle", &Refusal::obstacle, "As state names it, or 'not_tensor' or 'also_kept'.")
-      .def_readonly("kept", &Refusal::kept,
+  py::class_<LeafRefusal>(m, "Refusal", "Why a call has marked nothing.")
+      .def_readonly("leaf", &LeafRefusal::leaf, "Position of the first leaf that cannot be marked.")
+      .def_readonly("obstacle", &LeafRefusal::obstacle, "As state names it, or 'not_tensor' or 'also_kept'.")
+      .def_readonly("kept", &LeafRefusal::kept,
                     "For 'also_kept': position of the leaf of kept that holds the same buffer.");
   py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, or why there are none.")
       .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
@@ -240,7 +243,7 @@ void BindMarks(py::module_& m) {
           }
           ++position;
         }
-        const auto taken = DonationRegistry::Get().Cancel(buffers);
+        const auto taken = Steps::Get().Cancel(buffers);
         return taken.has_value() ? std::optional(positions[*taken]) : std::nullopt;
       },
       py::arg("leaves"),
@@ -248,7 +251,7 @@ void BindMarks(py::module_& m) {
       "buffer a step has consumed or a call of a compiled function is about to consume, and cancels none then; else "
       "None.");
   m.def(
-      "cancel_call", [](const Call& call) { DonationRegistry::Get().CancelCall(call.site.get()); }, py::arg("call"),
+      "cancel_call", [](const Call& call) { Steps::Get().CancelCall(call.site.get()); }, py::arg("call"),
       "Cancels the pending marks of a call.");
   m.def(
       "cancel_marks",
@@ -259,14 +262,14 @@ void BindMarks(py::module_& m) {
             buffers.push_back(std::move(buffer));
           }
         }
-        DonationRegistry::Get().CancelPending(buffers);
+        Marks::Get().Cancel(buffers);
       },
       py::arg("call"),
       "Cancels the pending marks of the buffers that a call of mark was given, even those of another call.");
   m.def(
       "end_call",
       [](const Call& call, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,
-         bool notify) { DonationRegistry::Get().EndCall(call.site.get(), reasons, reason, notify); },
+         bool notify) { Steps::Get().EndCall(call.site.get(), reasons, reason, notify); },
       py::arg("call"), py::arg("reasons"), py::arg("reason"), py::arg("notify"),
       "Ends the pending marks of a call as unusable, for the reason of the leaf's position or the general one.");
   m.def("keep_returned", &KeepReturned, py::arg("outputs"),
@@ -274,12 +277,11 @@ void BindMarks(py::module_& m) {
   m.def(
       "state",
       [](py::handle tensor) -> std::string {
-        const DonationRegistry& registry = DonationRegistry::Get();
         if (const auto buffer = MarkedBuffer(TensorOf(tensor)); buffer != nullptr) {
-          if (registry.IsConsumed(buffer.get())) {
+          if (Steps::Get().IsConsumed(buffer.get())) {
             return "donated";
           }
-          if (registry.IsPending(buffer.get())) {
+          if (Marks::Get().IsPending(buffer.get())) {
             return "marked";
           }
         }
@@ -292,7 +294,7 @@ void BindMarks(py::module_& m) {
       "is_donated",
       [](py::handle tensor) {
         const lazy::BackendDataPtr buffer = abi::BufferBehind(TensorOf(tensor));
-        return buffer != nullptr && DonationRegistry::Get().IsConsumed(buffer.get());
+        return buffer != nullptr && Steps::Get().IsConsumed(buffer.get());
       },
       py::arg("tensor"),
       "Whether a step has consumed the buffer that a tensor holds or is computed from. Never waits.");

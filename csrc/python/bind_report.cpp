@@ -10,16 +10,16 @@
 #include <vector>
 
 #include "features/compiled_run.h"
-#include "features/donated_copies.h"
+#include "features/executables.h"
 #include "features/output_check.h"
-#include "features/run_log.h"
-#include "features/run_probe.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
-#include "registry/registry.h"
+#include "registry/marks.h"
+#include "registry/steps.h"
+#include "registry/tallies.h"
 #include "step/graph_arrays.h"
 #include "step/thread_step.h"
 
@@ -60,7 +60,7 @@ py::dict DonorDict(const DonorSnapshot& donor) {
   result["reported"] = donor.reported;
   result["automatic"] = donor.automatic;
   result["parameter"] = donor.parameter;
-  result["successor"] = donor.successor;
+  result["preferred_output"] = donor.preferred_output;
   result["requested"] = donor.requested;
   return result;
 }
@@ -87,13 +87,13 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
 }
 
 py::dict TallyDict(const StepTally& tally) {
-  const auto [counts, unusable] = DonationRegistry::Get().Read(tally);
+  const auto [counts, unusable] = Tallies::Get().Read(tally);
   py::dict result;
   result["steps"] = counts.steps;
   result["plain_steps"] = counts.plain_steps;
   result["offered_bytes"] = counts.offered_bytes;
   result["donated_bytes"] = counts.donated_bytes;
-  result["unusable"] = StepDicts(unusable);
+  result["unusable"] = StepDicts(Steps::Get().Snapshots(unusable));
   return result;
 }
 
@@ -134,36 +134,32 @@ py::list TakeRuns() {
 
 void BindReport(py::module_& m) {
   m.def(
-      "hook_errors", [] { return DonationRegistry::Get().Errors(); },
+      "hook_errors", [] { return Tallies::Get().Errors(); },
       "How often a hook has continued without donation, or without a check, after an error, by error.");
   m.def(
-      "steps", [] { return StepDicts(DonationRegistry::Get().Steps()); },
-      "The last steps that read marked buffers, oldest first.");
+      "steps", [] { return StepDicts(Steps::Get().Kept()); }, "The last steps that read marked buffers, oldest first.");
   m.def(
-      "set_kept_steps", [](std::size_t count) { DonationRegistry::Get().SetKeptSteps(count); }, py::arg("count"),
+      "set_kept_steps", [](std::size_t count) { Steps::Get().SetKept(count); }, py::arg("count"),
       "How many steps to keep for steps(), at least one.");
   m.def(
-      "set_warn_min_bytes", [](std::int64_t bytes) { DonationRegistry::Get().SetWarnMinBytes(bytes); },
-      py::arg("bytes"), "The size from which unusable donors of later marks matter. Others have small=True.");
+      "set_warn_min_bytes", [](std::int64_t bytes) { Marks::Get().SetWarnMinBytes(bytes); }, py::arg("bytes"),
+      "The size from which unusable donors of later marks matter. Others have small=True.");
   py::class_<StepTally, std::shared_ptr<StepTally>>(
       m, "StepTally", "Counts the steps that begin while it is open, on the thread that opens it or on all threads.")
       .def(py::init<>())
       .def(
           "open",
-          [](const std::shared_ptr<StepTally>& tally, bool all_threads) {
-            DonationRegistry::Get().Open(tally, all_threads);
-          },
+          [](const std::shared_ptr<StepTally>& tally, bool all_threads) { Tallies::Get().Open(tally, all_threads); },
           py::arg("all_threads"))
       .def(
-          "close", [](const std::shared_ptr<StepTally>& tally) { DonationRegistry::Get().Close(tally); },
-          "May be called again.")
+          "close", [](const std::shared_ptr<StepTally>& tally) { Tallies::Get().Close(tally); }, "May be called again.")
       .def("read", &TallyDict,
            "The number of steps, bytes offered and donated of those that have ended, and the first unusable ones.");
   m.def(
       "pending",
       [] {
         py::list result;
-        for (const DonorSnapshot& donor : DonationRegistry::Get().Pending()) {
+        for (const DonorSnapshot& donor : Marks::Get().Pending()) {
           result.append(DonorDict(donor));
         }
         return result;
@@ -171,14 +167,11 @@ void BindReport(py::module_& m) {
       "The marks that no step has read yet.");
   m.def(
       "take_notices",
-      [](bool everywhere) {
-        return StepDicts(DonationRegistry::Get().TakeNotices(everywhere ? std::nullopt : LastDevice()));
-      },
+      [](bool everywhere) { return StepDicts(Steps::Get().TakeNotices(everywhere ? std::nullopt : LastDevice())); },
       py::arg("everywhere") = true,
       "Returns and clears the steps with unusable donations that were not reported yet. Donors reported before have "
       "reported=True. Without everywhere, only steps of the device of this thread's last step, if it has one.");
-  m.def(
-      "has_notices", [] { return DonationRegistry::Get().HasNotices(); }, "Whether take_notices would return a step.");
+  m.def("has_notices", [] { return Steps::Get().HasNotices(); }, "Whether take_notices would return a step.");
   m.def("look_for_copies", &LookForCopies, "From now on notes the graphs with donors that run for the first time.");
   m.def("has_new_graphs", &HasNewGraphs, "Whether this thread has run such a graph since forget_new_graphs.");
   m.def("forget_new_graphs", &ForgetNewGraphs, "Forgets these graphs, after Python has searched them for copies.");
@@ -192,10 +185,10 @@ void BindReport(py::module_& m) {
       "From now on logs each run of a graph, and calls record() soon after it begins, and at the end of each step.");
   m.def("take_runs", &TakeRuns, "Returns and clears the logged runs, oldest first.");
   m.def(
-      "wait_for_steps", [] { DonationRegistry::Get().WaitForSteps(); }, py::call_guard<py::gil_scoped_release>(),
+      "wait_for_steps", [] { Steps::Get().Wait(); }, py::call_guard<py::gil_scoped_release>(),
       "Waits until the outcome of every step is known.");
   m.def(
-      "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
+      "graph_text", [](const std::string& graph) { return Steps::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
   m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
         "Of an array as XLA writes it, with its sharding; None if the text cannot be parsed.");
@@ -215,16 +208,17 @@ void BindReport(py::module_& m) {
   m.def("is_even", &IsEven, py::arg("array"), "Whether the sharding of such an array cuts it into pieces of one size.");
   m.def(
       "take_bad_outputs",
-      [](bool infs) {
+      [] {
         std::vector<BadOutput> bad;
         {
           const py::gil_scoped_release release;
-          bad = TakeBadOutputs(infs);
+          bad = TakeBadOutputs();
         }
         return BadOutputDicts(bad);
       },
-      py::arg("infs"),
-      "The outputs of this thread's runs since the last call that hold a NaN (or infinity). Waits for the runs.");
+      "The outputs of this thread's runs since the last call that hold a NaN, or an infinity if a mode checks for "
+      "them. "
+      "Waits for the runs.");
 }
 
 }  // namespace torch_xla_donate

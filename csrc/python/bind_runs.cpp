@@ -9,14 +9,15 @@
 #include <vector>
 
 #include "features/compiled_run.h"
+#include "features/executables.h"
 #include "features/run_guard.h"
-#include "features/run_probe.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/pytree.h"
-#include "registry/registry.h"
+#include "registry/marks.h"
+#include "step/donor_set.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -34,14 +35,16 @@ void BindRuns(py::module_& m) {
   m.def(
       "perhaps_shared",
       [](const Call& call) {
-        const DonationRegistry& registry = DonationRegistry::Get();
-        std::vector<std::uint32_t> leaves = registry.PerhapsShared(call.site.get());
+        const Marks& marks = Marks::Get();
+        std::vector<std::uint32_t> leaves = marks.PerhapsShared(call.site.get());
         if (!leaves.empty()) {
           // A run that is starting holds its outputs, which are the donors of the next call in a loop. The run of that
           // call would wait for it anyway.
           py::gil_scoped_release released;
-          registry.WaitForHandOver(call.site.get());
-          leaves = registry.PerhapsShared(call.site.get());
+          if (const auto device = marks.DeviceOf(call.site.get())) {
+            abi::WaitForHandOver(*device);
+          }
+          leaves = marks.PerhapsShared(call.site.get());
         }
         return leaves;
       },
@@ -50,7 +53,17 @@ void BindRuns(py::module_& m) {
       "never too few.");
   m.def(
       "shared_with_listed",
-      [](const Call& call) { return DonationRegistry::Get().SharedWith(ListedTensors(), call.site.get()); },
+      [](const Call& call) {
+        const std::vector<Marks::PendingMark> marks = Marks::Get().OfCall(call.site.get());
+        const std::vector<MarkObstacle> obstacles = FindObstacles(marks, ListedTensors());
+        std::vector<std::size_t> leaves;
+        for (std::size_t i = 0; i < marks.size(); ++i) {
+          if (obstacles[i] != MarkObstacle::kNone) {
+            leaves.push_back(marks[i].position);
+          }
+        }
+        return leaves;
+      },
       py::arg("call"),
       "Positions of a call's leaves whose buffers an unmarked live tensor holds. Call it right after a list of live "
       "tensors.");
@@ -62,7 +75,7 @@ void BindRuns(py::module_& m) {
         for (py::handle argument : arguments) {
           if (THPVariable_Check(argument.ptr())) {
             const abi::Resolution resolved = abi::Resolve(THPVariable_Unpack(argument.ptr()));
-            if (const auto leaf = DonationRegistry::Get().LeafOf(resolved.buffer.get(), call.site.get())) {
+            if (const auto leaf = Marks::Get().LeafOf(resolved.buffer.get(), call.site.get())) {
               result.emplace_back(position, *leaf);
             }
           }
@@ -91,8 +104,7 @@ void BindRuns(py::module_& m) {
       py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
       "This thread's next run of a compiled graph consumes the buffers of these tensors, which the call has marked. "
       "places has for each the number of its parameter, and of the output computed from it, if known. Returns False, "
-      "and "
-      "does nothing, if another thread has cancelled one of the marks.");
+      "and does nothing, if another thread has cancelled one of the marks.");
   m.def("disarm_run", &DisarmRun, "Ends arm_run, whether or not the graph has run.");
   m.def("expect_run", &ExpectRun,
         "The donors of this thread's next run were refused before it, so it does not count as a step without donors.");
@@ -113,7 +125,7 @@ void BindRuns(py::module_& m) {
       [] {
         std::vector<std::pair<std::uintptr_t, std::optional<std::size_t>>> result;
         for (const OrderedParameter& parameter : TakeOrder()) {
-          result.emplace_back(reinterpret_cast<std::uintptr_t>(parameter.buffer), parameter.successor);
+          result.emplace_back(reinterpret_cast<std::uintptr_t>(parameter.buffer), parameter.preferred_output);
         }
         return result;
       },

@@ -10,7 +10,6 @@
 #include <string>
 #include <utility>
 
-#include "features/auto_donors.h"
 #include "features/run_guard.h"
 #include "features/switches.h"
 #include "python/bind.h"
@@ -66,26 +65,6 @@ Reason MakeReason(const std::string& code, std::string details) {
   }
   return {static_cast<ReasonCode>(found - kReasonCodes.begin()), std::move(details)};
 }
-
-// One request to disable donation.
-class DisablingScope {
- public:
-  DisablingScope(bool report_reuse, bool check_outputs) : wishes_{report_reuse, check_outputs} {}
-  void On() {
-    if (!std::exchange(on_, true)) {
-      PushDonationDisabled(wishes_);
-    }
-  }
-  void Off() {
-    if (std::exchange(on_, false)) {
-      PopDonationDisabled(wishes_);
-    }
-  }
-
- private:
-  Disabling wishes_;
-  bool on_ = false;
-};
 
 // A context that an interrupt cannot leave half entered or half left. Python checks for signals between calls and at
 // the start of each function. So it may interrupt a context manager written in Python before `with` knows that it has
@@ -203,11 +182,15 @@ void BindSwitches(py::module_& m) {
           "How often this thread is inside the context, also while it is being entered or left.")
       .def("__enter__", &Enter)
       .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
-  py::class_<DisablingScope>(m, "Disabling",
-                             "While it is on, this thread's steps donate nothing. on() and off() may be repeated.")
-      .def(py::init<bool, bool>(), py::arg("report_reuse"), py::arg("check_outputs"))
-      .def("on", &DisablingScope::On)
-      .def("off", &DisablingScope::Off);
+  py::class_<ModeEntry>(m, "Mode", "While it is on, this thread's steps follow it. on() and off() may be repeated.")
+      .def(py::init([](std::optional<bool> automatic, bool disabled, bool report_reuse, bool check_outputs,
+                       bool check_infinities) {
+             return ModeEntry({automatic, disabled, report_reuse, check_outputs, check_infinities});
+           }),
+           py::arg("automatic") = py::none(), py::arg("disabled") = false, py::arg("report_reuse") = false,
+           py::arg("check_outputs") = false, py::arg("check_infinities") = false)
+      .def("on", &ModeEntry::On)
+      .def("off", &ModeEntry::Off);
   m.def("disabled", &DonationDisabled, "Whether donation is disabled on this thread.");
   m.def("disabled_reason", &DisabledReason,
         "The context that has disabled donation on this thread; empty if none has.");

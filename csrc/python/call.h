@@ -8,12 +8,12 @@
 #include <utility>
 #include <vector>
 
-#include "registry/registry.h"
+#include "registry/steps.h"
 
 namespace torch_xla_donate {
 
 // Why a call has marked nothing.
-struct Refusal {
+struct LeafRefusal {
   std::size_t leaf;                 // the first leaf that cannot be marked
   std::string obstacle;             // as `state` names it, "not_tensor" or "also_kept"
   std::optional<std::size_t> kept;  // for "also_kept": the position of the other leaf
@@ -24,17 +24,17 @@ struct Call {
   std::shared_ptr<CallSite> site;
   std::vector<std::uint32_t> constants;  // positions of leaves whose buffers torch_xla shares between tensors
   std::vector<std::weak_ptr<lazy::BackendData>> buffers;  // of all leaves, also those marked earlier by another call
-  std::optional<Refusal> refusal;                         // set if there are no marks
+  std::optional<LeafRefusal> refusal;                     // set if there are no marks
   bool is_scope = false;                                  // the marks end with this object at the latest
 
   explicit Call(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
-  explicit Call(Refusal why) : refusal(std::move(why)) {}
+  explicit Call(LeafRefusal why) : refusal(std::move(why)) {}
   Call(Call&&) = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call() {
     if (site != nullptr && is_scope) {
-      DonationRegistry::Get().CancelCall(site.get());
+      Steps::Get().CancelCall(site.get());
     }
   }
 };

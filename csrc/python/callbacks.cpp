@@ -1,4 +1,4 @@
-// Wraps Python's functions for the hooks.
+// Calls Python's functions for the hooks.
 #include "python/callbacks.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -7,13 +7,17 @@
 #include <utility>
 #include <vector>
 
-#include "features/switches.h"
 #include "features/use_guard.h"
+#include "registry/tallies.h"
 #include "step/callbacks.h"
 
 namespace torch_xla_donate {
 
 namespace {
+
+// Set before the hooks are installed, the recorder before the first run is logged.
+py::handle donated_buffer_error, format_use, report_reuse, step_ended, prepare_auto, set_collectives_token,
+    auto_sharding, run_recorder;
 
 // Throws the Python error as torch's own exception, which keeps it through any host code.
 [[noreturn]] void PassOn(py::error_already_set& error) {
@@ -23,54 +27,9 @@ namespace {
   throw ours;
 }
 
-std::string DescribeUse(const DonorSnapshot& donor, std::uint64_t step, const py::object& format) {
-  if (Py_IsInitialized() == 0) {
-    return donor.Shape() + " was donated at " + WhereOf(donor);
-  }
-  py::gil_scoped_acquire gil;
-  try {
-    // A signal may have arrived while the thread waited for the step. Its handler must run here, not inside NamesOf().
-    if (PyErr_CheckSignals() != 0) {
-      throw py::error_already_set();
-    }
-    return format(NamesOf(donor), donor.Shape(), WhereOf(donor), step).cast<std::string>();
-  } catch (py::error_already_set& error) {
-    PassOn(error);
-  }
-}
-
-// A warning filter may turn the warning into an error.
-void TellReuse(const DonorSnapshot& donor, std::uint64_t step, const py::object& report) {
-  if (Py_IsInitialized() == 0) {
-    return;
-  }
-  py::gil_scoped_acquire gil;
-  try {
-    report(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
-  } catch (py::error_already_set& error) {
-    PassOn(error);
-  }
-}
-
-PyObject* run_recorder = nullptr;  // set before the first run is logged, never freed
-
-std::vector<StackFrame> PythonStack() {
-  constexpr std::size_t kDeepest = 64;
-  std::vector<StackFrame> stack;
-  const py::gil_scoped_acquire gil;
-  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame && !frame.is_none() && stack.size() < kDeepest) {
-    const py::object name = py::dict(frame.attr("f_globals")).attr("get")("__name__", "");
-    stack.push_back(
-        {py::str(name), py::str(frame.attr("f_code").attr("co_filename")), frame.attr("f_lineno").cast<int>()});
-    frame = frame.attr("f_back");
-  }
-  return stack;
-}
-
 // As Py_AddPendingCall() wants it: an error of the recorder, such as one of a signal's handler, reaches the program.
-int RecordRuns(void*) {
-  const py::object result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(run_recorder));
+int Record(void*) {
+  const py::object result = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(run_recorder.ptr()));
   return result ? 0 : -1;
 }
 
@@ -89,9 +48,9 @@ std::string NamesOf(const DonorSnapshot& donor) {
       if (!error.matches(PyExc_Exception)) {
         throw;
       }
-      DonationRegistry::Get().NoteError(error.what());
+      Tallies::Get().NoteError(error.what());
     } catch (const py::cast_error& error) {
-      DonationRegistry::Get().NoteError(error.what());
+      Tallies::Get().NoteError(error.what());
     }
   }
   std::string result;
@@ -106,53 +65,93 @@ std::string WhereOf(const DonorSnapshot& donor) {
   return site == nullptr ? "" : site->where;
 }
 
-void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
-                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token,
-                  py::object auto_sharding) {
-  HookCallbacks callbacks;
-  callbacks.donated_buffer_error = donated_buffer_error.release().ptr();
-  auto* format = new py::object(std::move(format_use));
-  auto* reuse = new py::object(std::move(report_reuse));
-  auto* ended = new py::object(std::move(step_ended));
-  auto* prepare = new py::object(std::move(prepare_auto));
-  auto* set_token = new py::object(std::move(set_collectives_token));
-  auto* is_auto_sharding = new py::object(std::move(auto_sharding));
-  callbacks.describe_use = [format](const DonorSnapshot& donor, std::uint64_t step) {
-    return DescribeUse(donor, step, *format);
-  };
-  callbacks.report_reuse = [reuse](const DonorSnapshot& donor, std::uint64_t step) { TellReuse(donor, step, *reuse); };
-  callbacks.step_ended = [ended] {
-    py::gil_scoped_acquire gil;
-    (*ended)();
-  };
-  callbacks.prepare_auto = [prepare]() -> Reason {
-    py::gil_scoped_acquire gil;
-    try {
-      return (*prepare)().cast<Reason>();
-    } catch (py::error_already_set& error) {
-      PassOn(error);
-    }
-  };
-  callbacks.forget_collectives = [set_token, is_auto_sharding](const std::string& device) {
-    py::gil_scoped_acquire gil;
-    (*set_token)(device, py::none());
-    if ((*is_auto_sharding)().cast<bool>()) {
-      SetSwitchedOff(ReasonCode::kAutoSharding);
-    }
-  };
-  callbacks.python_stack = &PythonStack;
-  callbacks.record_runs = [] {
-    py::gil_scoped_acquire gil;
-    if (RecordRuns(nullptr) != 0) {
-      throw py::error_already_set();
-    }
-  };
-  // Needs no GIL. Python's list of pending calls may be full, with calls that take all logged runs.
-  callbacks.record_runs_soon = [] { Py_AddPendingCall(&RecordRuns, nullptr); };
-  SetHookCallbacks(std::move(callbacks));
+void SetCallbacks(py::object error, py::object format, py::object reuse, py::object ended, py::object prepare,
+                  py::object set_token, py::object is_auto_sharding) {
+  donated_buffer_error = error.release();
+  format_use = format.release();
+  report_reuse = reuse.release();
+  step_ended = ended.release();
+  prepare_auto = prepare.release();
+  set_collectives_token = set_token.release();
+  auto_sharding = is_auto_sharding.release();
 }
 
-void SetRunRecorder(py::object record) { run_recorder = record.release().ptr(); }
+void SetRunRecorder(py::object record) { run_recorder = record.release(); }
+
+PyObject* callbacks::DonatedBufferError() { return donated_buffer_error.ptr(); }
+
+std::string callbacks::DescribeUse(const DonorSnapshot& donor, std::uint64_t step) {
+  if (Py_IsInitialized() == 0) {
+    return donor.Shape() + " was donated at " + WhereOf(donor);
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    // A signal may have arrived while the thread waited for the step. Its handler must run here, not inside NamesOf().
+    if (PyErr_CheckSignals() != 0) {
+      throw py::error_already_set();
+    }
+    return format_use(NamesOf(donor), donor.Shape(), WhereOf(donor), step).cast<std::string>();
+  } catch (py::error_already_set& error) {
+    PassOn(error);
+  }
+}
+
+// A warning filter may turn the warning into an error.
+void callbacks::ReportReuse(const DonorSnapshot& donor, std::uint64_t step) {
+  if (Py_IsInitialized() == 0) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  try {
+    report_reuse(NamesOf(donor), donor.Shape(), WhereOf(donor), step);
+  } catch (py::error_already_set& error) {
+    PassOn(error);
+  }
+}
+
+Reason callbacks::PrepareAuto() {
+  py::gil_scoped_acquire gil;
+  try {
+    return prepare_auto().cast<Reason>();
+  } catch (py::error_already_set& error) {
+    PassOn(error);
+  }
+}
+
+bool callbacks::ForgetCollectives(const std::string& device) {
+  py::gil_scoped_acquire gil;
+  set_collectives_token(device, py::none());
+  return auto_sharding().cast<bool>();
+}
+
+void callbacks::StepEnded() {
+  py::gil_scoped_acquire gil;
+  step_ended();
+}
+
+std::vector<StackFrame> callbacks::PythonStack() {
+  constexpr std::size_t kDeepest = 64;
+  std::vector<StackFrame> stack;
+  const py::gil_scoped_acquire gil;
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame && !frame.is_none() && stack.size() < kDeepest) {
+    const py::object name = py::dict(frame.attr("f_globals")).attr("get")("__name__", "");
+    stack.push_back(
+        {py::str(name), py::str(frame.attr("f_code").attr("co_filename")), frame.attr("f_lineno").cast<int>()});
+    frame = frame.attr("f_back");
+  }
+  return stack;
+}
+
+void callbacks::RecordRuns() {
+  py::gil_scoped_acquire gil;
+  if (Record(nullptr) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// Python's list of pending calls may be full, with calls that take all logged runs.
+void callbacks::RecordRunsSoon() { Py_AddPendingCall(&Record, nullptr); }
 
 void RegisterExceptions() {
   py::register_exception_translator([](std::exception_ptr error) {

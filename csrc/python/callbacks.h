@@ -8,7 +8,7 @@
 
 #include <string>
 
-#include "registry/registry.h"
+#include "registry/donor.h"
 
 namespace torch_xla_donate {
 
@@ -20,9 +20,8 @@ std::string NamesOf(const DonorSnapshot& donor);
 // The place that marked the donor; empty for an unmarked one.
 std::string WhereOf(const DonorSnapshot& donor);
 
-void SetCallbacks(py::object donated_buffer_error, py::object format_use, py::object report_reuse,
-                  py::object step_ended, py::object prepare_auto, py::object set_collectives_token,
-                  py::object auto_sharding);
+void SetCallbacks(py::object error, py::object format, py::object reuse, py::object ended, py::object prepare,
+                  py::object set_token, py::object is_auto_sharding);
 
 // The function that records the logged runs.
 void SetRunRecorder(py::object record);

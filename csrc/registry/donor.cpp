@@ -16,21 +16,16 @@ std::string DonorArray::Shape() const {
   return text + ']';
 }
 
-bool DonorStatus::IsMarkedBy(const abi::TensorData* tensor) const {
-  return std::any_of(marks.begin(), marks.end(),
-                     [tensor](const Mark& mark) { return mark.tensor.lock().get() == tensor; });
-}
-
 const Mark* DonorStatus::MarkOf(const CallSite* site) const {
   const auto found =
       std::find_if(marks.begin(), marks.end(), [site](const Mark& mark) { return mark.site.get() == site; });
   return found == marks.end() ? nullptr : &*found;
 }
 
-std::shared_ptr<abi::TensorData> DonorStatus::Target() const {
+std::shared_ptr<abi::TensorData> DonorStatus::PreferredOutput() const {
   for (auto mark = marks.rbegin(); mark != marks.rend(); ++mark) {
-    if (std::shared_ptr<abi::TensorData> target = mark->target.lock()) {
-      return target;
+    if (std::shared_ptr<abi::TensorData> output = mark->preferred_output.lock()) {
+      return output;
     }
   }
   return nullptr;
@@ -49,6 +44,16 @@ const CallSite* DonorStatus::StrictestSite() const {
 Strictness DonorStatus::Strict() const {
   const CallSite* site = StrictestSite();
   return site == nullptr ? Strictness::kWarn : site->strict;
+}
+
+void Donor::AddTensors(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const {
+  const lazy::BackendDataPtr buffer = array.buffer.lock();
+  for (const Mark& mark : status.marks) {
+    std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
+    if (tensor != nullptr && buffer != nullptr && tensor->handle == buffer) {
+      tensors.push_back(std::move(tensor));
+    }
+  }
 }
 
 bool DonorStatus::IsSmall(std::int64_t bytes) const {

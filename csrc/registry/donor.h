@@ -1,13 +1,12 @@
-// A mark, the call that made it, a donor, and a step with its donors. registry.h describes when they change.
+// A mark, the call that made it, and a donor. marks.h and steps.h describe when they change.
 //
-// Ownership: donors hold buffers and tensors weakly. Threads: a member is fixed when its object is made, or the
-//   registry's mutex guards it. The compiler checks the latter.
+// Ownership: donors hold buffers and tensors weakly. Threads: a member of a donor is const, or the registry's mutex
+//   guards it. The compiler checks both.
 #pragma once
 
 #include <c10/util/SmallVector.h>
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,7 +14,6 @@
 
 #include "host/graphs.h"
 #include "registry/reasons.h"
-#include "registry/step_tally.h"
 #include "registry/thread_safety.h"
 
 namespace torch_xla_donate {
@@ -39,8 +37,8 @@ struct Mark {
   std::weak_ptr<abi::TensorData> tensor;
   std::shared_ptr<const CallSite> site;
   std::uint32_t leaf = 0;
-  std::weak_ptr<abi::TensorData> target;  // the output that should take the buffer; empty if not requested
-  std::weak_ptr<void> sharding;           // of the tensor when it was marked, under SPMD
+  std::weak_ptr<abi::TensorData> preferred_output;  // that should take the buffer; empty if not requested
+  std::weak_ptr<void> sharding;                     // of the tensor when it was marked, under SPMD
 };
 
 enum class DonorState {
@@ -51,7 +49,7 @@ enum class DonorState {
   kCancelled,  // cancelled, or freed before a step read it
 };
 
-// The buffer of a donor. Never changes.
+// The buffer of a donor.
 struct DonorArray {
   explicit DonorArray(lazy::BackendDevice where) : device(std::move(where)) {}
 
@@ -71,18 +69,17 @@ struct DonorStatus {
   c10::SmallVector<Mark, 1> marks;  // oldest first; several for tied tensors and for several calls
   DonorState state = DonorState::kPending;
   Reason reason;  // why it is unusable, if known here; empty if XLA found no use for it
-  // In the graph of the step that reads it: the number of its parameter, of the output computed from it, and of the
-  // output that `into=` names.
-  std::optional<std::size_t> parameter, successor, requested;
+  // In the graph of the step that reads it: the number of its parameter, of the output that the planner gives it to,
+  // and of the output that `into=` names.
+  std::optional<std::size_t> parameter, preferred_output, requested;
   bool reported = false;     // needs no notice: TakeNotices() has returned it, or the user has disabled donation
   bool armed = false;        // this thread's next run of a compiled graph consumes it
   bool left_unused = false;  // claimed by a graph whose last run did not use it
 
-  bool IsMarkedBy(const abi::TensorData* tensor) const;
   // The mark that a call made; null if it made none.
   const Mark* MarkOf(const CallSite* site) const;
   // The output that should take the buffer: the last one requested that is still alive, or null.
-  std::shared_ptr<abi::TensorData> Target() const;
+  std::shared_ptr<abi::TensorData> PreferredOutput() const;
   // The first of the strictest calls that marked it; null for an automatic donor.
   const CallSite* StrictestSite() const;
   Strictness Strict() const;
@@ -92,71 +89,32 @@ struct DonorStatus {
   bool IsForCompiledRun() const;
 };
 
-struct Donor : DonorArray {
-  explicit Donor(DonorArray array) : DonorArray(std::move(array)) {
-    status.reported = automatic;  // no call has asked for it
+struct Donor {
+  explicit Donor(DonorArray of) : array(std::move(of)) {
+    status.reported = array.automatic;  // no call has asked for it
   }
 
+  // Appends the tensors that hold the buffer, by its marks.
+  void AddTensors(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const REQUIRES(registry_mutex);
+
+  const DonorArray array;
   DonorStatus status GUARDED_BY(registry_mutex);
 };
 using DonorPtr = std::shared_ptr<Donor>;
 
+// A marked buffer that a step does not donate.
+struct Refusal {
+  DonorPtr donor;
+  Reason reason;
+  bool notify;  // false if the user has disabled donation
+};
+
 // A copy that readers use without the lock.
 struct DonorSnapshot : DonorArray, DonorStatus {
-  explicit DonorSnapshot(const Donor& donor) REQUIRES(registry_mutex) : DonorArray(donor), DonorStatus(donor.status) {}
+  explicit DonorSnapshot(const Donor& donor) REQUIRES(registry_mutex)
+      : DonorArray(donor.array), DonorStatus(donor.status) {}
 
   std::string array;  // of a sharded donor whose step has ended, as XLA writes it; else empty, and the buffer has it
-};
-
-// The use that a compiled graph's last run made of its donors. The next run does the same, unless a buffer is exported
-// (dlpack) in only one of them.
-struct GraphOutcome {
-  std::vector<std::string> outputs;  // shapes as XLA writes them, if a reason needs them
-  std::vector<bool> used;            // for each donor, in the order of the step
-  std::vector<std::string> donors;   // the same; sharded ones as XLA writes them, else empty
-  std::weak_ptr<const abi::HostCachedComputation> executable;
-};
-
-// A step that read marked buffers.
-struct Step {
-  enum class Status { kClaimed, kRunning, kDone, kFailed };
-
-  Step(std::uint64_t count, std::vector<DonorPtr> offered, std::vector<DonorPtr> not_offered)
-      : number(count), donors(std::move(offered)), refused(std::move(not_offered)) {}
-
-  const std::uint64_t number;
-  const std::vector<DonorPtr> donors;   // offered to XLA, in parameter order
-  const std::vector<DonorPtr> refused;  // read by the step but not offered; each has its reason
-  bool after_backward_thread = false;   // set before another thread can see the step
-
-  // The arguments of a compiled function's call that none of its runs has read. Known and reported at the call's end.
-  std::vector<DonorPtr> unread GUARDED_BY(registry_mutex);
-  Status status GUARDED_BY(registry_mutex) = Status::kClaimed;
-  std::string graph_hash GUARDED_BY(registry_mutex);
-  // Of the graph's last run, if it has run before; then of this run.
-  std::shared_ptr<const GraphOutcome> outcome GUARDED_BY(registry_mutex);
-  // Kept until the outcome is known.
-  std::vector<std::weak_ptr<lazy::BackendData>> outputs GUARDED_BY(registry_mutex);
-  std::weak_ptr<const abi::HostCachedComputation> executable GUARDED_BY(registry_mutex);
-  std::uint64_t compilations GUARDED_BY(registry_mutex) = 0;  // graphs that torch_xla compiled for it, see NoteRun()
-  // The same for each step without donors until the next step with donors; as many as steps are kept.
-  std::deque<std::uint64_t> plain_steps GUARDED_BY(registry_mutex);
-  std::vector<std::weak_ptr<StepTally>> tallies GUARDED_BY(registry_mutex);  // that count it
-  // Memory for the end of the step, so that the end cannot fail. Only the thread that ends the step uses it.
-  std::vector<bool> used;
-};
-using StepPtr = std::shared_ptr<Step>;
-
-// A copy that readers use without the lock.
-struct StepSnapshot {
-  std::uint64_t number = 0;
-  std::string graph_hash;
-  std::string status;
-  std::vector<DonorSnapshot> donors;
-  std::vector<std::string> outputs;
-  bool after_backward_thread = false;
-  std::uint64_t compilations = 0;
-  std::deque<std::uint64_t> plain_steps;
 };
 
 }  // namespace torch_xla_donate

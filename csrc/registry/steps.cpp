@@ -1,50 +1,22 @@
-// The life of a step in the registry, from its claim to its outcome, and the snapshots for readers.
+// The life of a step, from its claim to its outcome, and the snapshots for readers.
+#include "registry/steps.h"
+
+#include <pthread.h>
+
 #include <algorithm>
-#include <utility>
 
 #include "host/array_text.h"
-#include "host/graphs.h"
-#include "registry/registry.h"
+#include "registry/watch.h"
 
 namespace torch_xla_donate {
 
 namespace {
 
-bool CountsThisThread(const StepTally& tally) REQUIRES(registry_mutex) {
-  return !tally.thread.has_value() || *tally.thread == std::this_thread::get_id();
-}
-
-// Adds the outcomes of these donors, which are known.
-void Count(const StepPtr& step, const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
-  std::int64_t offered = 0, donated = 0;
-  bool unusable = false;
-  for (const DonorPtr& donor : donors) {
-    const DonorStatus& status = donor->status;
-    const bool used = status.state == DonorState::kDonated;
-    offered += used || !donor->automatic ? donor->bytes : 0;
-    donated += used ? donor->bytes : 0;
-    unusable = unusable || !(used || donor->automatic || status.reported || status.IsSmall(donor->bytes));
-  }
-  for (const std::weak_ptr<StepTally>& weak : step->tallies) {
-    const std::shared_ptr<StepTally> tally = weak.lock();
-    if (tally == nullptr) {
-      continue;
-    }
-    tally->counts.offered_bytes += offered;
-    tally->counts.donated_bytes += donated;
-    std::vector<StepPtr>& found = tally->unusable;
-    if (unusable && found.size() < StepTally::kKeptUnusable &&
-        std::find(found.begin(), found.end(), step) == found.end()) {
-      found.push_back(step);
-    }
-  }
-}
-
 bool IsToReport(const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
   for (const DonorPtr& donor : donors) {
     const DonorStatus& status = donor->status;
     if (status.state == DonorState::kUnusable && !status.reported && status.Strict() > Strictness::kOff &&
-        !status.IsSmall(donor->bytes)) {
+        !status.IsSmall(donor->array.bytes)) {
       return true;
     }
   }
@@ -63,17 +35,225 @@ void Set(Reason& reason, const Reason& value) noexcept {
 
 }  // namespace
 
-DonationRegistry::Claimed DonationRegistry::Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused,
-                                                  bool after_backward_thread) {
+Steps& Steps::Get() {
+  static Steps* steps = new Steps();
+  return *steps;
+}
+
+Steps::Steps() : compilations_(abi::Compilations()) {
+  pthread_atfork(nullptr, nullptr, [] { Get().EndAll(); });
+}
+
+void Steps::EndAll() {
+  MutexLock lock(registry_mutex);
+  running_ = 0;
+  for (auto& [buffer, consumed] : consumed_) {
+    consumed.step->status = Step::Status::kDone;
+  }
+}
+
+void Steps::Refresh() noexcept {
+  SetWatch(kConsumed | kUndonated,
+           (consumed_.empty() ? kNothing : kConsumed) | (undonated_.empty() ? kNothing : kUndonated));
+  has_notices_.store(!notices_.empty(), std::memory_order_relaxed);
+}
+
+// ---- Buffers that steps have consumed ----
+
+const Steps::Consumed* Steps::Lookup(Buffer buffer) const {
+  auto found = consumed_.find(buffer);
+  // An expired entry belongs to an earlier object at the same address.
+  return found == consumed_.end() || found->second.donor->array.buffer.expired() ? nullptr : &found->second;
+}
+
+bool Steps::IsTracked(const lazy::BackendData* buffer) const {
+  MutexLock lock(registry_mutex);
+  return Lookup(buffer) != nullptr;
+}
+
+std::size_t Steps::FirstTracked(const std::vector<Marks::Leaf>& leaves) const {
+  MutexLock lock(registry_mutex);
+  std::size_t i = consumed_.empty() ? leaves.size() : 0;
+  while (i < leaves.size() && Lookup(leaves[i].buffer.get()) == nullptr) {
+    ++i;
+  }
+  return i;
+}
+
+bool Steps::IsConsumed(const lazy::BackendData* buffer) const {
+  MutexLock lock(registry_mutex);
+  return IsConsumedLocked(buffer);
+}
+
+bool Steps::IsConsumedLocked(Buffer buffer) const {
+  const Consumed* consumed = Lookup(buffer);
+  return consumed != nullptr && !consumed->donor->status.left_unused;
+}
+
+std::optional<std::size_t> Steps::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
+  MutexLock lock(registry_mutex);
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    if (IsConsumedLocked(buffers[i].get()) || Marks::Get().IsArmed(buffers[i].get())) {
+      return i;
+    }
+  }
+  Marks::Get().CancelLocked(buffers);
+  return std::nullopt;
+}
+
+std::optional<ConsumedDonor> Steps::FindConsumed(const lazy::BackendData* buffer) {
+  MutexLock lock(registry_mutex);
+  const Consumed* consumed = Lookup(buffer);
+  while (consumed != nullptr && consumed->step->status == Step::Status::kRunning) {
+    registry_mutex.Wait(ended_);
+    consumed = Lookup(buffer);
+  }
+  return consumed == nullptr ? std::nullopt
+                             : std::optional(ConsumedDonor{DonorSnapshot(*consumed->donor), consumed->step->number});
+}
+
+void Steps::NoteUndonated(const std::vector<DonorPtr>& donors, std::uint64_t step) {
+  MutexLock lock(registry_mutex);
+  for (const DonorPtr& donor : donors) {
+    const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
+    if (buffer != nullptr) {
+      undonated_[buffer.get()] = {donor, step};
+    }
+  }
+  Refresh();
+}
+
+std::optional<ConsumedDonor> Steps::FindUndonated(const lazy::BackendData* buffer) const {
+  MutexLock lock(registry_mutex);
+  const auto found = undonated_.find(buffer);
+  return found == undonated_.end() || found->second.first->array.buffer.expired()
+             ? std::nullopt
+             : std::optional(ConsumedDonor{DonorSnapshot(*found->second.first), found->second.second});
+}
+
+void Steps::ForgetUndonated(std::uint64_t step) {
+  MutexLock lock(registry_mutex);
+  for (auto it = undonated_.begin(); it != undonated_.end();) {
+    it = it->second.second == step ? undonated_.erase(it) : std::next(it);
+  }
+  Refresh();
+}
+
+void Steps::ForgetUndonated(const std::vector<Marks::Leaf>& marked) {
+  MutexLock lock(registry_mutex);
+  for (const Marks::Leaf& leaf : marked) {
+    undonated_.erase(leaf.buffer.get());
+  }
+  Refresh();
+}
+
+std::vector<std::shared_ptr<abi::TensorData>> Steps::TensorsOf(const std::vector<DonorPtr>& donors) const {
+  std::vector<std::shared_ptr<abi::TensorData>> tensors;
+  MutexLock lock(registry_mutex);
+  for (const DonorPtr& donor : donors) {
+    donor->AddTensors(tensors);
+  }
+  return tensors;
+}
+
+void Steps::ForgetFreed() noexcept {
+  for (auto it = undonated_.begin(); it != undonated_.end();) {
+    it = it->second.first->array.buffer.expired() ? undonated_.erase(it) : std::next(it);
+  }
+  for (auto it = consumed_.begin(); it != consumed_.end();) {
+    it = it->second.donor->array.buffer.expired() ? consumed_.erase(it) : std::next(it);
+  }
+  remembered_ = consumed_.size();
+}
+
+void Steps::Sweep() {
+  MutexLock lock(registry_mutex);
+  ForgetFreed();
+  std::vector<Refusal> lost;
+  for (DonorPtr& donor : Marks::Get().Resharded()) {
+    lost.push_back({std::move(donor), ReasonCode::kAnotherBuffer, /*notify=*/true});
+  }
+  ClaimLocked({}, std::move(lost), /*after_backward_thread=*/false);
+  Marks::Get().RemoveFreed();
+  Refresh();
+}
+
+// ---- Calls of compiled functions ----
+
+std::vector<Steps::OpenCall>& Steps::OpenCalls() {
+  thread_local std::vector<OpenCall> calls;
+  while (!calls.empty() && calls.back().site.expired()) {  // an interrupt has ended it
+    calls.pop_back();
+  }
+  return calls;
+}
+
+void Steps::BeginCall(const std::shared_ptr<const CallSite>& site) { OpenCalls().push_back({site, {}}); }
+
+Steps::OpenCall* Steps::FindOpen(const CallSite* site) {
+  for (OpenCall& call : OpenCalls()) {
+    if (call.site.lock().get() == site) {
+      return &call;
+    }
+  }
+  return nullptr;
+}
+
+void Steps::CloseCall(OpenCall* call) noexcept {
+  if (call == nullptr) {
+    return;
+  }
+  try {
+    if (call->has_plain_run && call->step == nullptr) {
+      CountRunLocked(/*is_step=*/true);
+    } else if (call->has_plain_run) {
+      AddCompilations(call->step->compilations);
+    }
+  } catch (const std::bad_alloc&) {
+    Tallies::Get().NoteLoss();  // the report misses a step without donors
+  }
+  // With those that an interrupt has left open inside it.
+  OpenCalls().erase(OpenCalls().begin() + (call - OpenCalls().data()), OpenCalls().end());
+}
+
+void Steps::CancelCall(const CallSite* site) noexcept {
+  MutexLock lock(registry_mutex);
+  CloseCall(FindOpen(site));
+  Marks::Get().RemoveCall(site);
+}
+
+void Steps::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t, Reason>& reasons,
+                    const Reason& reason, bool notify) {
+  MutexLock lock(registry_mutex);
+  OpenCall* const call = FindOpen(site);
+  std::vector<Refusal> refused;
+  for (const auto& [leaf, donor] : Marks::Get().OnlyOfCall(site)) {
+    const auto own = reasons.find(leaf);
+    refused.push_back({donor, own == reasons.end() ? reason : own->second, notify});
+  }
+  if (call != nullptr && call->step != nullptr && !refused.empty()) {
+    AddUnread(call->step, std::move(refused));
+  } else if (!refused.empty()) {
+    ClaimLocked({}, std::move(refused), /*after_backward_thread=*/false);
+  }
+  CloseCall(call);
+  Marks::Get().RemoveCall(site);
+  Refresh();
+}
+
+// ---- The life of a step ----
+
+Steps::Claimed Steps::Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused,
+                            bool after_backward_thread) {
   MutexLock lock(registry_mutex);
   return ClaimLocked(offers, std::move(refused), after_backward_thread);
 }
 
-DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused,
-                                                        bool after_backward_thread) {
+Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused,
+                                  bool after_backward_thread) {
   // Runs of compiled graphs do not call Sweep(), so freed buffers would slow down every look-up.
   if (consumed_.size() > remembered_ + offers.size()) {
-    ForgetConsumed();
+    ForgetFreed();
   }
   // Another thread may have cancelled marks since the caller found them.
   std::vector<const Offer*> left;
@@ -94,29 +274,23 @@ DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>
   if (donors.empty() && not_offered.empty()) {
     return {};
   }
-  auto step = std::make_shared<Step>(next_step_, std::move(donors), std::move(not_offered));
-  step->after_backward_thread = after_backward_thread;
-  step->used.resize(step->donors.size());
-  for (const std::shared_ptr<StepTally>& tally : tallies_) {
-    if (CountsThisThread(*tally)) {
-      step->tallies.push_back(tally);
-    }
-  }
+  auto step = std::make_shared<Step>(next_step_, std::move(donors), std::move(not_offered), after_backward_thread);
+  step->tallies = Tallies::Get().OfThisThread();
   std::vector<std::shared_ptr<abi::TensorData>> tensors;
   for (const DonorPtr& donor : step->donors) {
-    AddTensorsOf(*donor, tensors);
+    donor->AddTensors(tensors);
   }
   std::size_t noted = 0;
   try {
     for (; noted < left.size(); ++noted) {
       const DonorPtr& donor = left[noted]->donor;
-      if (!donor->automatic) {  // no tensor holds an automatic donor, so no use can be checked
-        consumed_.insert_or_assign(donor->buffer.lock().get(), Consumed{donor, step});
+      if (!donor->array.automatic) {  // no tensor holds an automatic donor, so no use can be checked
+        consumed_.insert_or_assign(donor->array.buffer.lock().get(), Consumed{donor, step});
       }
     }
   } catch (...) {
     while (noted-- > 0) {
-      consumed_.erase(left[noted]->donor->buffer.lock().get());
+      consumed_.erase(left[noted]->donor->array.buffer.lock().get());
     }
     throw;
   }
@@ -135,32 +309,32 @@ DonationRegistry::Claimed DonationRegistry::ClaimLocked(const std::vector<Offer>
     status.state = DonorState::kClaimed;
     status.armed = false;
     status.parameter = offer->parameter;
-    status.successor = offer->successor;
+    status.preferred_output = offer->preferred_output;
     status.requested = offer->requested;
-    if (!offer->donor->automatic) {
-      pending_.erase(offer->donor->buffer.lock().get());
+    if (!offer->donor->array.automatic) {
+      Marks::Get().Remove(*offer->donor);
     }
   }
   Refuse(refused);
   if (step->donors.empty()) {
     step->status = Step::Status::kDone;
-    AddStep(step);
+    Keep(step);
   }
   Refresh();
   return {step, std::move(tensors)};
 }
 
-void DonationRegistry::Refuse(std::vector<Refusal>& refused) noexcept {
+void Steps::Refuse(std::vector<Refusal>& refused) noexcept {
   for (Refusal& refusal : refused) {
     DonorStatus& status = refusal.donor->status;
     status.state = DonorState::kUnusable;
     status.reason = std::move(refusal.reason);
     status.reported = !refusal.notify;
-    pending_.erase(refusal.donor->buffer.lock().get());
+    Marks::Get().Remove(*refusal.donor);
   }
 }
 
-void DonationRegistry::AddUnread(const StepPtr& step, std::vector<Refusal> unread) {
+void Steps::AddUnread(const StepPtr& step, std::vector<Refusal> unread) {
   std::vector<DonorPtr> donors;
   for (const Refusal& refusal : unread) {
     donors.push_back(refusal.donor);
@@ -169,72 +343,33 @@ void DonationRegistry::AddUnread(const StepPtr& step, std::vector<Refusal> unrea
   // Nothing throws from here on. The step may still run, and its end counts and reports its other donors.
   Refuse(unread);
   try {
-    Count(step, donors);
-    AddNotice(step, donors);
+    Report(step, donors);
   } catch (const std::bad_alloc&) {
-    ++other_errors_;
+    Tallies::Get().NoteLoss();
   }
 }
 
-std::vector<DonationRegistry::OpenCall>& DonationRegistry::OpenCalls() {
-  thread_local std::vector<OpenCall> calls;
-  while (!calls.empty() && calls.back().site.expired()) {  // an interrupt has ended it
-    calls.pop_back();
-  }
-  return calls;
-}
-
-void DonationRegistry::BeginCall(const std::shared_ptr<const CallSite>& site) { OpenCalls().push_back({site, {}}); }
-
-DonationRegistry::OpenCall* DonationRegistry::FindOpen(const CallSite* site) {
-  for (OpenCall& call : OpenCalls()) {
-    if (call.site.lock().get() == site) {
-      return &call;
-    }
-  }
-  return nullptr;
-}
-
-void DonationRegistry::CloseCall(OpenCall* call) noexcept {
-  if (call == nullptr) {
-    return;
-  }
-  try {
-    if (call->has_plain_run && call->step == nullptr) {
-      CountRunLocked(/*is_step=*/true);
-    } else if (call->has_plain_run) {
-      AddCompilations(call->step->compilations);
-    }
-  } catch (const std::bad_alloc&) {
-    ++other_errors_;  // the report misses a step without donors
-  }
-  // With those that an interrupt has left open inside it.
-  OpenCalls().erase(OpenCalls().begin() + (call - OpenCalls().data()), OpenCalls().end());
-}
-
-void DonationRegistry::AddNotice(const StepPtr& step, const std::vector<DonorPtr>& donors) {
+void Steps::Report(const StepPtr& step, const std::vector<DonorPtr>& donors) {
+  Tallies::Count(step, donors);
   if (IsToReport(donors) && std::find(notices_.begin(), notices_.end(), step) == notices_.end()) {
     notices_.push_back(step);
   }
 }
 
-void DonationRegistry::AddStep(const StepPtr& step) noexcept {
+void Steps::Keep(const StepPtr& step) noexcept {
   try {
-    Count(step, step->donors);
-    Count(step, step->refused);
-    steps_.push_back(step);
-    if (steps_.size() > kept_steps_) {
-      steps_.pop_front();
+    kept_.push_back(step);
+    if (kept_.size() > most_kept_) {
+      kept_.pop_front();
     }
-    AddNotice(step, step->donors);
-    AddNotice(step, step->refused);
+    Report(step, step->donors);
+    Report(step, step->refused);
   } catch (const std::bad_alloc&) {
-    ++other_errors_;  // the report misses the step
+    Tallies::Get().NoteLoss();  // the report misses the step
   }
 }
 
-void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
-                              const std::vector<lazy::BackendDataPtr>& outputs) {
+void Steps::Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs) {
   MutexLock lock(registry_mutex);
   step->outputs.assign(outputs.begin(), outputs.end());
   const auto known = outcomes_.find(graph_hash);
@@ -250,23 +385,12 @@ void DonationRegistry::Commit(const StepPtr& step, std::string graph_hash,
   ++running_;
 }
 
-void DonationRegistry::NoteExecutable(const StepPtr& step,
-                                      const std::shared_ptr<const abi::HostCachedComputation>& executable) {
+void Steps::NoteExecutable(const StepPtr& step, const std::shared_ptr<const abi::HostCachedComputation>& executable) {
   MutexLock lock(registry_mutex);
   step->executable = executable;
 }
 
-std::optional<std::string> DonationRegistry::GraphText(const std::string& graph_hash) const {
-  std::shared_ptr<const abi::HostCachedComputation> executable;
-  {
-    MutexLock lock(registry_mutex);
-    const auto found = outcomes_.find(graph_hash);
-    executable = found == outcomes_.end() ? nullptr : found->second->executable.lock();
-  }
-  return executable == nullptr ? std::nullopt : std::optional(abi::DescribeGraph(*executable).text);
-}
-
-std::shared_ptr<GraphOutcome> DonationRegistry::DescribeOutcome(const Step& step) const {
+std::shared_ptr<GraphOutcome> Steps::DescribeOutcome(const Step& step) const {
   auto outcome = std::make_shared<GraphOutcome>();
   outcome->used = step.used;
   std::vector<std::weak_ptr<lazy::BackendData>> outputs;
@@ -282,7 +406,7 @@ std::shared_ptr<GraphOutcome> DonationRegistry::DescribeOutcome(const Step& step
     return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
   };
   for (const DonorPtr& donor : step.donors) {
-    const std::string array = describe(donor->buffer.lock());
+    const std::string array = describe(donor->array.buffer.lock());
     outcome->donors.push_back(IsSharded(array) ? array : std::string());
   }
   if (std::find(step.used.begin(), step.used.end(), false) != step.used.end()) {
@@ -293,10 +417,10 @@ std::shared_ptr<GraphOutcome> DonationRegistry::DescribeOutcome(const Step& step
   return outcome;
 }
 
-void DonationRegistry::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
+void Steps::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
   // Before the lock is taken, because HasValue() calls the host.
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
-    const lazy::BackendDataPtr buffer = step->donors[i]->buffer.lock();
+    const lazy::BackendDataPtr buffer = step->donors[i]->array.buffer.lock();
     // The running step holds its parameters, so the buffer exists. A missing one could not be used anyway.
     step->used[i] = buffer == nullptr || !buffer->HasValue();
   }
@@ -304,25 +428,24 @@ void DonationRegistry::RecordOutcome(const StepPtr& step, const Reason& failure)
   try {
     outcome = failure.empty() ? DescribeOutcome(*step) : nullptr;
   } catch (const std::exception& error) {  // a reason may lack a size, but the step must end
-    NoteError(error.what());
+    Tallies::Get().NoteError(error.what());
   }
   MutexLock lock(registry_mutex);
   Finish(step, std::move(outcome), failure);
 }
 
-bool DonationRegistry::IsUnusable(const Donor& donor) const {
-  MutexLock lock(registry_mutex);
-  return donor.status.state == DonorState::kUnusable;
-}
-
-void DonationRegistry::Abandon(const StepPtr& step, const Reason& failure) noexcept {
+void Steps::Abandon(const StepPtr& step, const Reason& failure) noexcept {
   step->used.assign(step->donors.size(), false);
   MutexLock lock(registry_mutex);
   Finish(step, nullptr, failure);
 }
 
-void DonationRegistry::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome,
-                              const Reason& failure) noexcept {
+bool Steps::IsUnusable(const Donor& donor) const {
+  MutexLock lock(registry_mutex);
+  return donor.status.state == DonorState::kUnusable;
+}
+
+void Steps::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome, const Reason& failure) noexcept {
   if (step->status == Step::Status::kDone || step->status == Step::Status::kFailed) {
     return;  // a run that the host drops may end twice
   }
@@ -338,7 +461,7 @@ void DonationRegistry::Finish(const StepPtr& step, std::shared_ptr<const GraphOu
     if (step->used[i]) {
       continue;
     }
-    consumed_.erase(donor.buffer.lock().get());
+    consumed_.erase(donor.array.buffer.lock().get());
     if (!failure.empty()) {
       Set(status.reason, failure);
       status.reported = true;  // the failure itself is raised by torch_xla
@@ -357,64 +480,52 @@ void DonationRegistry::Finish(const StepPtr& step, std::shared_ptr<const GraphOu
         }
       }
     } catch (const std::bad_alloc&) {
-      ++other_errors_;  // the next run of the graph computes the outcome again
+      Tallies::Get().NoteLoss();  // the next run of the graph computes the outcome again
     }
   }
-  AddStep(step);
+  Keep(step);
   if (was_running) {
     --running_;
   }
   Refresh();
-  settled_.notify_all();
+  ended_.notify_all();
 }
 
-void DonationRegistry::NoteAutoRefusal(const Reason& reason) noexcept {
+// ---- Steps without donors ----
+
+void Steps::AddCompilations(std::uint64_t& counter) {
+  const std::uint64_t now = abi::Compilations();
+  counter += now < compilations_ ? now : now - compilations_;  // fewer if the program has cleared torch_xla's counters
+  compilations_ = now;
+}
+
+void Steps::CountRun(bool is_step) {
+  std::vector<OpenCall>& calls = OpenCalls();
+  if (is_step && !calls.empty()) {
+    calls.back().has_plain_run = true;
+    return;
+  }
   MutexLock lock(registry_mutex);
-  try {
-    const bool fits = auto_refusals_.size() < kKeptTexts || auto_refusals_.count(reason) != 0;
-    ++auto_refusals_[fits ? reason : Reason(reason.code)];
-  } catch (const std::bad_alloc&) {
-    ++other_errors_;
+  CountRunLocked(is_step);
+}
+
+void Steps::CountRunLocked(bool is_step) {
+  std::deque<std::uint64_t>& plain = last_claimed_->plain_steps;
+  if (is_step) {
+    plain.push_back(0);
+  }
+  AddCompilations(plain.empty() ? last_claimed_->compilations : plain.back());
+  if (plain.size() > most_kept_) {
+    plain.pop_front();
+  }
+  if (is_step) {
+    Tallies::Get().CountPlainStep();
   }
 }
 
-std::map<Reason, std::uint64_t> DonationRegistry::AutoRefusals() const {
-  MutexLock lock(registry_mutex);
-  return auto_refusals_;
-}
+// ---- For readers ----
 
-void DonationRegistry::NoteError(const char* error) noexcept {
-  MutexLock lock(registry_mutex);
-  try {
-    if (const auto known = errors_.find(error); known != errors_.end()) {
-      ++known->second;
-    } else if (errors_.size() < kKeptTexts) {
-      errors_.emplace(error, 1);
-    } else {
-      ++other_errors_;
-    }
-  } catch (const std::bad_alloc&) {
-    ++other_errors_;
-  }
-}
-
-std::map<std::string, std::uint64_t> DonationRegistry::Errors() const {
-  MutexLock lock(registry_mutex);
-  std::map<std::string, std::uint64_t> errors = errors_;
-  if (other_errors_ > 0) {
-    errors.emplace("errors without a text, for lack of memory or because there are too many", other_errors_);
-  }
-  return errors;
-}
-
-void DonationRegistry::WaitForSteps() {
-  MutexLock lock(registry_mutex);
-  while (running_ != 0) {
-    registry_mutex.Wait(settled_);
-  }
-}
-
-StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
+StepSnapshot Steps::Snapshot(const Step& step) const {
   static const char* const names[] = {"claimed", "running", "done", "failed"};
   StepSnapshot snapshot;
   snapshot.number = step.number;
@@ -438,96 +549,56 @@ StepSnapshot DonationRegistry::Snapshot(const Step& step) const {
   return snapshot;
 }
 
-std::vector<StepSnapshot> DonationRegistry::Steps() const {
+std::vector<StepSnapshot> Steps::Snapshots(const std::vector<StepPtr>& steps) const {
   MutexLock lock(registry_mutex);
   std::vector<StepSnapshot> result;
-  for (const StepPtr& step : steps_) {
+  for (const StepPtr& step : steps) {
     result.push_back(Snapshot(*step));
   }
   return result;
 }
 
-void DonationRegistry::SetKeptSteps(std::size_t count) {
+std::vector<StepSnapshot> Steps::Kept() const {
   MutexLock lock(registry_mutex);
-  kept_steps_ = std::max<std::size_t>(count, 1);
-  while (steps_.size() > kept_steps_) {
-    steps_.pop_front();
-  }
-}
-
-void DonationRegistry::AddCompilations(std::uint64_t& counter) {
-  const std::uint64_t now = abi::Compilations();
-  counter += now < compilations_ ? now : now - compilations_;  // fewer if the program has cleared torch_xla's counters
-  compilations_ = now;
-}
-
-void DonationRegistry::CountRun(bool is_step) {
-  std::vector<OpenCall>& calls = OpenCalls();
-  if (is_step && !calls.empty()) {
-    calls.back().has_plain_run = true;
-    return;
-  }
-  MutexLock lock(registry_mutex);
-  CountRunLocked(is_step);
-}
-
-void DonationRegistry::CountRunLocked(bool is_step) {
-  std::deque<std::uint64_t>& plain = last_claimed_->plain_steps;
-  if (is_step) {
-    plain.push_back(0);
-  }
-  AddCompilations(plain.empty() ? last_claimed_->compilations : plain.back());
-  if (plain.size() > kept_steps_) {
-    plain.pop_front();
-  }
-  if (!is_step) {
-    return;
-  }
-  for (const std::shared_ptr<StepTally>& tally : tallies_) {
-    if (tally->counts.steps > 0 && CountsThisThread(*tally)) {
-      ++tally->counts.plain_steps;
-    }
-  }
-}
-
-void DonationRegistry::Open(const std::shared_ptr<StepTally>& tally, bool all_threads) {
-  MutexLock lock(registry_mutex);
-  tally->thread = all_threads ? std::nullopt : std::optional(std::this_thread::get_id());
-  tallies_.push_back(tally);
-}
-
-void DonationRegistry::Close(const std::shared_ptr<StepTally>& tally) {
-  MutexLock lock(registry_mutex);
-  tallies_.erase(std::remove(tallies_.begin(), tallies_.end(), tally), tallies_.end());
-}
-
-std::pair<TallyCounts, std::vector<StepSnapshot>> DonationRegistry::Read(const StepTally& tally) const {
-  MutexLock lock(registry_mutex);
-  std::vector<StepSnapshot> unusable;
-  for (const StepPtr& step : tally.unusable) {
-    unusable.push_back(Snapshot(*step));
-  }
-  return {tally.counts, std::move(unusable)};
-}
-
-std::vector<DonorSnapshot> DonationRegistry::Pending() const {
-  MutexLock lock(registry_mutex);
-  std::vector<DonorSnapshot> result;
-  for (const auto& entry : pending_) {
-    if (!entry.second->buffer.expired()) {
-      result.emplace_back(*entry.second);
-    }
+  std::vector<StepSnapshot> result;
+  for (const StepPtr& step : kept_) {
+    result.push_back(Snapshot(*step));
   }
   return result;
 }
 
-std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy::BackendDevice>& device) {
+void Steps::SetKept(std::size_t count) {
+  MutexLock lock(registry_mutex);
+  most_kept_ = std::max<std::size_t>(count, 1);
+  while (kept_.size() > most_kept_) {
+    kept_.pop_front();
+  }
+}
+
+std::optional<std::string> Steps::GraphText(const std::string& graph_hash) const {
+  std::shared_ptr<const abi::HostCachedComputation> executable;
+  {
+    MutexLock lock(registry_mutex);
+    const auto found = outcomes_.find(graph_hash);
+    executable = found == outcomes_.end() ? nullptr : found->second->executable.lock();
+  }
+  return executable == nullptr ? std::nullopt : std::optional(abi::DescribeGraph(*executable).text);
+}
+
+void Steps::Wait() {
+  MutexLock lock(registry_mutex);
+  while (running_ != 0) {
+    registry_mutex.Wait(ended_);
+  }
+}
+
+std::vector<StepSnapshot> Steps::TakeNotices(const std::optional<lazy::BackendDevice>& device) {
   MutexLock lock(registry_mutex);
   std::vector<StepSnapshot> result;
   std::deque<StepPtr> taken, others;
   for (const StepPtr& step : notices_) {
     const auto& donors = step->donors.empty() ? step->refused : step->donors;
-    const bool is_other = device.has_value() && !(donors.front()->device == *device);
+    const bool is_other = device.has_value() && !(donors.front()->array.device == *device);
     (is_other ? others : taken).push_back(step);
     if (!is_other) {
       result.push_back(Snapshot(*step));
@@ -545,9 +616,9 @@ std::vector<StepSnapshot> DonationRegistry::TakeNotices(const std::optional<lazy
   return result;
 }
 
-DonationRegistry::Counts DonationRegistry::Size() const {
+Steps::Counts Steps::Size() const {
   MutexLock lock(registry_mutex);
-  return {pending_.size(), consumed_.size(), undonated_.size(), steps_.size(), outcomes_.size()};
+  return {consumed_.size(), undonated_.size(), kept_.size(), outcomes_.size()};
 }
 
 }  // namespace torch_xla_donate

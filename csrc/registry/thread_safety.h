@@ -6,6 +6,8 @@
 #include <condition_variable>
 #include <mutex>
 
+#include "host/process_mutex.h"
+
 #if defined(__clang__)
 #define TXD_THREAD_SAFETY(attribute) __attribute__((attribute))
 #else
@@ -19,12 +21,12 @@
 #define EXCLUDES(mutex) TXD_THREAD_SAFETY(locks_excluded(mutex))
 #define ACQUIRE(...) TXD_THREAD_SAFETY(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) TXD_THREAD_SAFETY(release_capability(__VA_ARGS__))
-#define NO_THREAD_SAFETY_ANALYSIS TXD_THREAD_SAFETY(no_thread_safety_analysis)
 
 namespace torch_xla_donate {
 
 class CAPABILITY("mutex") Mutex {
  public:
+  explicit Mutex(std::mutex& mutex) noexcept : mutex_(mutex) {}
   void lock() ACQUIRE() { mutex_.lock(); }
   void unlock() RELEASE() { mutex_.unlock(); }
   // Releases the mutex until `change` is notified. May also return without a notification.
@@ -35,7 +37,7 @@ class CAPABILITY("mutex") Mutex {
   }
 
  private:
-  std::mutex mutex_;
+  std::mutex& mutex_;
 };
 
 class SCOPED_CAPABILITY MutexLock {
@@ -48,5 +50,8 @@ class SCOPED_CAPABILITY MutexLock {
  private:
   Mutex& mutex_;
 };
+
+// The mutex of this folder. It guards the marks, and the members of donors, steps and tallies that change.
+inline Mutex registry_mutex{ProcessMutex(MutexOf::kRegistry)};
 
 }  // namespace torch_xla_donate

@@ -1,16 +1,18 @@
-// The functions and objects of Python that the hooks use. They are set once, before the hooks are installed.
+// The functions of Python that the hooks call. python/callbacks.cpp has them; SetCallbacks() comes before the hooks are
+// installed.
 //
-// Signals: Python runs a signal handler, which may raise, before the next bytecode, and a callback may run that
-//   bytecode. So each callback passes on the exceptions raised in it, or runs no bytecode.
+// Threads: any, without locks. Each takes the GIL, except where its comment says otherwise.
+// Errors: each passes on the exceptions of Python, except where its comment says that it runs no bytecode. Python runs
+// a
+//   signal handler, which may raise, before the next bytecode.
 #pragma once
 
 #include <torch/csrc/python_headers.h>
 
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "registry/registry.h"
+#include "registry/donor.h"
 
 namespace torch_xla_donate {
 
@@ -20,32 +22,29 @@ struct StackFrame {
   int line;
 };
 
-struct HookCallbacks {
-  PyObject* donated_buffer_error = nullptr;  // exception type, never freed
-  // Returns the message for a use of a consumed buffer. Called without locks; may take the GIL and throw.
-  std::function<std::string(const DonorSnapshot&, std::uint64_t step)> describe_use;
-  // Called when the program uses a buffer that a step would have consumed if donation were enabled. Called without
-  // locks; may take the GIL and throw.
-  std::function<void(const DonorSnapshot&, std::uint64_t step)> report_reuse;
-  // Called before the first list of live tensors for automatic donation, to verify its assumptions. Returns why this
-  // process cannot donate automatically; empty if it can. Several threads may call it at a time. May take the GIL and
-  // throw. Then the step does not begin. The next step retries.
-  std::function<Reason()> prepare_auto;
-  // Called before a step chooses its donors. Drops the token that orders the collectives of the device (given by name),
-  // and checks whether auto-sharding is on by now. Called without locks. May take the GIL, but runs no bytecode. If it
-  // throws, the step donates nothing.
-  std::function<void(const std::string& device)> forget_collectives;
-  // Called at the end of a step that has something to report or to check. May take the GIL and throw.
-  std::function<void()> step_ended;
-  // The frames of this thread, innermost first; at most 64. Called without locks. Takes the GIL, but runs no bytecode.
-  std::function<std::vector<StackFrame>()> python_stack;
-  // Records the logged runs: now, which may take the GIL and throw; or soon, in Python's main thread, between
-  // bytecodes.
-  std::function<void()> record_runs;
-  std::function<void()> record_runs_soon;
-};
+namespace callbacks {
 
-void SetHookCallbacks(HookCallbacks callbacks);
-const HookCallbacks& Callbacks();
+// The exception type. Needs no GIL.
+PyObject* DonatedBufferError();
+// The message for a use of a consumed buffer.
+std::string DescribeUse(const DonorSnapshot& donor, std::uint64_t step);
+// The program uses a buffer that a step would have consumed if donation were enabled.
+void ReportReuse(const DonorSnapshot& donor, std::uint64_t step);
+// Called before the first list of live tensors for automatic donation, to verify its assumptions. Returns why this
+// process cannot donate automatically; empty if it can. Several threads may call it at a time. If it throws, the step
+// does not begin, and the next step retries.
+Reason PrepareAuto();
+// Called before a step chooses its donors. Drops the token that orders the collectives of the device (given by name).
+// Returns whether auto-sharding is on by now. Runs no bytecode. If it throws, the step donates nothing.
+bool ForgetCollectives(const std::string& device);
+// Called at the end of a step that has something to report or to check.
+void StepEnded();
+// The frames of this thread, innermost first; at most 64. Runs no bytecode.
+std::vector<StackFrame> PythonStack();
+// Records the logged runs: now; or soon, in Python's main thread, between bytecodes, which needs no GIL.
+void RecordRuns();
+void RecordRunsSoon();
+
+}  // namespace callbacks
 
 }  // namespace torch_xla_donate

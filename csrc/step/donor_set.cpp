@@ -31,6 +31,37 @@ void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& ten
   }
 }
 
+void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason, bool notify) {
+  std::vector<Refusal> refused;
+  for (const auto& mark : Marks::Get().Among(graph.parameters_data)) {
+    refused.push_back({mark.donor, reason, notify});
+  }
+  if (!refused.empty()) {
+    Steps::Get().Claim({}, std::move(refused));
+  }
+}
+
+std::vector<MarkObstacle> FindObstacles(const std::vector<Marks::PendingMark>& marks,
+                                        const std::vector<std::shared_ptr<abi::TensorData>>& live) {
+  std::vector<const void*> buffers;
+  for (const Marks::PendingMark& mark : marks) {
+    buffers.push_back(mark.donor->array.buffer.lock().get());
+  }
+  std::vector<BufferHolder> holders;
+  for (const auto& data : live) {
+    const void* buffer = data == nullptr           ? nullptr
+                         : data->handle != nullptr ? data->handle.get()
+                                                   : abi::BufferOf(*data).get();
+    if (buffer != nullptr) {
+      holders.push_back({data.get(), buffer, abi::HasView(*data)});
+    }
+  }
+  return FindObstacles(buffers, holders, [&marks](std::size_t i, const void* tensor) {
+    const auto& marked = marks[i].tensors;
+    return std::any_of(marked.begin(), marked.end(), [tensor](const auto& data) { return data.get() == tensor; });
+  });
+}
+
 // ---- Claim ----
 
 Claim::~Claim() {
@@ -54,25 +85,24 @@ void Claim::Abandon(const Reason& why) noexcept {
   RestoreInfos();
   ReleaseOutputs(moved_);
   if (const StepPtr step = std::exchange(step_, nullptr)) {
-    DonationRegistry::Get().Abandon(step, why);
+    Steps::Get().Abandon(step, why);
   }
 }
 
 void Claim::Commit(RunContext& run, std::string graph_hash) {
   run.graph = graph_hash;
-  DonationRegistry::Get().Commit(step_, std::move(graph_hash), run.run.tensors_data);
+  Steps::Get().Commit(step_, std::move(graph_hash), run.run.tensors_data);
   run.OnEnd([step = step_, on_success = on_success_](const Reason& failure) {
-    DonationRegistry::Get().RecordOutcome(step, failure);
+    Steps::Get().RecordOutcome(step, failure);
     if (failure.empty() && on_success) {
       on_success();
     }
   });
 }
 
-void Claim::CommitCompiled(RunContext& run, const std::vector<DonationRegistry::Offer>& offers,
-                           std::string graph_hash) {
+void Claim::CommitCompiled(RunContext& run, const std::vector<Steps::Offer>& offers, std::string graph_hash) {
   compiled_ = true;
-  auto [step, tensors] = DonationRegistry::Get().Claim(offers, {});
+  auto [step, tensors] = Steps::Get().Claim(offers, {});
   step_ = std::move(step);
   ForgetCachedValues(tensors);
   try {
@@ -85,10 +115,10 @@ void Claim::CommitCompiled(RunContext& run, const std::vector<DonationRegistry::
 
 void Claim::NoteExecutable(const abi::Executor::Async& run) const {
   try {
-    DonationRegistry::Get().NoteExecutable(step_, abi::ExecutableOf(run));
+    Steps::Get().NoteExecutable(step_, abi::ExecutableOf(run));
   } catch (const std::exception& error) {
     // another class than expected: the report does not know which output took which donor
-    DonationRegistry::Get().NoteError(error.what());
+    Tallies::Get().NoteError(error.what());
   }
 }
 
@@ -116,30 +146,21 @@ void DonorSet::FindOutputs() {
   }
 }
 
+void DonorSet::ProposeMarks() {
+  marks_ = Marks::Get().Among(context_.graph->parameters_data);
+  refusals_.resize(marks_.size());
+}
+
 void DonorSet::Triage() {
-  if (context_.gate.verdict == Gate::Verdict::kRefuse || proposed_.empty()) {
+  if (context_.gate.verdict == Gate::Verdict::kRefuse || marks_.empty()) {
     return;
   }
-  std::vector<const void*> buffers;
-  for (const Proposed& proposed : proposed_) {
-    buffers.push_back(context_.graph->parameters_data[proposed.mark.position].get());
-  }
-  std::vector<BufferHolder> holders;
-  for (const auto& data : live_) {
-    if (data != nullptr && data->handle != nullptr) {
-      holders.push_back({data.get(), data->handle.get(), abi::HasView(*data)});
-    }
-  }
-  const auto obstacles = FindObstacles(buffers, holders, [this](std::size_t i, const void* tensor) {
-    const auto& marked = proposed_[i].mark.tensors;
-    return std::any_of(marked.begin(), marked.end(), [tensor](const auto& data) { return data.get() == tensor; });
-  });
-  for (std::size_t i = 0; i < proposed_.size(); ++i) {
-    Proposed& proposed = proposed_[i];
-    proposed.refusal = ReasonOf(obstacles[i]);
-    const auto info = abi::InfoOf(*context_.graph->parameters_data[proposed.mark.position]);
-    if (proposed.refusal.empty() && info.has_value() && info->read_only) {
-      proposed.refusal = ReasonCode::kConstant;
+  const std::vector<MarkObstacle> obstacles = FindObstacles(marks_, live_);
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
+    refusals_[i] = ReasonOf(obstacles[i]);
+    const auto info = abi::InfoOf(*context_.graph->parameters_data[marks_[i].position]);
+    if (refusals_[i].empty() && info.has_value() && info->read_only) {
+      refusals_[i] = ReasonCode::kConstant;
     }
   }
 }
@@ -176,12 +197,12 @@ StepFacts DonorSet::Facts(const std::optional<Liveness>& reach) {
                   /*sharded=*/abi::IsSpmd(device),
                   /*automatic=*/reach.has_value(),
                   std::vector<PlanInput>(graph.parameters_data.size())};
-  for (const Proposed& proposed : proposed_) {
-    PlanInput& input = facts.inputs[proposed.mark.position];
-    input.is_marked = proposed.refusal.empty();
-    const auto target = number_of_.find(proposed.mark.target.get());
-    if (input.is_marked && target != number_of_.end()) {
-      input.preferred_output = target->second;
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
+    PlanInput& input = facts.inputs[marks_[i].position];
+    input.is_marked = refusals_[i].empty();
+    const auto output = number_of_.find(marks_[i].preferred_output.get());
+    if (input.is_marked && output != number_of_.end()) {
+      input.preferred_output = output->second;
     }
   }
   for (std::size_t i = 0; i < facts.inputs.size(); ++i) {
@@ -211,34 +232,34 @@ DonorSet::Donation DonorSet::Plan() {
   const PlanResult result = DonorPlanner::Get().Choose(facts);
   const DonorChoice& choice = *result.choice;
   Donation donation;
-  ska::flat_hash_map<const lazy::BackendData*, Offer> offer_of;
+  ska::flat_hash_map<const lazy::BackendData*, Steps::Offer> offer_of;
   std::vector<DonorPtr> inputs;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
     DonorArray array = choice.prototypes[i];
     array.device = context_.collection.device;  // another device may have had this graph before
     array.buffer = graph.parameters_data[choice.pairs.chosen[i]];
     inputs.push_back(std::make_shared<Donor>(std::move(array)));
-    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(), Offer{inputs.back()});
+    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(), Steps::Offer{inputs.back()});
   }
   donation.move = PrepareMove(choice.pairs.output_order, context_.roots, live_, context_.collection);
   std::vector<std::size_t> place_of(context_.roots.size());
   for (std::size_t place = 0; place < place_of.size(); ++place) {
     place_of[donation.move.has_value() ? choice.pairs.output_order[place] : place] = place;
   }
-  for (const Proposed& proposed : proposed_) {
-    if (proposed.refusal.empty()) {
-      Offer offer{proposed.mark.donor};
-      if (const auto target = number_of_.find(proposed.mark.target.get()); target != number_of_.end()) {
-        offer.requested = place_of[target->second];
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
+    if (refusals_[i].empty()) {
+      Steps::Offer offer{marks_[i].donor};
+      if (const auto output = number_of_.find(marks_[i].preferred_output.get()); output != number_of_.end()) {
+        offer.requested = place_of[output->second];
       }
-      offer_of.emplace(graph.parameters_data[proposed.mark.position].get(), std::move(offer));
+      offer_of.emplace(graph.parameters_data[marks_[i].position].get(), std::move(offer));
     }
   }
   const std::size_t count = graph.parameters_data.size();
   for (std::size_t i = 0; i < count; ++i) {
     const auto output = choice.pairs.preferred_output[i];
     if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end() && output) {
-      found->second.successor = place_of[*output];
+      found->second.preferred_output = place_of[*output];
     }
   }
   if (facts.sharded && !inputs.empty()) {
@@ -257,22 +278,21 @@ DonorSet::Donation DonorSet::Plan() {
 
 DonorSet::Donation DonorSet::WithoutPlan() const {
   Donation donation;
-  for (const Proposed& proposed : proposed_) {
-    if (proposed.refusal.empty()) {
-      donation.offers.push_back({proposed.mark.donor});
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
+    if (refusals_[i].empty()) {
+      donation.offers.push_back({marks_[i].donor});
     }
   }
   return donation;
 }
 
-// Tells the observers which donors the step would have had, in their order.
 void DonorSet::EndDryRun(std::uint64_t step) {
   const std::vector<lazy::BackendDataPtr>& parameters = context_.graph->parameters_data;
   const StepFacts facts = Facts(/*reach=*/std::nullopt);
   const PlanResult plan = DonorPlanner::Get().Choose(facts);
   std::vector<DonorPtr> donor_at(parameters.size());
-  for (const Proposed& proposed : proposed_) {
-    donor_at[proposed.mark.position] = proposed.mark.donor;
+  for (const Marks::PendingMark& mark : marks_) {
+    donor_at[mark.position] = mark.donor;
   }
   std::vector<std::size_t> order = plan.choice->pairs.parameter_order;
   if (order.empty()) {
@@ -282,35 +302,33 @@ void DonorSet::EndDryRun(std::uint64_t step) {
   DryRun result{&context_.collection, step, {}};
   for (const std::size_t i : order) {
     if (facts.inputs[i].IsDonor()) {
-      result.parameters.push_back({parameters[i], facts.inputs[i].is_marked ? donor_at[i] : nullptr});
+      result.parameters.emplace_back(SizeOf(abi::DescribeBuffer(*parameters[i]), /*unsharded=*/false),
+                                     facts.inputs[i].is_marked ? donor_at[i] : nullptr);
     }
   }
-  for (StepObserver* observer : Observers()) {
-    observer->DryRunEnded(result);
-  }
+  phases::DryRunEnded(std::move(result));
 }
 
 bool DonorSet::Commit(Claim& claim) {
   Prepare();
-  DonationRegistry& registry = DonationRegistry::Get();
   const Gate& gate = context_.gate;
   const bool donates = gate.verdict == Gate::Verdict::kDonate;
   bool has_marks = false;  // that may be donated
-  std::vector<DonationRegistry::Refusal> refused;
-  for (const Proposed& proposed : proposed_) {
+  std::vector<Refusal> refused;
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
     if (!donates) {
-      refused.push_back({proposed.mark.donor, gate.reason, gate.notify});
-    } else if (!proposed.refusal.empty()) {
-      refused.push_back({proposed.mark.donor, proposed.refusal, /*notify=*/true});
+      refused.push_back({marks_[i].donor, gate.reason, gate.notify});
+    } else if (!refusals_[i].empty()) {
+      refused.push_back({marks_[i].donor, refusals_[i], /*notify=*/true});
     }
-    has_marks = has_marks || proposed.refusal.empty();
+    has_marks = has_marks || refusals_[i].empty();
   }
   Donation donation;
   if (donates && (offers_inputs_ || has_marks)) {
     try {
       donation = Plan();
     } catch (const std::exception& error) {
-      registry.NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
+      Tallies::Get().NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
       donation = WithoutPlan();
     }
   }
@@ -318,10 +336,10 @@ bool DonorSet::Commit(Claim& claim) {
   const auto ours =
       donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);
   claim.rewritten_.reserve(donation.offers.size());
-  const auto [step, tensors] = registry.Claim(donation.offers, std::move(refused), context_.after_backward_thread);
+  const auto [step, tensors] = Steps::Get().Claim(donation.offers, std::move(refused), context_.after_backward_thread);
   // Nothing throws from here on, or XLA would get another graph than the one planned.
   for (std::size_t i = 0; step != nullptr && i < step->donors.size(); ++i) {
-    const lazy::BackendDataPtr buffer = step->donors[i]->buffer.lock();
+    const lazy::BackendDataPtr buffer = step->donors[i]->array.buffer.lock();
     if (!ids_.ReplacementOf(*buffer).has_value()) {
       claim.rewritten_.push_back({buffer, ours, nullptr});
       claim.rewritten_.back().before = abi::ReplaceInfo(*buffer, ours);

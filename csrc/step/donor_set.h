@@ -24,11 +24,12 @@
 #include <utility>
 #include <vector>
 
-#include "registry/registry.h"
+#include "registry/marks.h"
+#include "registry/steps.h"
 #include "step/live_tensors.h"
 #include "step/liveness.h"
-#include "step/observer.h"
 #include "step/parameter_order.h"
+#include "step/phases.h"
 #include "step/planner.h"
 
 namespace torch_xla_donate {
@@ -38,6 +39,13 @@ using LiveTensors = LiveTensorList<abi::TensorData, lazy::BackendData>;
 // Makes the next op on these tensors, or the next read, reach the hooks. Otherwise an op would use the tensor's graph
 // node, and a read the host's copy of the value.
 void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& tensors) noexcept;
+
+// Ends the marks among a graph's parameters, which no step will donate.
+void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason, bool notify);
+
+// Who else holds a marked buffer: by mark, the obstacle to its donation among these live tensors.
+std::vector<MarkObstacle> FindObstacles(const std::vector<Marks::PendingMark>& marks,
+                                        const std::vector<std::shared_ptr<abi::TensorData>>& live);
 
 class Claim {
  public:
@@ -53,7 +61,7 @@ class Claim {
   // The step is about to run. The end of the run records its outcome.
   void Commit(RunContext& run, std::string graph_hash);
   // Claims the donors of a compiled graph, which were fixed when it was compiled, and commits them.
-  void CommitCompiled(RunContext& run, const std::vector<DonationRegistry::Offer>& offers, std::string graph_hash);
+  void CommitCompiled(RunContext& run, const std::vector<Steps::Offer>& offers, std::string graph_hash);
   // For the report, which reads the executable's text on request.
   void NoteExecutable(const abi::Executor::Async& run) const;
   // The step will not run. Does nothing if the run has begun.
@@ -78,9 +86,8 @@ class DonorSet {
  public:
   DonorSet(GraphContext& context, const LiveTensors& list) : context_(context), list_(list) {}
 
-  using PendingMark = DonationRegistry::PendingMark;
-  // Proposes a marked parameter. Marks come before everything below.
-  void Propose(PendingMark mark) { proposed_.push_back({std::move(mark), {}}); }
+  // Proposes the marked parameters, before everything below.
+  void ProposeMarks();
 
   const LiveTensors& List() const { return list_; }
   // The live tensors, in the executor's order.
@@ -98,21 +105,16 @@ class DonorSet {
     offers_inputs_ = true;
   }
 
-  bool IsEmpty() const { return proposed_.empty() && !offers_inputs_; }
+  bool IsEmpty() const { return marks_.empty() && !offers_inputs_; }
   // Claims the donors. Returns whether the step needs the claim.
   bool Commit(Claim& claim);
   // Whether the registry has a step for the graph.
   bool IsRecorded() const { return recorded_; }
 
  private:
-  struct Proposed {
-    PendingMark mark;
-    Reason refusal;  // empty if it may be donated
-  };
-  using Offer = DonationRegistry::Offer;
   // The result of the plan, before anything is changed.
   struct Donation {
-    std::vector<Offer> offers;  // in the order of the parameters
+    std::vector<Steps::Offer> offers;  // in the order of the parameters
     std::optional<OutputMove> move;
     std::function<void()> on_success;
   };
@@ -126,7 +128,8 @@ class DonorSet {
 
   GraphContext& context_;
   const LiveTensors& list_;
-  std::vector<Proposed> proposed_;
+  std::vector<Marks::PendingMark> marks_;
+  std::vector<Reason> refusals_;  // by mark; empty if it may be donated
   bool offers_inputs_ = false;
   std::optional<Liveness> reach_;
   bool prepared_ = false;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "host/array_text.h"
+#include "registry/steps.h"
 
 namespace torch_xla_donate {
 
@@ -109,7 +110,7 @@ void DonorPlanner::Learn(const PlanResult& plan, const std::vector<DonorPtr>& do
   }
   std::vector<std::size_t> unused;
   for (std::size_t i = 0; i < donors.size(); ++i) {
-    if (DonationRegistry::Get().IsUnusable(*donors[i])) {
+    if (Steps::Get().IsUnusable(*donors[i])) {
       unused.push_back(plan.choice->pairs.chosen[i]);
     }
   }

@@ -20,7 +20,7 @@
 
 #include "host/graphs.h"
 #include "host/process_mutex.h"
-#include "registry/registry.h"
+#include "registry/donor.h"
 #include "step/graph_arrays.h"
 #include "step/plan.h"
 

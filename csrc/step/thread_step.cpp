@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "host/tensors.h"
-#include "registry/registry.h"
-#include "registry/watch.h"
+#include "registry/steps.h"
+#include "registry/tallies.h"
 #include "repairs/graph_wiring.h"
 #include "step/callbacks.h"
 
@@ -16,53 +16,23 @@ namespace torch_xla_donate {
 
 namespace {
 
-const std::vector<StepObserver*>& TensorObservers() {
-  static const auto* observers = [] {
-    auto* found = new std::vector<StepObserver*>();
-    std::copy_if(Observers().begin(), Observers().end(), std::back_inserter(*found),
-                 [](const StepObserver* observer) { return observer->SeesTensors(); });
-    return found;
-  }();
-  return *observers;
-}
-
-// An exception of an observer must not reach torch_xla, which would lose the pending values of the step.
-// Returns whether there was none.
-template <typename Member>
-bool Notify(Member member) {
-  bool succeeded = true;
-  for (StepObserver* observer : Observers()) {
-    try {
-      member(*observer);
-    } catch (const std::exception& error) {
-      DonationRegistry::Get().NoteError(error.what());
-      succeeded = false;
-    }
-  }
-  return succeeded;
-}
-
 // Without memory for the hash of the edges, a number that no other graph has keeps the graph from running as another.
 lazy::hash_t WiringOf(const abi::Executor::PostOrderData& graph, const std::vector<lazy::Value>& roots) noexcept {
   static std::atomic<std::uint64_t> unique{0};
   try {
     return HashWiring(graph.post_order, roots);
   } catch (const std::bad_alloc& error) {
-    DonationRegistry::Get().NoteError(error.what());
+    Tallies::Get().NoteError(error.what());
     return lazy::MHash(unique.fetch_add(1, std::memory_order_relaxed));
   }
 }
 
 // Ends the marks that a step reads and does not donate after an error.
-void RefuseMarks(const abi::Executor::PostOrderData& graph) noexcept {
+void RefuseUnclaimed(const abi::Executor::PostOrderData& graph) noexcept {
   try {
-    std::vector<DonationRegistry::Refusal> refused;
-    for (const auto& mark : DonationRegistry::Get().PendingAmong(graph.parameters_data)) {
-      refused.push_back({mark.donor, ReasonCode::kGivenUp, /*notify=*/true});
-    }
-    DonationRegistry::Get().Claim({}, std::move(refused));
+    RefuseMarks(graph, ReasonCode::kGivenUp, /*notify=*/true);
   } catch (const std::bad_alloc& error) {
-    DonationRegistry::Get().NoteError(error.what());
+    Tallies::Get().NoteError(error.what());
   }
 }
 
@@ -93,11 +63,7 @@ ThreadStep::Listing::Listing(void* arena, const lazy::BackendDevice* device) {
   ThreadStep& step = Get();
   step.GiveUp();
   step.list_.Reset(false);
-  bool needed = false;
-  for (StepObserver* observer : Observers()) {
-    needed = observer->NeedsLiveTensors(arena, device) || needed;
-  }
-  step.list_.Reset(needed);
+  step.list_.Reset(phases::ListBegins(arena, device));
   step.phase_ = StepPhase::kListing;
 }
 
@@ -105,9 +71,7 @@ ThreadStep::Listing::~Listing() { Get().phase_ = StepPhase::kListed; }
 
 void ThreadStep::TensorMade(const std::shared_ptr<abi::TensorData>& data) {
   if (phase_ != StepPhase::kListing) {
-    for (StepObserver* observer : TensorObservers()) {
-      observer->TensorMade();
-    }
+    phases::TensorMade();
     list_.Reset(false);  // the program continues, so the owner of the list has finished
   } else if (list_.IsKept()) {
     list_.Add(data, data->handle.get(), data->unique_id);
@@ -134,23 +98,21 @@ ThreadStep::Graph::Graph(const lazy::LazyGraphExecutor& executor, const std::vec
   context_.is_step = context_.runs_all && step.list_.IsOfStep(roots.size());
   step.GiveUp();
   step.phase_ = StepPhase::kOrdering;
-  if (!Notify([this](StepObserver& observer) { observer.BeforeGraph(context_); })) {
-    context_.gate.Refuse(ReasonCode::kGivenUp, /*notify_user=*/true);
-  }
+  phases::BeforeGraph(context_);
 }
 
 void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) noexcept {
   context_.graph = &graph;
   context_.collection.hash = lazy::HashCombine(context_.collection.hash, WiringOf(graph, context_.roots));
-  Notify([this](StepObserver& observer) { observer.GraphKnown(context_); });
+  phases::GraphKnown(context_);
   if (context_.is_step) {
     try {
       Get().ClaimDonors(context_);
     } catch (const std::exception& error) {
       // such as out of memory: the step must continue, without donation
-      DonationRegistry::Get().NoteError(error.what());
+      Tallies::Get().NoteError(error.what());
       Get().GiveUp();
-      RefuseMarks(graph);
+      RefuseUnclaimed(graph);
     }
   }
   Get().list_.Reset(false);
@@ -163,9 +125,8 @@ ThreadStep::Graph::~Graph() {
 
 void ThreadStep::ClaimDonors(GraphContext& context) {
   DonorSet donors(context, list_);
-  for (StepObserver* observer : Observers()) {
-    observer->ProposeDonors(donors);
-  }
+  donors.ProposeMarks();  // marks come first
+  phases::ProposeDonors(donors);
   if (donors.IsEmpty()) {
     return;
   }
@@ -199,9 +160,7 @@ void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Execu
                              const std::function<void()>& pass) {
   const std::size_t ours = phase_ == StepPhase::kClaimed ? 1 : 0;  // our guard, see ClaimDonors()
   const bool has_locked_device = collection.unlocker.size() > ours;
-  for (StepObserver* observer : Observers()) {
-    observer->AtBarrier(executor, has_locked_device);
-  }
+  phases::AtBarrier(executor, has_locked_device);
   if (phase_ != StepPhase::kOrdering) {
     list_.Reset(false);
   }
@@ -245,11 +204,7 @@ void ThreadStep::PrepareRun(abi::Executor::Async& run, const abi::Executor::Sync
   if (phase_ == StepPhase::kCompiled) {
     run_->claim = claim_;
   }
-  Notify([this](StepObserver& observer) {
-    if (!run_->stopped) {
-      observer.BeforeRun(*run_);
-    }
-  });
+  phases::BeforeRun(*run_);
   if (run_->failure != nullptr) {
     std::rethrow_exception(run_->failure);
   }
@@ -261,7 +216,7 @@ void ThreadStep::PrepareRun(abi::Executor::Async& run, const abi::Executor::Sync
   } else if (run_->claim != nullptr) {
     claim_ = run_->claim;
   } else {
-    DonationRegistry::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
+    Steps::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
   }
   phase_ = StepPhase::kPrepared;
 }
@@ -282,7 +237,7 @@ class RunEnd {
       try {
         function(failure);
       } catch (const std::exception& error) {  // the run itself has not failed
-        DonationRegistry::Get().NoteError(error.what());
+        Tallies::Get().NoteError(error.what());
       }
     }
     functions_.clear();
@@ -332,9 +287,7 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
 }
 
 std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::unique_ptr<RunContext> context) {
-  for (StepObserver* observer : Observers()) {
-    observer->AtStart(*context);
-  }
+  phases::AtStart(*context);
   if (context->claim != nullptr) {
     context->claim->NoteExecutable(context->run);
   }
@@ -362,12 +315,8 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::uniqu
 void ThreadStep::End(const lazy::BackendDevice& device) {
   list_.Reset(false);
   last_device = device;
-  bool to_report = false;
-  for (StepObserver* observer : Observers()) {
-    to_report = observer->AfterStep(device) || to_report;
-  }
-  if (to_report && Callbacks().step_ended) {
-    Callbacks().step_ended();
+  if (phases::AfterStep()) {
+    callbacks::StepEnded();
   }
 }
 

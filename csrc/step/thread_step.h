@@ -12,10 +12,9 @@
 //
 // Ownership: the thread's step owns the list, and the claim until the run begins. Then the run owns the claim.
 // Threads: belongs to one thread.
-// Errors: an exception of an observer, or a lack of memory, is caught where torch_xla cannot handle it. Before the
-// donors
-//   are claimed, the step then runs without donation. After that, its run does not begin, and torch_xla raises the
-//   error.
+// Errors: an exception in a phase, or a lack of memory, is caught where torch_xla cannot handle it. Before the
+//   donors are claimed, the step then runs without donation. After that, its run does not begin, and torch_xla raises
+//   the error.
 #pragma once
 
 #include <exception>
@@ -24,7 +23,7 @@
 #include <vector>
 
 #include "step/donor_set.h"
-#include "step/observer.h"
+#include "step/phases.h"
 
 namespace torch_xla_donate {
 

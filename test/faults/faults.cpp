@@ -1,4 +1,4 @@
-// Faults in the hooks, on request: an allocation that fails, an observer that throws, a signal, or a call of the
+// Faults in the hooks, on request: an allocation that fails, a phase that throws, a signal, or a call of the
 // program. Only the build of `make faults` has this file; test/faults/run.py calls it through ctypes.
 //
 // Threads: any. The request holds for the process.
@@ -14,7 +14,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "step/observer.h"
+#include "step/phases.h"
 
 namespace {
 
@@ -88,7 +88,8 @@ void* __wrap__Znwm(std::size_t size) {
   return allocations_left.exchange(count);
 }
 
-// At the phase, a member of StepObserver, does what Action says. Returns whether the request before is still waiting.
+// At the phase, a function of step/phases.h or "OnEnd", does what Action says. Returns whether the request before is
+// still waiting.
 [[gnu::visibility("default")]] bool torch_xla_donate_fault_at(const char* name, int what, void (*call)()) {
   static char kept[64];
   const bool waits = action.exchange(Action::kNone) != Action::kNone;
@@ -100,36 +101,4 @@ void* __wrap__Znwm(std::size_t size) {
 }
 }
 
-namespace torch_xla_donate {
-
-namespace {
-
-class Faults : public StepObserver {
-  bool NeedsLiveTensors(void*, const lazy::BackendDevice*) override {
-    Reach("NeedsLiveTensors");
-    return false;
-  }
-  bool SeesTensors() const override { return true; }
-  void TensorMade() override { Reach("TensorMade"); }
-  void BeforeGraph(GraphContext&) override { Reach("BeforeGraph"); }
-  void GraphKnown(GraphContext&) override { Reach("GraphKnown"); }
-  void ProposeDonors(DonorSet&) override { Reach("ProposeDonors"); }
-  void DryRunEnded(const DryRun&) override { Reach("DryRunEnded"); }
-  void AtBarrier(const lazy::LazyGraphExecutor&, bool) override { Reach("AtBarrier"); }
-  void CheckRun(const std::vector<lazy::BackendDataPtr>&) override { Reach("CheckRun"); }
-  void BeforeRun(RunContext& run) override {
-    run.OnEnd([](const Reason&) { Reach("OnEnd"); });
-    Reach("BeforeRun");
-  }
-  void AtStart(RunContext&) override { Reach("AtStart"); }
-  bool AfterStep(const lazy::BackendDevice&) override {
-    Reach("AfterStep");
-    return false;
-  }
-};
-
-}  // namespace
-
-StepObserver& FaultsFeature() { return TheOnly<Faults>(); }
-
-}  // namespace torch_xla_donate
+void torch_xla_donate::phases::Reach(const char* phase) { ::Reach(phase); }

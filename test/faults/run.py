@@ -39,7 +39,7 @@ import torch_xla.core.xla_model as xm
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torch_xla_donate._C"
 PHASES = (
-    "NeedsLiveTensors",
+    "ListBegins",
     "TensorMade",
     "BeforeGraph",
     "GraphKnown",

@@ -43,7 +43,7 @@ def test_sharded_outputs_are_checked_and_sharded_donors_reported(make):
         donate_buffer([s, other, r])
         out = s.global_tensor + other.global_tensor + r.sum()
         torch_xla.sync()
-    assert _C.sizes()["spared"] == 1
+    assert _C.sizes()["undonated"] == 1
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         values = [s.global_tensor + 1, other.global_tensor + 1, r + 1]
@@ -68,7 +68,7 @@ def test_a_step_that_fails_raises_its_error_and_spares_nothing(make):
             outputs.clear()
         assert errors
         assert all("memory" in error for error in errors)
-        assert _C.sizes()["spared"] == 0
+        assert _C.sizes()["undonated"] == 0
         # A warning would be an error.
         assert (t + 1).tolist() == list(range(1, 9))
 

@@ -240,7 +240,7 @@ def test_contexts_nest_and_an_exception_leaves_nothing_behind(make, raised):
     with debug_nans(), pytest.raises(raised):
         body()
     assert not _C.disabled()
-    assert _C.take_bad_outputs(True) == []
+    assert _C.take_bad_outputs() == []
     donate_buffer(t)
     _bad = torch.log(t - 1)
     torch_xla.sync()
@@ -402,13 +402,13 @@ def test_without_report_reuse_nothing_is_remembered(make, reuses):
     t, other = make(4), make(4)
     spare(t, donation_disabled())
     assert (t + 1).tolist() == [1, 2, 3, 4]
-    assert _C.sizes()["spared"] == 0
+    assert _C.sizes()["undonated"] == 0
     spare(other)
-    assert _C.sizes()["spared"] == 1
+    assert _C.sizes()["undonated"] == 1
     del other  # of tensors that are gone, nothing
     _new = make(2) + 1
     torch_xla.sync()
-    assert _C.sizes()["spared"] == 0
+    assert _C.sizes()["undonated"] == 0
     assert reuses() == []
 
 

@@ -118,7 +118,7 @@ class TracedProgram:
         self._floats = buffers.index(uploaded) if uploaded in buffers else None
         for place, _ in self._arguments:
             self._inputs[place] = None  # each call gives another tensor
-        self._places = {i: (place, graph.successors[place]) for place, i in self._arguments}
+        self._places = {i: (place, graph.preferred_outputs[place]) for place, i in self._arguments}
         self._usable = self._places.keys() - set(self.returned)
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:

@@ -65,7 +65,7 @@ def extract_graph(
         order = parameters.order
         if order:
             _match_by_buffer(found[5], buffers, [buffer for buffer, _ in order])
-        place_of.update((buffer, (place, successor)) for place, (buffer, successor) in enumerate(order))
+        place_of.update((buffer, (place, output)) for place, (buffer, output) in enumerate(order))
         return _without_arguments(found, model, cache)
 
     class Returns(dynamo_bridge.SpecialReturnHandler):  # type: ignore[misc]

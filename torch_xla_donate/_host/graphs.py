@@ -19,13 +19,13 @@ class CompiledGraph(NamedTuple):
     hash: the key for `run_graph`; None if there is nothing to run.
     inputs: a tensor for each parameter.
     seeds: the parameters that are the random seed.
-    successors: for each donor the number of the output computed from it; None for other parameters.
+    preferred_outputs: for each donor the number of the output that takes it; None for other parameters.
     """
 
     hash: bytes | None
     inputs: list[torch.Tensor]
     seeds: list[int]
-    successors: list[int | None]
+    preferred_outputs: list[int | None]
 
 
 def compile_graph(
@@ -48,7 +48,7 @@ def compile_graph(
     seed = xlac()._get_seed_info_id()
     seeds = [place for place, (buffer, _) in enumerate(order) if buffer == seed_buffer or found[buffer][0] == seed]
     inputs = [found[buffer][1] for buffer, _ in order]
-    return CompiledGraph(graph_hash, inputs, seeds, [successor for _, successor in order])
+    return CompiledGraph(graph_hash, inputs, seeds, [output for _, output in order])
 
 
 def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import warnings
 
 from torch_xla_donate import _C, _config, _host
 from torch_xla_donate._errors import DonationWarning, see
-from torch_xla_donate._modes.context import F, ThreadMode
+from torch_xla_donate._modes.context import F, SwitchMode
 
 
 def set_auto_donate(enabled: bool) -> None:
@@ -32,7 +32,7 @@ def _check(enabled: object) -> None:
         )
 
 
-class auto_donate(ThreadMode[int]):
+class auto_donate(SwitchMode):
     """Donates every input of a step that no live tensor can reach after the step.
 
     A context manager and decorator: it applies to the steps of this thread inside, and ``with auto_donate(False)``
@@ -60,8 +60,8 @@ class auto_donate(ThreadMode[int]):
     def __init__(self, enabled: bool = True) -> None:
         self._is_used = True  # if the check fails
         _check(enabled)
-        super().__init__()
-        self._enabled, self._is_used = enabled, False
+        super().__init__(automatic=enabled)
+        self._is_used = False
 
     def __call__(self, func: F) -> F:
         self._is_used = True
@@ -76,18 +76,9 @@ class auto_donate(ThreadMode[int]):
                 stacklevel=2,
             )
 
-    def make_entry(self) -> int:
-        return _C.auto_donate_depth()
-
     def enter(self) -> None:
         self._is_used = True
         super().enter()
-
-    def switch_on(self, entry: int) -> None:
-        _C.push_auto_donate(self._enabled)
-
-    def switch_off(self, entry: int) -> None:
-        _C.pop_auto_donate(entry)
 
 
 def prepare() -> _C.Reason:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -18,35 +19,29 @@ F = TypeVar("F", bound=Callable[..., Any])
 class ThreadMode(_C.Scope, contextlib.ContextDecorator, Generic[T]):
     """A context and decorator that a thread may enter again while it is inside, and that several threads may enter.
 
-    Subclasses make an object for each entry, and switch the mode on and off with it. An interrupt may keep `switch_on`
-    from running, and make `switch_off` run twice.
+    Args:
+        make: makes an object for each entry.
+        on: switches the mode on with this object. An interrupt may keep it from running.
+        off: switches the mode off. An interrupt may make it run twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], T], on: Callable[[T], object], off: Callable[[T], object]) -> None:
         super().__init__()
+        self._make, self._on, self._off = make, on, off
         self._entries = interrupts.PerThread[list[T]]([])
-
-    def make_entry(self) -> T:
-        raise NotImplementedError
-
-    def switch_on(self, entry: T) -> None:
-        raise NotImplementedError
-
-    def switch_off(self, entry: T) -> None:
-        raise NotImplementedError
 
     def last_entry(self) -> T:
         """The entry of this thread that is left next."""
         return self._entries.value[-1]
 
     def enter(self) -> None:
-        self._entries.value.append(self.make_entry())
-        self.switch_on(self.last_entry())
+        self._entries.value.append(self._make())
+        self._on(self.last_entry())
 
     def leave(self, raised: bool) -> None:
         # By the depth, because an interrupt may have come before the entry was made, or after it was switched off.
         while self._entries.value and len(self._entries.value) >= self.depth:
-            self.switch_off(self.last_entry())
+            self._off(self.last_entry())
             self._entries.value.pop()
 
     def __call__(self, func: F) -> F:
@@ -57,3 +52,10 @@ class ThreadMode(_C.Scope, contextlib.ContextDecorator, Generic[T]):
                 f"not decorate it, but write `with {mode}():` inside its body. {see('modes')}"
             )
         return super().__call__(func)
+
+
+class SwitchMode(ThreadMode[_C.Mode]):
+    """A mode of the hooks. switches: what it asks for, as `_C.Mode` takes it."""
+
+    def __init__(self, **switches: bool) -> None:
+        super().__init__(functools.partial(_C.Mode, **switches), _C.Mode.on, _C.Mode.off)

@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch_xla_donate import _C, _config, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
-from torch_xla_donate._host import interrupts
 from torch_xla_donate._locks import make_lock
+from torch_xla_donate._modes.context import SwitchMode
 from torch_xla_donate._modes.disabled import donation_disabled
 from torch_xla_donate._text import cut
 
-_infinities = interrupts.PerThread[list[_C.Disabling]]([])  # the entries of contexts that check for infinities
 _SHOWN = 5
 
 
@@ -42,23 +41,10 @@ class debug_nans(donation_disabled):
     """
 
     def __init__(self, *, infs: bool = False) -> None:
-        super().__init__(report_reuse=True)
-        self._checks = True
-        self._options = {"infs": infs}
-        self._infs = infs
-
-    def switch_on(self, entry: _C.Disabling) -> None:
-        super().switch_on(entry)
-        if self._infs:
-            _infinities.value.append(entry)
+        SwitchMode.__init__(self, disabled=True, report_reuse=True, check_outputs=True, check_infinities=infs)
 
     def finish(self) -> None:
         check_outputs()
-
-    def switch_off(self, entry: _C.Disabling) -> None:
-        if entry in _infinities.value:
-            _infinities.value.remove(entry)
-        super().switch_off(entry)
 
 
 def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
@@ -66,7 +52,7 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
 
     names: returns the names of outputs by their buffers, as far as they have names.
     """
-    bad = _C.take_bad_outputs(bool(_infinities.value))
+    bad = _C.take_bad_outputs()
     if bad:
         name_of = names()
         lines = [_line(raw, name_of.get(raw["buffer"], "")) for raw in bad]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from torch_xla_donate import _C
-from torch_xla_donate._modes.context import ThreadMode
+from torch_xla_donate._modes.context import SwitchMode
 
 
-class donation_disabled(ThreadMode[_C.Disabling]):
+class donation_disabled(SwitchMode):
     """Steps of this thread inside the context donate nothing through this package.
 
     A mark ends at a step that reads it, as always. The report gives the reason, without a warning. torch_xla still
@@ -23,19 +22,4 @@ class donation_disabled(ThreadMode[_C.Disabling]):
     """
 
     def __init__(self, *, report_reuse: bool = False) -> None:
-        super().__init__()
-        self._report_reuse = report_reuse
-        self._checks = False
-        self._options = {"report_reuse": report_reuse}
-
-    def _recreate_cm(self) -> donation_disabled:
-        return type(self)(**self._options)
-
-    def make_entry(self) -> _C.Disabling:
-        return _C.Disabling(self._report_reuse, self._checks)
-
-    def switch_on(self, entry: _C.Disabling) -> None:
-        entry.on()
-
-    def switch_off(self, entry: _C.Disabling) -> None:
-        entry.off()
+        super().__init__(disabled=True, report_reuse=report_reuse)

@@ -32,20 +32,8 @@ class expect_donated(ThreadMode[_C.StepTally]):
 
     def __init__(self, min_fraction: float = 0.95) -> None:
         check_fraction("min_fraction", min_fraction)
-        super().__init__()
+        super().__init__(_C.StepTally, lambda tally: tally.open(all_threads=False), _C.StepTally.close)
         self._min_fraction = min_fraction
-
-    def _recreate_cm(self) -> expect_donated:
-        return type(self)(self._min_fraction)
-
-    def make_entry(self) -> _C.StepTally:
-        return _C.StepTally()
-
-    def switch_on(self, entry: _C.StepTally) -> None:
-        entry.open(all_threads=False)
-
-    def switch_off(self, entry: _C.StepTally) -> None:
-        entry.close()
 
     def finish(self) -> None:
         _C.wait_for_steps()

@@ -134,7 +134,9 @@ def describe_donors(raws: Iterable[_C._Donor], step: _C._Step, facts: _Facts | N
                 step=step["number"],
                 into_kept=None if is_unknown else output == requested,
                 output=output,
-                crossed=None if output is None or raw["successor"] is None else output != raw["successor"],
+                crossed=None
+                if output is None or raw["preferred_output"] is None
+                else output != raw["preferred_output"],
                 parameter=raw["parameter"],
             )
         )

@@ -107,7 +107,7 @@ def find(
     inputs = step.inputs
     if step.reason:
         for raw in inputs if step.reason.code in ("ignored", "auto_sharding") else ():
-            if raw.use in ("own", "marked"):
+            if raw.use in ("updated_in_place", "marked"):
                 note(Key("lost_alias", site), raw.array, detail=sentence(step.reason))
         return findings
     reachable = _Reachable(now, step.outputs)
@@ -119,10 +119,10 @@ def find(
     kept: list[_C.WatchedInput] = []
     donated: list[_C.WatchedInput] = []  # arguments
     for raw in inputs:
-        if raw.use == "other" or raw.next is None:
+        if raw.use == "other" or raw.preferred_output is None:
             continue
-        new = now.get(raw.next)
-        output = results.get(raw.next, new.tensor() if new is not None else None)
+        new = now.get(raw.preferred_output)
+        output = results.get(raw.preferred_output, new.tensor() if new is not None else None)
         if output is not None and _C.size_on_device(_C.array_of(output)) != _C.size_on_device(raw.array):
             names = tuple(new.names) if new is not None else ()
             note(Key("output_sharding", site, "", _variable(names)), raw.array, names, split_sharding(raw.array)[1])
@@ -131,7 +131,7 @@ def find(
             key, names = _free(raw, site, old, reachable)
             note(key, raw.array, names)
         elif raw.use == "held" and raw.tensor in arguments:
-            if raw.next in results:
+            if raw.preferred_output in results:
                 donated.append(raw)
         elif raw.use == "held" and raw.buffer in buffers:
             kept.append(raw)
@@ -208,7 +208,7 @@ def _donate(numbers: list[int | str]) -> str:
 def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -> tuple[Key, tuple[Name, ...]]:
     """The finding for an input that the program cannot read after the step."""
     # A tensor that was written by slices still has its old value.
-    new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.next)  # type: ignore[arg-type]
+    new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.preferred_output)  # type: ignore[arg-type]
     tensor = new.tensor() if new is not None else None
     if new is not None and tensor is not None and (raw.tensor in now.by_alias or (old and old.tensor() is tensor)):
         name = new.names[0]

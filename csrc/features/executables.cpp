@@ -1,0 +1,222 @@
+// Notes each executable at the start of its runs.
+#include "features/executables.h"
+
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <unordered_set>
+#include <utility>
+
+#include "host/process_mutex.h"
+#include "registry/tallies.h"
+#include "registry/weak_keys.h"
+#include "step/donor_set.h"
+#include "step/graph_arrays.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+using Executable = std::shared_ptr<const abi::HostCachedComputation>;
+
+std::atomic<bool> looks{false}, logs{false};
+std::atomic<void*> list_arena{nullptr};  // the executor's only one
+
+struct Note {
+  std::uint64_t number;
+  bool looked_at = false;  // it had donors in a run
+  bool described = false;  // a logged run has its header
+};
+struct Record {
+  std::mutex& mutex = ProcessMutex(MutexOf::kExecutables);
+  std::map<Executable::weak_type, Note, std::owner_less<>> notes;
+  std::uint64_t last_number = 0;
+  Pruner pruner;
+  std::vector<LoggedRun> runs;
+
+  // Call it with the mutex. Entries of a map stay where they are, while the run holds the executable.
+  Note& Of(const Executable& executable) {
+    pruner.Prune(notes);
+    const auto [entry, is_new] = notes.try_emplace(executable, Note{last_number + 1});
+    last_number += is_new ? 1 : 0;
+    return entry->second;
+  }
+};
+Record& TheRecord() {
+  static Record* record = new Record();
+  return *record;
+}
+
+struct ThreadState {
+  bool has_new_graphs = false;
+  bool inspecting = false;
+  std::optional<abi::CompiledGraph> inspected;
+  std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
+  std::vector<StackFrame> stack;
+};
+ThreadState& State() {
+  thread_local ThreadState state;
+  return state;
+}
+
+// Outputs of a run have no value before it, and donated buffers have none after theirs.
+std::optional<std::int64_t> LiveBytes(const abi::Executor::Async& run) {
+  void* arena = list_arena.load(std::memory_order_relaxed);
+  if (arena == nullptr) {
+    return std::nullopt;
+  }
+  std::int64_t bytes = 0;
+  std::unordered_set<const lazy::BackendData*> seen;
+  const auto add = [&](const lazy::BackendDataPtr& buffer) {
+    if (buffer != nullptr && buffer->HasValue() && seen.insert(buffer.get()).second) {
+      bytes += SizeOf(abi::DescribeBuffer(*buffer), /*unsharded=*/false).value_or(0);
+    }
+  };
+  for (const auto& tensor : abi::TensorsSince(arena, run.device, std::numeric_limits<std::int64_t>::min())) {
+    add(abi::BufferOf(*tensor));
+  }
+  for (const lazy::BackendDataPtr& parameter : run.parameters_data) {
+    add(parameter);
+  }
+  return bytes;
+}
+
+// Without the texts a later run describes the executable.
+void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
+  try {
+    abi::CompiledGraph described = abi::DescribeGraph(executable);
+    run.header = described.text.substr(0, described.text.find('\n'));
+    run.memory = std::move(described.memory);
+  } catch (const std::exception& error) {
+    Tallies::Get().NoteError(error.what());
+  }
+}
+
+void Log(const RunContext& context, const Executable& executable) {
+  const bool has_donors = context.claim != nullptr || context.recorded;
+  LoggedRun run{0, context.graph, has_donors, "", "", LiveBytes(context.run), State().stack};
+  Record& record = TheRecord();
+  std::unique_lock<std::mutex> lock(record.mutex);
+  Note& note = record.Of(executable);
+  run.executable = note.number;
+  if (!note.described) {
+    lock.unlock();  // the text takes long, and its length is that of the HLO
+    Describe(*executable, run);
+    lock.lock();
+  }
+  // Two threads may both describe an executable; the first run in the log has the texts.
+  if (std::exchange(note.described, note.described || !run.header.empty())) {
+    run.header.clear();
+    run.memory.clear();
+  }
+  record.runs.push_back(std::move(run));
+  lock.unlock();
+  callbacks::RecordRunsSoon();
+}
+
+}  // namespace
+
+void NoteExecutable(RunContext& context) {
+  ThreadState& state = State();
+  if (context.stopped) {
+    state.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
+    throw InspectedRun("the graph was described, not run");
+  }
+  const bool is_looked_at =
+      looks.load(std::memory_order_relaxed) && context.claim != nullptr && context.claim->HasDonors();
+  const bool is_logged = logs.load(std::memory_order_relaxed);
+  const bool is_recorded = !state.records.empty() && context.runs_all;
+  if (!is_looked_at && !is_logged && !is_recorded) {
+    return;
+  }
+  try {  // the run must not depend on its record
+    const Executable executable = abi::ExecutableOf(context.run);
+    if (is_looked_at || is_recorded) {
+      const std::lock_guard<std::mutex> lock(TheRecord().mutex);
+      if (is_looked_at && !std::exchange(TheRecord().Of(executable).looked_at, true)) {
+        state.has_new_graphs = true;
+      }
+      for (const auto& record : state.records) {
+        auto& graphs = record->graphs_;
+        if (is_recorded && std::find(graphs.begin(), graphs.end(), executable) == graphs.end()) {
+          graphs.push_back(executable);
+        }
+      }
+    }
+    if (is_logged) {
+      Log(context, executable);
+    }
+  } catch (const std::exception& error) {
+    Tallies::Get().NoteError(error.what());
+  }
+}
+
+void LookForCopies() { looks = true; }
+bool HasNewGraphs() { return State().has_new_graphs; }
+void ForgetNewGraphs() { State().has_new_graphs = false; }
+
+void InspectNextRun() {
+  State().inspecting = true;
+  State().inspected = std::nullopt;
+}
+
+bool IsInspected() { return State().inspecting; }
+
+std::optional<abi::CompiledGraph> TakeInspected() {
+  State().inspecting = false;
+  return std::exchange(State().inspected, std::nullopt);
+}
+
+void GraphRecord::Open() { State().records.push_back(shared_from_this()); }
+
+void GraphRecord::Close() {
+  auto& records = State().records;
+  const auto last = std::find(records.rbegin(), records.rend(), shared_from_this());
+  if (last != records.rend()) {
+    records.erase(std::prev(last.base()));
+  }
+}
+
+std::vector<abi::CompiledGraph> GraphRecord::Take() {
+  std::vector<Executable> graphs;
+  {
+    const std::lock_guard<std::mutex> lock(TheRecord().mutex);
+    graphs.assign(graphs_.begin() + static_cast<std::ptrdiff_t>(taken_), graphs_.end());
+    taken_ = graphs_.size();
+  }
+  std::vector<abi::CompiledGraph> result;
+  for (const Executable& graph : graphs) {  // without the mutex: a text takes long
+    result.push_back(abi::DescribeGraph(*graph));
+  }
+  return result;
+}
+
+void LogRuns() { logs = true; }
+
+std::vector<LoggedRun> TakeLoggedRuns() {
+  const std::lock_guard<std::mutex> lock(TheRecord().mutex);
+  return std::exchange(TheRecord().runs, {});
+}
+
+std::size_t NotedExecutables() {
+  const std::lock_guard<std::mutex> lock(TheRecord().mutex);
+  return TheRecord().notes.size();
+}
+
+void NoteArena(void* arena) { list_arena = arena; }
+
+void NoteStack() {
+  if (logs.load(std::memory_order_relaxed)) {
+    State().stack = callbacks::PythonStack();
+  }
+}
+
+void RecordRuns() {
+  if (logs.load(std::memory_order_relaxed)) {
+    callbacks::RecordRuns();
+  }
+}
+
+}  // namespace torch_xla_donate

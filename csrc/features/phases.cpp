@@ -1,0 +1,138 @@
+// The table of a step's phases: which function of which feature runs in each, in this order.
+#include "step/phases.h"
+
+#include "features/auto_donors.h"
+#include "features/backward_threads.h"
+#include "features/compiled_run.h"
+#include "features/executables.h"
+#include "features/outdated_tensors.h"
+#include "features/output_check.h"
+#include "features/reuse_warnings.h"
+#include "features/run_guard.h"
+#include "features/switches.h"
+#include "features/watched_inputs.h"
+#include "host/graphs.h"
+#include "registry/marks.h"
+#include "registry/steps.h"
+#include "registry/tallies.h"
+#include "registry/watch.h"
+#include "step/callbacks.h"
+#include "step/donor_set.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+// An exception must not reach torch_xla, which would lose the pending values of the step.
+template <typename Context>
+void Guarded(void (*function)(Context&), Context& context) noexcept {
+  try {
+    function(context);
+  } catch (const std::exception& error) {
+    Tallies::Get().NoteError(error.what());
+  }
+}
+
+// In eager mode each operation is a separate graph that runs at once and donates nothing. The marks that it has read
+// end here, so that no later step consumes these buffers.
+void EndEagerMarks(GraphContext& context) {
+  const auto& config = context.collection.config;
+  if (Watches(kRegistry) && config.force_ltc_data && !config.sync_ltc_data && abi::InEagerMode(context.executor)) {
+    const bool off = DonationDisabled();
+    RefuseMarks(*context.graph, off ? DisabledReason() : ReasonCode::kReadEagerly, /*notify=*/!off);
+  }
+}
+
+}  // namespace
+
+bool phases::ListBegins(void* arena, const lazy::BackendDevice* device) {
+  if (AutoDonates() || (Watches(kMarks) && Marks::Get().HasPending(device))) {
+    OutdatedTensors::Get().BringUpToDate(device);  // before the list, which must not have old values
+  }
+  NoteArena(arena);
+  const bool has_placeholders = HasPlaceholders();
+  EndReuse();
+  if (Watches(kRegistry)) {
+    Steps::Get().Sweep();
+  }
+  const bool has_marks = Watches(kRegistry);
+  const bool is_automatic = ListForAutoDonors(arena);
+  Reach("ListBegins");
+  return has_placeholders || has_marks || is_automatic;
+}
+
+void phases::TensorMade() {
+  ForgetReused();  // the operation that used them has its result
+  NoteBackwardThread();
+  Reach("TensorMade");
+}
+
+void phases::BeforeGraph(GraphContext& graph) noexcept {
+  DropDryRun();
+  graph.after_backward_thread = graph.is_step && TakeBackwardThread();
+  BeginPlan(graph);
+  try {
+    CloseGate(graph);  // before the token, so that its reason is reported
+    DropCollectivesToken(graph);
+    Reach("BeforeGraph");
+  } catch (const std::exception& error) {
+    Tallies::Get().NoteError(error.what());
+    graph.gate.Refuse(ReasonCode::kGivenUp, /*notify_user=*/true);
+  }
+}
+
+void phases::GraphKnown(GraphContext& graph) noexcept {
+  Guarded(&EndEagerMarks, graph);
+  Guarded(&OrderForDonors, graph);
+  Guarded(+[](GraphContext&) { Reach("GraphKnown"); }, graph);
+}
+
+void phases::ProposeDonors(DonorSet& donors) {
+  ProposeAutoDonors(donors);
+  Reach("ProposeDonors");
+}
+
+void phases::DryRunEnded(DryRun dry_run) {
+  KeepDryRun(std::move(dry_run));
+  Reach("DryRunEnded");
+}
+
+void phases::AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device) {
+  GuardBarrier(executor);
+  if (!has_locked_device) {
+    NoteStack();
+  }
+  Reach("AtBarrier");
+}
+
+void phases::CheckRun(const std::vector<lazy::BackendDataPtr>& parameters) {
+  GuardRun(parameters);
+  Reach("CheckRun");
+}
+
+void phases::BeforeRun(RunContext& run) noexcept {
+  run.stopped = IsInspected();  // before all that count or claim the run
+  if (run.stopped) {
+    return;
+  }
+  Guarded(&NoteDryRun, run);
+  Guarded(&NoteOutputs, run);
+  Guarded(&ClaimAnnounced, run);
+#ifdef TORCH_XLA_DONATE_FAULTS
+  Guarded(+[](RunContext& faulty) { faulty.OnEnd([](const Reason&) { Reach("OnEnd"); }); }, run);
+#endif
+  Guarded(+[](RunContext&) { Reach("BeforeRun"); }, run);
+}
+
+void phases::AtStart(RunContext& run) {
+  NoteExecutable(run);  // after the claim, which it describes
+  Reach("AtStart");
+}
+
+bool phases::AfterStep() {
+  RecordRuns();
+  Reach("AfterStep");
+  return HasNotedOutputs() || Steps::Get().HasNotices() || WatchesInputs() || HasNewGraphs();
+}
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,112 @@
+// The pending marks: buffers that the program has given to the next step that reads them.
+//
+// A Donor is one marked buffer. It is pending until a step claims it (steps.h), or until its mark is cancelled. Only
+// this folder knows the marks: device data carries no flag of ours.
+//
+// Ownership: marks and steps share the donors, which hold buffers and tensors weakly, so a mark never keeps memory
+//   alive.
+// Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
+//   step, takes the GIL or runs a graph. A forked child can use it.
+// Errors: only std::bad_alloc. A member that throws it has changed nothing.
+#pragma once
+
+#include <c10/util/flat_hash_map.h>
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "registry/donor.h"
+
+namespace torch_xla_donate {
+
+class Marks {
+ public:
+  // Never destroyed: hooks may run until the process ends.
+  static Marks& Get();
+
+  // A leaf ready to be marked. Its buffer is materialised and not read-only.
+  struct Leaf {
+    std::shared_ptr<abi::TensorData> tensor;
+    lazy::BackendDataPtr buffer;
+    at::IntArrayRef sizes;
+    at::ScalarType dtype;
+    std::uint32_t index;
+    std::shared_ptr<abi::TensorData> preferred_output;  // null if not requested
+  };
+  // Marks all leaves. A buffer that is marked already gains a mark if the tensor is new, or if the call requests more
+  // for it: an output, or to be stricter.
+  void Add(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
+
+  // Cancels the marks of these buffers that are pending and not armed.
+  void Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
+
+  bool IsPending(const lazy::BackendData* buffer) const;
+  // Whether a mark is pending on the device; null for any.
+  bool HasPending(const lazy::BackendDevice* device) const;
+  // The leaf of this call that marked the buffer, if the mark is still pending.
+  std::optional<std::uint32_t> LeafOf(const lazy::BackendData* buffer, const CallSite* site) const;
+  std::vector<DonorSnapshot> Pending() const;
+
+  // A pending mark, and the tensors that its donor's marks name.
+  struct PendingMark {
+    std::size_t position;  // of the parameter; in OfCall() the leaf
+    DonorPtr donor;
+    c10::SmallVector<std::shared_ptr<abi::TensorData>, 1> tensors;
+    std::shared_ptr<abi::TensorData> preferred_output;  // that should take the buffer, or null
+  };
+  // The pending marks among a graph's parameters; without a call, those meant for steps.
+  std::vector<PendingMark> Among(const std::vector<lazy::BackendDataPtr>& parameters,
+                                 const CallSite* call = nullptr) const;
+  // The pending marks of a call.
+  std::vector<PendingMark> OfCall(const CallSite* site) const;
+  // Of a call's pending marks; nullopt if it has none.
+  std::optional<lazy::BackendDevice> DeviceOf(const CallSite* site) const;
+  // The leaves of a call's pending marks whose buffers may have another holder, judged by reference counts. The result
+  // may have too many leaves, never too few.
+  std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
+
+  // Keeps the call's marks of these buffers from being cancelled until Disarm(). Returns whether all are pending; if
+  // not, it keeps none.
+  bool Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call);
+  void Disarm(const std::vector<lazy::BackendDataPtr>& buffers) noexcept;
+
+  // Of an unusable donor. Calls from now on keep this size.
+  void SetWarnMinBytes(std::int64_t bytes) { warn_min_bytes_.store(bytes, std::memory_order_relaxed); }
+  std::int64_t WarnMinBytes() const noexcept { return warn_min_bytes_.load(std::memory_order_relaxed); }
+
+  std::size_t Size() const;
+
+  // ---- For the steps ----
+
+  void CancelLocked(const std::vector<lazy::BackendDataPtr>& buffers) noexcept REQUIRES(registry_mutex);
+  // A step has claimed the donor, or refuses it.
+  void Remove(const Donor& donor) noexcept REQUIRES(registry_mutex);
+  // Cancels the marks of a call. A buffer that another call has also marked stays marked.
+  void RemoveCall(const CallSite* site) noexcept REQUIRES(registry_mutex);
+  void RemoveFreed() noexcept REQUIRES(registry_mutex);
+  // The donors that only this call has marked, by leaf.
+  std::map<std::uint32_t, DonorPtr> OnlyOfCall(const CallSite* site) const REQUIRES(registry_mutex);
+  // Those whose tensors now hold other buffers because they were sharded.
+  std::vector<DonorPtr> Resharded() const REQUIRES(registry_mutex);
+  bool IsArmed(const lazy::BackendData* buffer) const REQUIRES(registry_mutex);
+
+ private:
+  using Buffer = const lazy::BackendData*;
+
+  static void AddTo(Donor& donor, Mark mark) REQUIRES(registry_mutex);
+  static PendingMark Describe(std::size_t position, const DonorPtr& donor) REQUIRES(registry_mutex);
+  // Null if no mark of the buffer is pending. An entry of a freed buffer belongs to an earlier object.
+  const DonorPtr* Find(Buffer buffer) const REQUIRES(registry_mutex);
+  bool IsResharded(const Donor& donor) const REQUIRES(registry_mutex);
+  // Updates the watch word after a change.
+  void Refresh() noexcept REQUIRES(registry_mutex);
+
+  ska::flat_hash_map<Buffer, DonorPtr> pending_ GUARDED_BY(registry_mutex);
+  std::atomic<std::int64_t> warn_min_bytes_{0};
+};
+
+}  // namespace torch_xla_donate

@@ -1,0 +1,116 @@
+// What the phases of a step do beyond the choice of donors: one function for each, which the step calls. Their table is
+// in features/phases.cpp.
+//
+// Ownership: a context lives as long as the call, a RunContext until its run begins.
+// Threads: the stepping thread calls all functions, but another thread may call those given to OnEnd().
+// Errors: ListBegins(), AtBarrier(), CheckRun() and AtStart() may throw. Then the step does not begin, or the graph
+//   does not run. The report shows an exception in another phase, and the step continues.
+#pragma once
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "host/symbols.h"
+#include "registry/donor.h"
+#include "step/size_pairing.h"
+
+namespace torch_xla_donate {
+
+class Claim;
+class DonorSet;
+
+// Decides whether a step donates.
+struct Gate {
+  enum class Verdict { kDonate, kDryRun, kRefuse };
+  Verdict verdict = Verdict::kDonate;
+  Reason reason;       // of the first switch that closed the gate
+  bool notify = true;  // whether the user gets a report on each donor
+
+  // The user has disabled donation and wants to see its effect.
+  void DryRun(Reason why) { Close(Verdict::kDryRun, std::move(why), false); }
+  // Also ends a dry run, because the step would not have donated anyway.
+  void Refuse(Reason why, bool notify_user) { Close(Verdict::kRefuse, std::move(why), notify_user); }
+
+ private:
+  void Close(Verdict by, Reason why, bool notify_user) {
+    if (verdict == Verdict::kDonate) {
+      reason = std::move(why);
+      notify = notify_user;
+    }
+    verdict = std::max(verdict, by);
+  }
+};
+
+// A graph that the executor makes, for a step, a read, an operation in eager mode, or a compiled function.
+struct GraphContext {
+  const lazy::LazyGraphExecutor& executor;
+  const std::vector<lazy::Value>& roots;
+  abi::Executor::SyncTensorCollection& collection;
+  bool runs_all;      // not a read (print, .item(), .cpu()) and not a warm-up
+  bool follows_list;  // the first graph since the live tensors were listed
+  bool is_step;       // a step of the live tensors listed last
+  Gate gate;
+  bool after_backward_thread = false;             // see backward_threads.h
+  abi::Executor::PostOrderData* graph = nullptr;  // set before GraphKnown()
+};
+
+// The donations of a dry run, in the order of the graph. Holds no buffer, so that a step that fails to compile keeps
+// nothing alive.
+struct DryRun {
+  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced; null for a compiled run
+  std::uint64_t step;
+  std::vector<std::pair<ArraySize, DonorPtr>> parameters;  // no Donor for a parameter that torch_xla donates
+};
+
+// A graph that is about to run.
+struct RunContext {
+  abi::Executor::Async& run;
+  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced
+  bool runs_all;                                          // as in GraphContext
+  bool recorded = false;                                  // the registry has a step for this run
+  bool stopped = false;                                   // AtStart() will stop it
+  std::shared_ptr<Claim> claim = nullptr;                 // the claim on its donors
+  std::string graph = {};                                 // its hash in the registry, if it has donors
+  std::exception_ptr failure = nullptr;                   // the run must not begin; torch_xla raises this error
+
+  // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
+  // success. If the run never begins, the context drops the functions.
+  void OnEnd(std::function<void(const Reason& failure)> function) { ends.push_back(std::move(function)); }
+  std::vector<std::function<void(const Reason&)>> ends = {};
+};
+
+namespace phases {
+
+// The executor is about to list the live tensors. Returns whether to record the list.
+bool ListBegins(void* arena, const lazy::BackendDevice* device);
+// The program makes a tensor while the hooks watch, outside a list.
+void TensorMade();
+void BeforeGraph(GraphContext& graph) noexcept;
+void GraphKnown(GraphContext& graph) noexcept;
+// Only for steps, after the marks have been proposed.
+void ProposeDonors(DonorSet& donors);
+void DryRunEnded(DryRun dry_run);
+// A thread waits for the device, as before each read, step and run.
+// A thread that has locked the device must not take the GIL, because a thread with the GIL may wait for the device.
+void AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device);
+void CheckRun(const std::vector<lazy::BackendDataPtr>& parameters);
+void BeforeRun(RunContext& run) noexcept;
+void AtStart(RunContext& run);
+// Returns whether to call callbacks::StepEnded().
+bool AfterStep();
+
+// Does nothing but in the build of `make faults`, where test/faults may throw here.
+#ifdef TORCH_XLA_DONATE_FAULTS
+void Reach(const char* phase);
+#else
+inline void Reach(const char* /*phase*/) {}
+#endif
+
+}  // namespace phases
+
+}  // namespace torch_xla_donate
