@@ -83,7 +83,7 @@ class _Record:
             except Exception as error:  # the program's own exception counts
                 self._write_advice({"error": f"{type(error).__name__}: {error}"})
 
-    def add(self, run: Mapping[str, Any]) -> None:
+    def add(self, run: _C._Run) -> None:
         if not self.is_dumping:
             self.is_dumping = True
             os.environ["XLA_FLAGS"] = self.flags  # XLA has read them; other programs must not dump here
@@ -168,7 +168,7 @@ def record_runs() -> None:
             _C.note_error(f"verify: {type(error).__name__}: {error}")
 
 
-def _describe(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(raw: _C._Donor) -> dict[str, Any]:
     return {
         "parameter": -1 if raw["parameter"] is None else raw["parameter"],
         "array": raw["array"],
