@@ -32,8 +32,6 @@ for profile, examples in (("short", 60), ("long", 300)):
 hypothesis.settings.load_profile("short")
 pytest.register_assert_rewrite("helpers")
 
-import tiers
-
 if TYPE_CHECKING:
     import torch
 
@@ -66,15 +64,11 @@ def _first_random_test(_: None) -> None:
     does not name frozen objects."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in tiers.TIERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folder of a test is its mark."""
     for item in items:
-        item.add_marker(tiers.tier(item))
+        item.add_marker(item.path.parent.name)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -121,3 +115,13 @@ def dump_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "dump"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def notices_taken() -> Iterator[None]:
+    """For tests whose donors need not be usable: nobody has to be told of those that were not."""
+    from torch_xla_donate import _C
+
+    yield
+    _C.wait_for_steps()
+    _C.take_notices()

@@ -9,9 +9,11 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,9 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+#: The options of `compile` for each of its backends.
+BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
+
 needs_tpu_compiler = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 
@@ -102,6 +107,14 @@ def pointer(tensor: torch.Tensor) -> int:
 
     xm.wait_device_ops()
     return int(torch_xla._XLAC._unsafe_buffer_pointer(tensor))
+
+
+def compiles() -> int:
+    """How many graphs torch_xla has compiled in this process."""
+    import torch_xla.debug.metrics as metrics
+
+    data = metrics.metric_data("CompileTime")
+    return int(data[0]) if data else 0
 
 
 def assert_keeps_nothing(
@@ -132,6 +145,57 @@ def assert_keeps_nothing(
         result = g(result, one)
     assert alive() == before
     assert all(count <= sizes[name] + 2 * 64 for name, count in _C.sizes().items())
+
+
+#: The test runs once for each backend, with the options of `compile` as `options`.
+each_backend = pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+
+
+def whole_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor that shares the buffer."""
+    import torch_xla
+
+    copy = torch.empty_like(tensor)
+    copy.copy_(tensor)
+    torch_xla.sync(wait=True)
+    assert pointer(copy) == pointer(tensor)
+    return copy
+
+
+def error_of(kind: type[Exception], function: Callable[..., object], *args: object, **kwargs: object) -> str:
+    """The message of the error of this kind that a call raises, and nothing if it raises none."""
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def last_reasons() -> list[str]:
+    """Why each donor of the last step was not used; empty for one that was."""
+    from torch_xla_donate import donation_report
+
+    return [donor.reason for donor in donation_report(steps=1).donors]
+
+
+class TellingLock:
+    """For the lock of the scans: it calls `asked` in each thread that is about to wait for it."""
+
+    def __init__(self, asked: Callable[[], None]) -> None:
+        self._lock, self._asked = threading.RLock(), asked
+
+    def acquire(self) -> bool:
+        self._asked()
+        return self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def model_of(width: int = 4) -> torch.nn.Module:
+    """A linear model on the device with one output."""
+    torch.manual_seed(0)
+    return torch.nn.Linear(width, 1).to("xla")
 
 
 def loops_with_and_without_donation(rank: int) -> None:

@@ -71,11 +71,6 @@ def check_strict(strict: Strict) -> None:
     )
 
 
-def debug_nans() -> bool:
-    """Whether steps donate nothing and check their outputs for NaN (``TORCH_XLA_DONATE_DEBUG_NANS``)."""
-    return flag("TORCH_XLA_DONATE_DEBUG_NANS")
-
-
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on. Views then share the graphs of their bases."""
     return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))

@@ -50,6 +50,6 @@ def examine() -> tuple[list[str], bool]:
 def settings() -> list[str]:
     """The settings of this environment that prevent donations."""
     found = [f"{setting} switches donation off; unset it" for setting in _host.ignoring_donors()]
-    if _config.debug_nans():
+    if _config.flag("TORCH_XLA_DONATE_DEBUG_NANS"):
         found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")
     return found

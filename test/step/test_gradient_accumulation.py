@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as spmd
-import torch_xla.runtime as xr
-from children import in_process
-from helpers import pointer
-from torch import nn
+from helpers import each_backend, model_of, pointer, whole_copy
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
 
 from torch_xla_donate import (
@@ -22,16 +17,9 @@ from torch_xla_donate import (
     donate_buffer,
     donation_report,
     gradient_accumulation,
-    hlo,
     is_donated,
-    placeholder,
     scan,
 )
-
-
-def model_of(width: int = 4) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Linear(width, 1).to("xla")
 
 
 def counted(model):
@@ -39,24 +27,16 @@ def counted(model):
     return lambda x, *carried: (model(x).sum(), *[t + k for k, t in enumerate(carried, start=1)])
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_carried_tensors_come_back_in_their_order(make, count):
-    model, data = model_of(), make(3, 2, 4)
-    carried = [make(2) + 100 * k for k in range(count)]
-    torch_xla.sync()
-    _, *result = gradient_accumulation(counted(model), (data,), model, *carried)
-    assert [t[0].item() for t in result] == [100 * k + 3 * (k + 1) for k in range(count)]
+def test_carried_tensors_come_back_in_their_order(make):
+    for count in (1, 2, 3, 5):
+        model, data = model_of(), make(3, 2, 4)
+        carried = [make(2) + 100 * k for k in range(count)]
+        torch_xla.sync()
+        _, *result = gradient_accumulation(counted(model), (data,), model, *carried)
+        assert [t[0].item() for t in result] == [100 * k + 3 * (k + 1) for k in range(count)]
 
 
-def test_the_order_of_torch_xla_itself_is_another(make):
-    # The reason for the reordering: should torch_xla change, so must this package.
-    model, carried = model_of(), [make(2) + 100 * k for k in range(3)]
-    torch_xla.sync()
-    _, *result = host_gradient_accumulation(counted(model), (make(3, 2, 4),), model, *carried)
-    assert [t[0].item() for t in result] == [3, 209, 106]
-
-
-def test_the_step_donates_its_carry_and_its_slices(make):
+def test_donations_in_the_step_donate_carry_and_slices(make):
     model, data, first, second = model_of(), make(3, 4), make(3, 5), make(5)
 
     def step(x, big, small):
@@ -97,7 +77,7 @@ def test_an_iterable_tensor_is_donated_to_an_output_of_its_size(make):
     assert carried.flatten().tolist() == [*range(24)]
 
 
-def test_a_donated_carry_that_comes_out_as_it_was_is_right(make):
+def test_donated_carry_returned_unchanged_keeps_its_value(make):
     model, carried, other = model_of(), make(5), make(6)
     step = lambda x, a, b: (model(x).sum() + a.sum() * 0, a, b + 1)  # noqa: E731
     _, result, more = gradient_accumulation(step, (make(3, 2, 4),), model, carried, other, donate="carried_tensors")
@@ -123,7 +103,7 @@ def test_a_donation_in_the_step_is_as_strict_as_it_says(make):
     del kept
 
 
-def test_into_and_what_is_no_tensor_are_errors_in_the_step(make):
+def test_into_and_non_tensors_are_errors_in_the_step(make):
     def run(*given, **options):
         def step(x, a):
             donate_buffer([a, *given], **options)
@@ -165,53 +145,22 @@ def test_a_scan_in_the_step_donates_the_carry_of_the_step(make):
     assert final.tolist() == [9, 16, 23]
 
 
-@pytest.mark.parametrize("alias", ["itself", "detached", "whole copy"])
-def test_a_tensor_that_is_carried_twice_is_refused(make, alias):
-    model, carried = model_of(), make(2)
-    other = {"itself": carried, "detached": carried.detach(), "whole copy": torch.empty_like(carried).copy_(carried)}
-    data = make(3, 2, 4)
-    with pytest.raises(ValueError, match=r"carried_tensors\[2\] has the same buffer as carried_tensors\[0\], .*clone"):
-        gradient_accumulation(counted(model), (data,), model, carried, make(3), other[alias])
-    _, one, two = gradient_accumulation(counted(model), (data,), model, carried.clone(), other[alias].clone())
-    assert (one.tolist(), two.tolist()) == ([3, 4], [6, 7])
+def test_carried_tensors_that_share_a_buffer_are_refused(make):
+    """With each other, or with another live tensor. A clone is right."""
+    model, carried, data = model_of(), make(2), make(3, 2, 4)
+    for other in (carried, carried.detach(), torch.empty_like(carried).copy_(carried)):
+        text = r"carried_tensors\[2\] has the same buffer as carried_tensors\[0\], .*clone"
+        with pytest.raises(ValueError, match=text):
+            gradient_accumulation(counted(model), (data,), model, carried, make(3), other)
+        _, one, two = gradient_accumulation(counted(model), (data,), model, carried.clone(), other.clone())
+        assert (one.tolist(), two.tolist()) == ([3, 4], [6, 7])
     with pytest.raises(TypeError, match=r"carried_tensors\[1\] is of type int, not a tensor. Pass a tensor"):
         gradient_accumulation(counted(model), (data,), model, carried, 3)
-
-
-def test_a_carry_whose_buffer_another_tensor_holds_is_refused(make):
-    """A clone is right."""
-    model, carried, data = model_of(), make(2), make(3, 2, 4)
-    copy = torch.empty_like(carried).copy_(carried)
-    torch_xla.sync()
+    copy = whole_copy(carried)
     with pytest.raises(ValueError, match=r"carried_tensors\[0\] shares its buffer with another tensor"):
         gradient_accumulation(counted(model), (data,), model, carried)
     _, result = gradient_accumulation(counted(model), (data,), model, carried.clone())
     assert (result.tolist(), copy.tolist()) == ([3, 4], [0, 1])
-
-
-@in_process(devices=4)
-def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
-    xr.use_spmd()
-    mesh = spmd.Mesh(np.arange(4), (4,), ("x",))
-
-    def run(function, **options):
-        model = model_of()
-        data, carried = torch.arange(96.0).reshape(3, 8, 4).to("xla"), torch.arange(32.0).reshape(8, 4).to("xla")
-        spmd.mark_sharding(data, mesh, (None, "x", None))
-        spmd.mark_sharding(carried, mesh, ("x", None))
-        torch_xla.sync(wait=True)
-        loss, final = function(lambda x, a: (model(x).mean(), a * 2 + 1), (data,), model, carried, **options)
-        torch_xla.sync(wait=True)
-        return carried, [loss.cpu(), final.cpu(), model.weight.grad.cpu()]
-
-    _, expected = run(host_gradient_accumulation)
-    carried, found = run(gradient_accumulation, donate="carried_tensors")
-    assert is_donated(carried)
-    assert all(map(torch.equal, found, expected))
-    (donor,) = donation_report(steps=1).donors
-    assert (donor.name, donor.outcome, donor.bytes_per_device) == ("carried_tensors[0]", "donated", 32)
-    aliased = [found.after for found in hlo.read_dump(dump_folder) if found.after is not None and found.after.aliases]
-    assert [module.aliased_bytes for module in aliased] == [8 * 4 * 4 // 4]
 
 
 def test_gradients_are_those_of_torch_xla(make):
@@ -247,25 +196,13 @@ def test_a_call_that_fails_leaves_the_gradients_as_they_were(make):
     with pytest.raises(KeyError, match="mine"):
         gradient_accumulation(broken, (data,), model)
     # torch_xla finds this out when it has made the loop.
-    with pytest.raises(ValueError, match="is not read by the train step"):
-        gradient_accumulation(lambda x, a: (model(x).sum(), torch.zeros(2, device="xla")), (data,), model, make(2))
+    not_reading = lambda x, a, b: (model(x).sum(), a + 1, torch.zeros(2, device="xla"))  # noqa: E731
+    with pytest.raises(ValueError, match=r"carried_tensors\[1\] is not read by the train step"):
+        gradient_accumulation(not_reading, (data,), model, make(2), make(2))
     torch_xla.sync()
     assert model.weight.grad is gradient and gradient.tolist() == before and model.bias.grad is None
     gradient_accumulation(lambda x: model(x).sum(), (data,), model)
     assert model.weight.grad is gradient and gradient.tolist() != before
-
-
-def test_a_carried_tensor_that_the_step_does_not_read_is_refused(make):
-    model = model_of()
-    with pytest.raises(ValueError, match=r"carried_tensors\[1\] is not read by the train step"):
-        gradient_accumulation(
-            lambda x, a, b: (model(x).sum(), a + 1, torch.zeros(2, device="xla")),
-            (make(3, 2, 4),),
-            model,
-            make(2),
-            make(2),
-        )
-    torch_xla.sync()
 
 
 def test_a_pending_carry_is_computed_first(make):
@@ -286,68 +223,7 @@ def test_a_pending_carry_is_computed_first(make):
     assert is_donated(pending)
 
 
-def places(state):
-    return sorted(pointer(t) for tensors in state.values() for t in tensors.values())
-
-
-def train(donate):
-    """Four steps of a transformer with AdamW, whose gradients stay: they are zeroed, not dropped."""
-    torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    model = nn.Sequential(nn.Embedding(16, 8), block, nn.Linear(8, 16)).to("xla")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    batches = torch.randint(16, (4, 2, 6)).to("xla")
-    torch_xla.sync()
-    losses, state = [], {}
-    for step in range(4):
-        if step:
-            state = {"gradients": {name: p.grad for name, p in model.named_parameters()}}
-            state["parameters"] = dict(model.named_parameters())
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = {n: optimizer.state[p][moment] for n, p in model.named_parameters()}
-            before = places(state)
-            if donate:
-                donate_buffer(state)
-        loss = gradient_accumulation(
-            lambda x: nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()), (batches,), model
-        )
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        torch_xla.sync(wait=True)
-        losses.append(loss.item())
-    assert places(state) == before
-    return losses, [t.cpu() for tensors in state.values() for t in tensors.values()]
-
-
-@in_process
-def test_a_training_step_aliases_its_whole_state(dump_folder):
-    """Every parameter, gradient and moment, and the report says so."""
-    # WHEN it accumulates, steps and zeroes in one step of the device, with and without marks
-    plain_losses, plain = train(donate=False)
-    assert not donation_report().donors
-    losses, values = train(donate=True)
-    # THEN every one of them is aliased, in the HLO and in memory
-    assert len(plain) == 4 * 15
-    modules = [found for found in hlo.read_dump(dump_folder) if len(found.donors) >= len(plain)]
-    assert modules
-    for found in modules:
-        assert len(found.donors) == len(found.aliases) == len(plain)
-        assert found.aliased_bytes == sum(t.nbytes for t in plain)
-    # AND the report shows those that were marked, and the values are the same
-    donors = donation_report(steps=1).donors
-    assert len(donors) == len(plain)
-    assert {donor.outcome for donor in donors} == {"donated"}
-    assert {donor.name.partition("]")[0] for donor in donors} == {
-        "['gradients'",
-        "['parameters'",
-        "['exp_avg'",
-        "['exp_avg_sq'",
-    }
-    assert losses == plain_losses == sorted(plain_losses, reverse=True)
-    assert all(map(torch.equal, values, plain))
-
-
-@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@each_backend
 def test_a_compiled_function_is_a_part_of_the_step(make, options):
     """It does not donate its arguments."""
     model, data, carried = model_of(), make(3, 2, 4), make(5)
@@ -364,17 +240,16 @@ def test_a_compiled_function_is_a_part_of_the_step(make, options):
     assert not is_donated(data) and not donation_report(steps=1).pending
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda t: torch_xla.sync(),
-        lambda t: repr(t),
-        lambda t: t.sum().item(),
-        lambda t: torch.compile(lambda a: a + 1, backend="openxla")(t),
-        lambda t: torch_xla.compile(lambda a: a + 1)(t),
-    ],
-    ids=["sync", "print", "item", "openxla", "torch_xla.compile"],
-)
+RUNS = {
+    "sync": lambda t: torch_xla.sync(),
+    "print": lambda t: repr(t),
+    "item": lambda t: t.sum().item(),
+    "openxla": lambda t: torch.compile(lambda a: a + 1, backend="openxla")(t),
+    "torch_xla.compile": lambda t: torch_xla.compile(lambda a: a + 1)(t),
+}
+
+
+@pytest.mark.parametrize("read", RUNS)
 def test_a_step_that_runs_a_graph_is_refused_and_loses_nothing(make, read):
     # torch_xla's own loop goes on with what came out, as a constant: a wrong loss, and gradients of one iteration.
     model, data, carried, other = model_of(), make(3, 2, 4), make(5), make(4)
@@ -386,7 +261,7 @@ def test_a_step_that_runs_a_graph_is_refused_and_loses_nothing(make, read):
 
     def step(x, t):
         hidden = model(x)
-        read(hidden)
+        RUNS[read](hidden)
         return hidden.sum(), t + 1
 
     with pytest.raises(DonationError, match=r"the train step has made torch_xla run something \("):
@@ -399,7 +274,7 @@ def test_a_step_that_runs_a_graph_is_refused_and_loses_nothing(make, read):
     assert torch.equal(result.cpu(), carried.cpu() + 3)
 
 
-def test_a_step_may_read_what_is_there(make):
+def test_a_step_may_read_materialised_tensors(make):
     model, data, seen = model_of(), make(3, 2, 4), []
     torch_xla.sync()
 
@@ -411,38 +286,18 @@ def test_a_step_may_read_what_is_there(make):
     assert seen == [data[0].tolist()]
 
 
-@in_process
-def test_in_eager_mode_it_runs_in_a_compiled_function():
-    """Elsewhere it is refused: torch_xla's own goes on with the values of the first iteration."""
-    torch_xla.experimental.eager_mode(True)
-    model, data, carried = model_of(), torch.ones(3, 2, 4).to("xla"), torch.zeros(2).to("xla")
-
-    def accumulate(data, carried):
-        return gradient_accumulation(
-            lambda x, t: (model(x).mean(), t + 1), (data,), model, carried, donate="carried_tensors"
-        )
-
-    with pytest.raises(DonationError, match="gradient_accumulation is called in eager mode"):
-        accumulate(data, carried)
-    assert torch_xla.experimental.is_eager_mode()
-    loss, result = compile(accumulate)(data, carried)
-    assert result.tolist() == [3, 3] and torch.allclose(model.weight.grad.cpu(), torch.ones(1, 4))
-    assert donation_report().donors[-1].outcome == "donated"
-    del loss
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_loss_of_another_precision_is_refused(make, dtype):
+def test_a_loss_of_another_precision_is_refused(make):
     # torch_xla's own makes a graph that XLA refuses at the sync, with everything that is pending.
-    model, data = model_of().to(dtype), make(3, 2, 4).to(dtype)
-    torch_xla.sync()
-    other = data * 2
-    with pytest.raises(TypeError, match=r"loss is (b?float\d+)\[\], .* Return loss\.float\(\)"):
-        gradient_accumulation(lambda x: model(x).sum(), (data,), model)
-    loss = gradient_accumulation(lambda x: model(x).sum().float(), (data,), model)
-    torch_xla.sync()
-    assert loss.item() == pytest.approx((model(data).sum() / 3).item(), rel=1e-2)
-    assert model.weight.grad.dtype == dtype and torch.equal(other.cpu(), data.cpu() * 2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        model, data = model_of().to(dtype), make(3, 2, 4).to(dtype)
+        torch_xla.sync()
+        other = data * 2
+        with pytest.raises(TypeError, match=r"loss is (b?float\d+)\[\], .* Return loss\.float\(\)"):
+            gradient_accumulation(lambda x, model=model: model(x).sum(), (data,), model)
+        loss = gradient_accumulation(lambda x, model=model: model(x).sum().float(), (data,), model)
+        torch_xla.sync()
+        assert loss.item() == pytest.approx((model(data).sum() / 3).item(), rel=1e-2)
+        assert model.weight.grad.dtype == dtype and torch.equal(other.cpu(), data.cpu() * 2)
 
 
 def test_an_unusable_gradient_leaves_the_other_gradients(make):
@@ -460,39 +315,3 @@ def test_an_unusable_gradient_leaves_the_other_gradients(make):
         gradient_accumulation(lambda x: model(x).sum(), (data,), model)
     assert model.weight.grad is weight and model.bias.grad is bias and bias.item() == 100
     assert torch.equal(kept.cpu(), torch.full((1, 4), 101.0))
-
-
-def looked_up(model, tokens):
-    """A loss whose scan has a backward pass."""
-    rows = model["rows"][tokens[:, :-1]]
-    return scan(lambda carry, x: (carry * x, None), rows, model["factors"])[0].sum()
-
-
-@in_process(devices=4)
-def test_each_iteration_of_spmd_gets_its_slice_with_a_scan() -> None:
-    """torch_xla 2.9.0 gives the first slice to every iteration."""
-    xr.use_spmd()
-    model = nn.ParameterDict({"rows": torch.arange(28.0).reshape(7, 4), "factors": torch.full((3, 4), 2.0)}).to("xla")
-    tokens = torch.tensor([[[0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6]]]).to("xla")
-    torch_xla.sync(wait=True)
-    loss = gradient_accumulation(lambda batch: looked_up(model, batch), (tokens,), model)
-    torch_xla.sync(wait=True)
-    rows = torch.arange(28.0).reshape(7, 4)
-    assert loss.item() == 8 * (rows[:4].sum() + rows[2:6].sum()).item() / 2
-    assert model["rows"].grad[:, 0].tolist() == [4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 0.0]
-
-
-@in_process(devices=4)
-def test_lower_accumulates_over_placeholders_and_runs_nothing() -> None:
-    xr.use_spmd()
-    weights = {"rows": placeholder((7, 4), torch.float32), "factors": placeholder((3, 4), torch.float32)}
-
-    def step(weights, tokens):
-        model = nn.ParameterDict(weights)
-        loss = gradient_accumulation(lambda batch: looked_up(model, batch), (tokens,), model)
-        return loss, {name: weight - weight.grad for name, weight in model.items()}
-
-    lowered = compile(step, donate_argnums=0).lower(weights, placeholder((2, 1, 5), torch.int32))
-    module = hlo.parse(lowered.as_text())
-    assert "s32[2,1,5]" in [str(shape).partition("{")[0] for shape in module.parameters]
-    assert len(module.donors) == 2

@@ -8,14 +8,10 @@ import re
 import threading
 import weakref
 
-import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as spmd
-import torch_xla.runtime as xr
-from children import in_process
-from helpers import Couple, pointer
+from helpers import Couple, TellingLock, each_backend, pointer
 from torch_xla.experimental import scan as host_module
 from torch_xla.experimental.scan import scan as host_scan
 
@@ -30,7 +26,6 @@ from torch_xla_donate import (
     donate_buffer,
     donation_disabled,
     donation_report,
-    hlo,
     is_donated,
     scan,
     scan_layers,
@@ -51,7 +46,7 @@ def arguments(make):
 
 
 @pytest.mark.parametrize("is_fn_pure", [False, True])
-def test_a_leaf_that_the_body_donates_is_donated_at_every_call(make, is_fn_pure):
+def test_leaf_donated_by_the_body_is_donated_at_every_call(make, is_fn_pure):
     expected, expected_ys = host_scan(accumulate, *arguments(make))
     for _ in range(3):
         init, xs = arguments(make)
@@ -68,7 +63,7 @@ def test_a_leaf_that_the_body_donates_is_donated_at_every_call(make, is_fn_pure)
         init["sum"] + 1
 
 
-def test_a_slice_that_the_body_donates_stands_for_the_whole(make):
+def test_slice_donated_by_the_body_donates_the_whole_of_xs(make):
     def body(carry, x):
         donate_buffer(x)
         return carry + x, carry * x
@@ -91,75 +86,12 @@ def test_init_and_xs_are_donated_from_outside(make):
             scan(accumulate, *arguments(make), donate=wrong)
 
 
-def test_a_donated_leaf_that_comes_out_unchanged_keeps_its_value(make):
+def test_donated_leaf_returned_unchanged_keeps_its_value(make):
     init, xs = arguments(make)
     final, _ = scan(accumulate, init, xs, donate="init")
     torch_xla.sync()
     assert is_donated(init["same"])
     assert (final["same"].tolist(), final["sum"].tolist()) == ([0, 1], [18, 23, 28])
-
-
-def sharded(*shape):
-    """An array over four devices, each with a part of the rows."""
-    mesh = spmd.Mesh(np.arange(4), (4,), ("x",))
-    t = (torch.arange(torch.Size(shape).numel()).reshape(shape) / 16).to("xla")
-    spmd.mark_sharding(t, mesh, (*[None] * (len(shape) - 2), "x", None))
-    torch_xla.sync(wait=True)
-    return t
-
-
-def multiply_and_sum(carry, x):
-    return carry * x + 1, carry.sum()
-
-
-def aliased_bytes(dump_folder):
-    modules = [found.after for found in hlo.read_dump(dump_folder) if found.after is not None]
-    return [module.aliased_bytes for module in modules if module.aliases]
-
-
-@in_process(devices=4)
-def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
-    xr.use_spmd()
-    expected, expected_ys = host_scan(multiply_and_sum, sharded(8, 4), sharded(3, 8, 4))
-    torch_xla.sync(wait=True)
-    init = sharded(8, 4)
-    final, ys = scan(multiply_and_sum, init, sharded(3, 8, 4), donate="init")
-    torch_xla.sync(wait=True)
-    assert is_donated(init)
-    assert torch.equal(final.cpu(), expected.cpu()) and torch.equal(ys.cpu(), expected_ys.cpu())
-    (donor,) = donation_report(steps=1).donors
-    assert (donor.name, donor.outcome, donor.bytes_per_device) == ("init", "donated", 32)
-    assert aliased_bytes(dump_folder) == [8 * 4 * 4 // 4]
-
-
-@pytest.mark.filterwarnings("ignore")
-@in_process(devices=4)
-def test_under_spmd_the_backward_scan_reads_all_arguments():
-    """So none of them is donated."""
-    xr.use_spmd()
-
-    def run(function, **options):
-        init, weights = sharded(8, 4), sharded(3, 8, 4).requires_grad_()
-        final, ys = function(multiply_and_sum, init, weights, **options)
-        torch_xla.sync(wait=True)
-        (final.sum() + ys.sum()).backward()
-        return init, weights.grad.cpu()
-
-    _, expected = run(host_scan)
-    init, gradient = run(scan, donate="init")
-    assert not is_donated(init) and torch.equal(gradient, expected)
-    with pytest.raises(DonationError, match="init: autograd has saved it for the backward scan"):
-        run(scan, donate="init", strict=True)
-
-
-@in_process
-def test_the_carry_is_aliased_to_the_final_carry_in_the_hlo(dump_folder):
-    init, xs = torch.ones(64, 64).to("xla"), torch.ones(5, 64, 64).to("xla")
-    torch_xla.sync(wait=True)
-    final, ys = scan(lambda carry, x: (carry * 2 + x, carry.sum()), init, xs, donate="init")
-    torch_xla.sync(wait=True)
-    assert final[0, 0].item() == 63 and ys.shape == (5,)
-    assert aliased_bytes(dump_folder) == [64 * 64 * 4]
 
 
 def multiply(carry, w):
@@ -270,86 +202,77 @@ def test_in_a_compiled_function_the_strict_error_has_the_result(make):
     assert torch.equal(raised.value.result.cpu(), host_scan(multiply, make(3), weights)[0].cpu())
 
 
-def test_a_donation_in_the_body_is_as_strict_as_it_says(make):
+@pytest.mark.parametrize(("of_donation", "of_scan"), [(True, False), (None, True)])
+def test_strict_of_a_scan_is_the_default_of_its_donations(make, of_donation, of_scan):
     def body(carry, x):
-        donate_buffer(x, strict=True)
+        donate_buffer(x, strict=of_donation)
         return carry + x, carry.sum()
 
-    kept = scan(body, make(3), make(4, 3), strict=False)
-    with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
-        torch_xla.sync(wait=True)
-    del kept
-
-
-def test_the_strict_of_a_scan_is_the_default_of_its_donations(make):
-    def body(carry, x):
-        donate_buffer(x)
-        return carry + x, carry.sum()
-
-    kept = scan(body, make(3), make(4, 3), strict=True)
+    kept = scan(body, make(3), make(4, 3), strict=of_scan)
     with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
         torch_xla.sync(wait=True)
     del kept
 
 
 @pytest.mark.parametrize("is_fn_pure", [False, True])
-def test_a_donation_that_the_body_cancels_is_not_made(make, is_fn_pure):
+def test_cancellations_in_the_body_hold_until_a_later_donation(make, is_fn_pure):
     def body(carry, x):
         donate_buffer([carry, x])
         cancel_donation([carry, x + 1])
         return carry + x, carry
 
-    for _ in range(2):
-        init, xs = make(3), make(4, 3)
-        donate_buffer(init)
-        kept = scan(body, init, xs, donate="init", is_fn_pure=is_fn_pure)
-        torch_xla.sync()
-        assert (is_donated(init), is_donated(xs)) == (False, True)
-        assert kept[0].tolist() == [18, 23, 28]
-
-
-def test_a_donation_after_a_cancellation_holds(make):
-    def body(carry, x):
+    def body_that_donates_again(carry, x):
         cancel_donation(carry)
         donate_buffer(carry)
         return carry + x, carry
 
-    init = make(3)
-    kept = scan(body, init, make(4, 3))
-    torch_xla.sync()
-    del kept
-    assert is_donated(init)
+    for _ in range(2):
+        for fn, options, expected in (
+            (body, {"donate": "init"}, (False, True)),
+            (body_that_donates_again, {}, (True, False)),
+        ):
+            init, xs = make(3), make(4, 3)
+            donate_buffer(init)
+            kept = scan(fn, init, xs, is_fn_pure=is_fn_pure, **options)
+            torch_xla.sync()
+            assert (is_donated(init), is_donated(xs)) == expected
+            assert kept[0].tolist() == [18, 23, 28]
 
 
-def test_an_impossible_donation_in_a_body_is_an_error(make):
-    """Nothing is marked."""
-    outside = make(5)
-
+def test_an_impossible_donation_is_an_error_and_nothing_is_marked(make):
     def run(*given, **options):
+        tried = []
+
         def body(carry, x):
-            try:
-                donate_buffer([carry, *given], **options)
-            finally:
-                tried.append(1)
+            tried.append(1)
+            donate_buffer([carry, *given], **options)
             return carry + x, carry
 
-        init, tried = make(3), []
         try:
-            scan(body, init, make(4, 3))
+            scan(body, make(3), make(4, 3))
         finally:
             assert tried
             assert not donation_report().pending
 
     with pytest.raises(TypeError, match=r"tensors\[2\] is of type str, which is neither a tensor nor"):
-        run(outside, "text")
+        run(make(5), "text")
     with pytest.raises(ValueError, match=r"tensors\[1\] is float32.2. on cpu"):
         run(torch.ones(2))
     with pytest.raises(ValueError, match=r"into is given for tensors\[0\], which stands for an argument of scan"):
         run(into=[torch.ones(7)])
+
+    def body(carry, x):
+        donate_buffer(carry + 1)
+        return carry + x, carry
+
+    with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
+        scan(body, make(3), make(2, 3))
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+        scan(lambda carry, x: (carry + x, carry), xs=make(2, 3), init=make(3) + 1, donate="init")
     torch_xla.sync()
 
 
-def test_a_tensor_from_outside_takes_into_in_a_body_too(make):
+def test_tensor_from_outside_is_donated_in_a_body_with_into(make):
     outside, init, xs = make(3), make(3), make(2, 3)
     target = outside * 2
 
@@ -364,7 +287,7 @@ def test_a_tensor_from_outside_takes_into_in_a_body_too(make):
     assert (donor.outcome, donor.into_kept) == ("donated", True)
 
 
-def test_the_first_carry_goes_into_a_result_named_after_the_loop(make):
+def test_into_may_name_the_final_carry(make):
     init, xs = make(3), make(4, 3)
     before = pointer(init)
     final, _ = scan(lambda carry, x: (carry + x, carry), init, xs)
@@ -392,7 +315,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("kind", [Unhashable, Slotted])
-def test_bodies_without_a_hash_are_called_as_by_torch_xla(make, kind):
+def test_bodies_without_a_hash_scan_but_not_as_pure_bodies(make, kind):
     expected, expected_ys = host_scan(kind(), make(3), make(4, 3))
     init = make(3)
     final, ys = scan(kind(), init, make(4, 3), donate="init")
@@ -417,19 +340,7 @@ def test_bodies_are_not_kept(make):
     assert [reference() for reference in found] == [None, None]
 
 
-def test_tensors_of_the_body_and_pending_arguments_are_refused(make):
-    def body(carry, x):
-        donate_buffer(carry + 1)
-        return carry + x, carry
-
-    with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
-        scan(body, make(3), make(2, 3))
-    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
-        scan(lambda carry, x: (carry + x, carry), xs=make(2, 3), init=make(3) + 1, donate="init")
-    torch_xla.sync()
-
-
-def test_a_carry_of_a_class_that_is_registered_without_keys(make):
+def test_carry_of_a_class_without_keys_is_donated(make):
     def body(carry, x):
         return Couple(carry.first + x, carry.second * 1), carry.first * x
 
@@ -451,18 +362,13 @@ class Alike:
         return "alike"
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        lambda: (torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
-        lambda: (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))),
-        lambda: (Alike(), Alike()),
-    ],
-    ids=["modules", "parameters", "objects"],
-)
-def test_keys_that_print_alike_do_not_donate_for_each_other(make, keys):
-    first, second = keys()
+def test_keys_that_print_alike_do_not_donate_for_each_other(make):
+    kinds = (lambda: torch.nn.Linear(3, 3), lambda: torch.nn.Parameter(torch.ones(2)), Alike)
+    for first, second in ((kind(), kind()) for kind in kinds):
+        check_two_keys(make, first, second)
 
+
+def check_two_keys(make, first, second):
     def body(carry, x):
         return {first: carry[first] + x, second: carry[second] * 2}, carry[first] * 1
 
@@ -483,25 +389,12 @@ def test_keys_that_print_alike_do_not_donate_for_each_other(make, keys):
     assert result[0][second].tolist() == [0, 16, 32, 48, 64]
 
 
-@pytest.mark.parametrize("is_fn_pure", [False, True])
-def test_what_cannot_be_called_is_refused_as_by_torch_xla(make, is_fn_pure):
+def test_a_body_that_cannot_be_called_is_refused_as_by_torch_xla(make):
     with pytest.raises(ValueError, match="must be callable"):
         host_scan(3, make(3), make(4, 3))
-    with pytest.raises(ValueError, match="fn is 3, which cannot be called. Pass the body of the loop, a function of"):
-        scan(3, make(3), make(4, 3), is_fn_pure=is_fn_pure)
-
-
-def test_a_tensor_from_outside_is_donated_as_ever(make):
-    outside = make(3)
-
-    def body(carry, x):
-        donate_buffer(outside)
-        return carry + x, carry
-
-    kept = scan(body, make(3), make(2, 3)), outside * 2
-    torch_xla.sync()
-    del kept
-    assert is_donated(outside)
+    for is_fn_pure in (False, True):
+        with pytest.raises(ValueError, match="fn is 3, which cannot be called. Pass the body of the loop, a function"):
+            scan(3, make(3), make(4, 3), is_fn_pure=is_fn_pure)
 
 
 def test_layers_donate_their_input(make):
@@ -560,31 +453,6 @@ def test_a_scan_in_a_body_is_refused(make, is_fn_pure):
     assert scan(lambda c, x: (c + x, c), make(3), make(2, 3))[0].tolist() == [3, 6, 9]
 
 
-@pytest.mark.parametrize("options", [None, {}, {"pure": True}], ids=["plain", "lazy", "pure"])
-@in_process
-def test_a_kept_error_of_a_scan_does_not_end_the_process(options):
-    """An error of torch_xla, which the program still has at the next sync."""
-
-    # torch_xla lowers the mask of a dropout that is an output to another type than it expects.
-    def body(carry, x):
-        return carry * x, torch.nn.functional.dropout(carry, 0.5)
-
-    def run(init, xs):
-        return scan(body, init, xs)
-
-    if options is not None:
-        run = compile(run, **options)
-    init, xs = torch.ones(3).to("xla"), torch.ones(4, 3).to("xla")
-    torch_xla.sync()
-    try:
-        run(init, xs)
-    except RuntimeError as error:
-        kept = error
-    result = init + 1
-    torch_xla.sync(wait=True)
-    assert "PRED vs update.element_type: F32" in str(kept) and result.tolist() == [2, 2, 2]
-
-
 def test_the_bodys_own_frame_keeps_its_values_in_an_error(make):
     def body(carry, x):
         mine = 3
@@ -594,20 +462,6 @@ def test_the_bodys_own_frame_keeps_its_values_in_an_error(make):
         scan(body, make(3), make(4, 3))
     assert raised.traceback[-1].locals["mine"] == 3
     torch_xla.sync()
-
-
-class TellingLock:
-    """The lock of the scans. It calls `asked` in each thread that is about to wait for it."""
-
-    def __init__(self, asked):
-        self._lock, self._asked = threading.RLock(), asked
-
-    def acquire(self):
-        self._asked()
-        return self._lock.acquire()
-
-    def release(self):
-        self._lock.release()
 
 
 def test_a_thread_waits_with_its_scan_while_another_lowers_one(make, monkeypatch):
@@ -659,46 +513,6 @@ def test_a_scan_that_fails_lets_other_threads_scan(make, error):
     torch_xla.sync()
 
 
-class Scanning(torch.autograd.Function):
-    """Its backward pass scans."""
-
-    @staticmethod
-    def forward(ctx, init, xs):
-        ctx.save_for_backward(xs)
-        return init.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        final, _ = scan(lambda carry, x: (carry * 2, carry + x), gradient, *ctx.saved_tensors)
-        return final, None
-
-
-@in_process
-def test_a_scan_ends_while_a_backward_pass_waits_to_scan():
-    """Autograd has one thread for the device, which scans. The trace of another scan must not need it."""
-    init, xs = torch.ones(3).to("xla").requires_grad_(), torch.ones(4, 3).to("xla")
-    torch_xla.sync()
-    result, started, reached = [], threading.Event(), threading.Event()
-
-    def at_the_lock():
-        if torch._C._current_graph_task_id() != -1:
-            reached.set()
-
-    def slow(carry, x):
-        started.set()
-        assert reached.wait(100)
-        return carry + x, carry * 2
-
-    _host.loops._scanning = TellingLock(at_the_lock)
-    other = threading.Thread(target=lambda: result.extend(scan(slow, init.detach(), xs)))
-    other.start()
-    started.wait()
-    Scanning.apply(init, xs).sum().backward()
-    other.join()
-    torch_xla.sync()
-    assert init.grad.tolist() == [16, 16, 16] and result[0].tolist() == [5, 5, 5]
-
-
 def test_a_pure_body_donates_by_the_shapes_of_its_arguments(make):
     def body(carry, x):
         if carry.shape[0] == 5:
@@ -721,7 +535,7 @@ def test_a_donation_of_a_tensor_of_autograd_ends_an_earlier_mark(make):
     assert not is_donated(weights)
 
 
-@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@each_backend
 def test_a_compiled_function_in_the_body_is_a_part_of_it(make, options):
     """It does not donate its arguments."""
     init, xs, weights = make(3), make(4, 3), make(2, 3)
@@ -749,20 +563,3 @@ def test_a_compiled_function_in_the_body_is_a_part_of_it(make, options):
     torch_xla.sync()
     assert is_donated(init)
     assert torch.allclose(result.cpu(), expected)
-
-
-@in_process
-def test_in_eager_mode_a_compiled_function_may_scan():
-    """Outside such a function scan is refused: torch_xla's own ends the process."""
-    torch_xla.experimental.eager_mode(True)
-    init, xs = torch.zeros(3).to("xla"), torch.ones(4, 3).to("xla")
-
-    def loop(init, xs):
-        return scan(lambda carry, x: (carry + x, carry * 2), init, xs, donate="init")
-
-    for call in (lambda: loop(init, xs), lambda: scan_layers([torch.nn.Linear(3, 3).to("xla")] * 2, init)):
-        with pytest.raises(DonationError, match="scan is called in eager mode"):
-            call()
-    final, ys = compile(loop)(init, xs)
-    assert final.tolist() == [4, 4, 4] and ys.tolist() == [[2 * k] * 3 for k in range(4)]
-    assert donation_report().donors[-1].outcome == "donated"

@@ -11,14 +11,12 @@ from collections import OrderedDict, defaultdict, deque, namedtuple
 import numpy
 import pytest
 import torch
+from helpers import each_backend
 from torch.utils import _pytree as pytree
 
 import torch_xla_donate
 from torch_xla_donate import _C, _trees, cancel_donation, debug_nans, donate_buffer, is_donated, placeholder_like, scan
 from torch_xla_donate.testing import assert_not_donated
-
-BACKENDS = pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "xla"])
-
 
 # --- Trees that contain themselves, or are deep ---
 
@@ -42,50 +40,42 @@ def first(tree):
     return tree
 
 
-ENDLESS = pytest.mark.parametrize("make_tree", [loop, deep])
+endless = pytest.mark.parametrize("make_tree", [loop, deep])
 
 
 def refused(name):
     return pytest.raises(RecursionError, match=f"^{name} contains itself, or is nested deeper than .* limit of 1000 ")
 
 
-@ENDLESS
-@pytest.mark.parametrize("donate_argnums", [None, 0], ids=["kept", "donated"])
-def test_an_endless_result_is_returned_as_by_torch_xla(make, make_tree, donate_argnums):
-    x = make(3)
-    step = torch_xla_donate.compile(lambda t: make_tree(t + 1), donate_argnums=donate_argnums)
-    assert first(step(x)).tolist() == [1, 2, 3]
-    assert is_donated(x) is (donate_argnums == 0)
-
-
-@ENDLESS
-def test_an_endless_result_keeps_a_returned_argument(make, make_tree):
-    x = make(3)
+@endless
+def test_endless_trees_pass_where_nothing_in_them_is_donated(make, make_tree):
+    """As results, as by torch_xla, and as arguments."""
+    for donate_argnums in (None, 0):
+        x = make(3)
+        step = torch_xla_donate.compile(lambda t: make_tree(t + 1), donate_argnums=donate_argnums)
+        assert first(step(x)).tolist() == [1, 2, 3]
+        assert is_donated(x) is (donate_argnums == 0)
     step = torch_xla_donate.compile(lambda t: (make_tree(t), t + 1), donate_argnums=0, strict="off")
-    assert first(step(x)[0]).tolist() == [0, 1, 2]
-
-
-@ENDLESS
-def test_an_endless_argument_is_passed_on_if_nothing_is_donated(make, make_tree):
+    assert first(step(make(3))[0]).tolist() == [0, 1, 2]  # the argument is returned, and kept
     step = torch_xla_donate.compile(lambda tree: first(tree) + 1)
     assert step(make_tree(make(3))).tolist() == [1, 2, 3]
 
 
-@BACKENDS
-@ENDLESS
-@pytest.mark.parametrize("place", [0, 1])
-def test_an_endless_argument_is_refused_by_its_name(make, options, make_tree, place):
+@each_backend
+@endless
+def test_an_endless_argument_is_refused_by_its_name(make, options, make_tree):
     x, y = make(3), make(3)
     step = torch_xla_donate.compile(lambda a, b: first(a) + first(b), donate_argnums=0, **options)
-    arguments = [x, y]
-    arguments[place] = make_tree(arguments[place])
-    with refused(rf"{'ab'[place]} \(argument {place} of <lambda>\)"):
-        step(*arguments)
-    assert _C.pending() == []
+    for place, name in enumerate("ab"):
+        arguments = [x, y]
+        arguments[place] = make_tree(arguments[place])
+        with refused(rf"{name} \(argument {place} of <lambda>\)"):
+            step(*arguments)
+        assert _C.pending() == []
     assert step(x, y).tolist() == [0, 2, 4]
 
 
-@ENDLESS
+@endless
 def test_an_endless_result_of_a_trace_is_refused(make, make_tree):
     x = make(3)
     step = torch_xla_donate.compile(lambda t: make_tree(t + 1), donate_argnums=0, pure=True)
@@ -99,7 +89,7 @@ def test_an_endless_result_of_a_trace_is_refused(make, make_tree):
     assert x.tolist() == [0, 1, 2]
 
 
-@ENDLESS
+@endless
 def test_an_endless_tree_of_marks_is_refused(make, make_tree):
     x, tree = make(3), make_tree(make(3))
     with refused("tensors"):
@@ -200,20 +190,17 @@ def key_of(tree):
     return _trees.flatten_fast(tree, "tree")[1]
 
 
-@pytest.mark.parametrize("container", [dict, OrderedDict])
-@pytest.mark.parametrize("kind", EQUAL)
-def test_keys_that_are_equal_make_different_structures(container, kind):
-    keys = [key_of([container({key: 0})]) for key in EQUAL[kind]]
-    assert len(set(keys)) == len(keys)
-    again = [key_of([container({key: 0})]) for key in EQUAL[kind]]
-    assert keys == again
+def test_equal_keys_and_contexts_make_different_structures():
+    def check(kind, keys_of):
+        keys = keys_of()
+        assert len(set(keys)) == len(keys), kind
+        assert keys == keys_of(), kind
 
-
-@pytest.mark.parametrize("kind", CONTEXTS)
-def test_contexts_that_are_equal_make_different_structures(kind):
-    keys = [key_of(Box(0, context)) for context in CONTEXTS[kind]]
-    assert len(set(keys)) == len(keys)
-    assert keys == [key_of(Box(0, context)) for context in CONTEXTS[kind]]
+    for kind, values in EQUAL.items():
+        for container in (dict, OrderedDict):
+            check(kind, lambda container=container, values=values: [key_of([container({key: 0})]) for key in values])
+    for kind, values in CONTEXTS.items():
+        check(kind, lambda values=values: [key_of(Box(0, context)) for context in values])
 
 
 def test_a_context_without_hash_counts_by_its_identity():
@@ -261,12 +248,13 @@ def scaled(tree):
     return {str(number): value * FACTORS[type(key)] for number, (key, value) in enumerate(tree.items())}
 
 
-@pytest.mark.parametrize("container", [dict, OrderedDict])
 @pytest.mark.parametrize("options", [{}, {"pure": True}], ids=["lazy", "pure"])
-def test_a_function_sees_the_type_of_each_key(make, container, options):
+def test_a_function_sees_the_type_of_each_key(make, options):
     step = torch_xla_donate.compile(scaled, donate_argnums=0, **options)
-    for key in (1, True, 1.0, Number.ONE, "a", Word.A, 1):
-        assert step(container({key: make(3)}))["0"].tolist() == [0, FACTORS[type(key)], 2 * FACTORS[type(key)]]
+    for container in (dict, OrderedDict):
+        for key in (1, True, 1.0, Number.ONE, "a", Word.A, 1):
+            expected = [0, FACTORS[type(key)], 2 * FACTORS[type(key)]]
+            assert step(container({key: make(3)}))["0"].tolist() == expected
 
 
 def test_a_pure_function_sees_types_in_contexts_and_statics(make):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
-import sys
 
 import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
-import torch_xla.debug.metrics as metrics
-from children import in_process, run_in_child
-from helpers import make as make_tensor
-from helpers import pointer
+from computations import TEXT, from_stablehlo, from_text, jax, lowered, sgd
+from helpers import compiles, error_of, pointer
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -32,38 +28,6 @@ from torch_xla_donate import (
     user_computation,
 )
 
-jax = pytest.importorskip("jax", reason="the extra dev installs it on Python 3.11 and newer")
-if importlib.util.find_spec("torchax") is None:
-    pytest.skip("the extra dev installs torchax on Python 3.11 and newer", allow_module_level=True)
-# Not imported while tests are collected: it takes the place of torch's device module, which others need as it is.
-
-
-def lowered(f, *shapes, **options):
-    """The computation of a function that JAX has jitted with these options and lowered for arrays of float32."""
-    arrays = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
-    module = jax.jit(f, **options).lower(*arrays).compiler_ir("hlo")
-    return xb.computation_from_module_proto("lowered", module.as_serialized_hlo_module_proto())
-
-
-def from_stablehlo(body, arguments, results, **options):
-    """The computation of a StableHLO function, of which the arguments may have attributes."""
-    from jaxlib import _jax
-
-    text = f"module @m {{ func.func public @main({arguments}) -> ({results}) {{ {body} }} }}"
-    module = _jax.mlir.mlir_module_to_xla_computation(text, return_tuple=True, use_tuple_args=False, **options)
-    return xb.computation_from_module_proto("stablehlo", module.as_serialized_hlo_module_proto())
-
-
-def from_text(text):
-    from jaxlib import _jax
-
-    return xb.computation_from_module_proto("text", _jax.hlo_module_from_text(text).as_serialized_hlo_module_proto())
-
-
-def sgd(weight, gradient):
-    return weight - 0.5 * gradient
-
-
 ADD_AND_MULTIPLY = """
     %sum = stablehlo.add %a, %b : tensor<4xf32>
     %product = stablehlo.multiply %a, %b : tensor<4xf32>
@@ -78,42 +42,6 @@ def reports():
 
 
 # --- HLO modules ---
-
-
-@in_process
-def test_the_donors_of_modules_are_offered_and_aliased(dump_folder):
-    """The step offers them, XLA aliases them, and the result has the donor's memory."""
-
-    def step(run, *sizes):
-        inputs = [torch.ones(size).to("xla") for size in sizes]
-        torch_xla.sync(wait=True)
-        place = pointer(inputs[-1])
-        result = run(*inputs)
-        torch_xla.sync(wait=True)
-        assert pointer(result) == place
-
-    def subtract_sum(gradient, weight):
-        return weight - gradient.sum()
-
-    # Each donates the second of two parameters; the sizes distinguish the steps.
-    alias = lowered(subtract_sum, (3,), (101,), donate_argnums=1)
-    step(lambda g, w: user_computation("alias", [g, w], alias)[0], 3, 101)
-    donor = from_stablehlo(
-        "%c = stablehlo.add %b, %b : tensor<102xf32> return %c : tensor<102xf32>",
-        "%a: tensor<3xf32>, %b: tensor<102xf32> {jax.buffer_donor = true}",
-        "tensor<102xf32>",
-    )
-    step(lambda g, w: user_computation("donor", [g, w], donor)[0], 3, 102)
-    update = jax.jit(subtract_sum, donate_argnums=1)
-    step(lambda g, w: call_jax(update, (g, w)), 3, 103)
-    found = {}
-    for module in hlo.read_dump(dump_folder):
-        if module.donors:
-            (donor,) = module.before.donors
-            (aliased,) = module.after.aliases
-            assert aliased.donor == donor
-            found[str(module.shape_of(donor))] = str(module.after.results[aliased.output_index[0]])
-    assert found == {"f32[101]": "f32[101]", "f32[102]": "f32[102]", "f32[103]": "f32[103]"}
 
 
 def test_only_the_parameter_that_the_module_aliases_is_donated(make):
@@ -134,10 +62,13 @@ def test_only_the_parameter_that_the_module_aliases_is_donated(make):
         user_computation("sgd", [weight, gradient], computation)
 
 
-def test_a_buffer_donor_of_the_module_is_donated(make):
-    computation = from_stablehlo(
-        ADD_AND_MULTIPLY, "%a: tensor<4xf32>, %b: tensor<4xf32> {jax.buffer_donor = true}", PAIR
-    )
+@pytest.mark.parametrize("of_tuple", [False, True])
+def test_a_buffer_donor_of_the_module_is_donated(make, of_tuple):
+    """Also if the module has one parameter, a tuple, whose arrays are the inputs."""
+    arguments = "%a: tensor<4xf32>, %b: tensor<4xf32> {jax.buffer_donor = true}"
+    computation = from_stablehlo(ADD_AND_MULTIPLY, arguments, PAIR, use_tuple_args=of_tuple)
+    expected = hlo.BufferDonor(0, (1,)) if of_tuple else hlo.BufferDonor(1, ())
+    assert hlo.parse(xb.get_computation_hlo(computation)).donors == (expected,)
     a, b = make(4), make(4)
     total, product = user_computation("both", [a, b], computation)
     torch_xla.sync()
@@ -156,23 +87,6 @@ def test_outputs_take_over_the_buffers_that_the_module_names(make):
     torch_xla.sync()
     assert (pointer(product), pointer(total)) == places
     assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
-
-
-def test_the_arrays_of_a_tuple_parameter_are_inputs_of_their_own(make):
-    from jaxlib import _jax
-
-    text = (
-        "module @m { func.func public @main(%a: tensor<4xf32>, %b: tensor<4xf32> {jax.buffer_donor = true}) "
-        f"-> ({PAIR}) {{ {ADD_AND_MULTIPLY} }} }}"
-    )
-    module = _jax.mlir.mlir_module_to_xla_computation(text, return_tuple=True, use_tuple_args=True)
-    computation = xb.computation_from_module_proto("tuple", module.as_serialized_hlo_module_proto())
-    assert hlo.parse(xb.get_computation_hlo(computation)).donors == (hlo.BufferDonor(0, (1,)),)
-    a, b = make(4), make(4)
-    total, product = user_computation("tuple", [a, b], computation)
-    torch_xla.sync()
-    assert (total.tolist(), product.tolist()) == ([0, 2, 4, 6], [0, 1, 4, 9])
-    assert (is_donated(a), is_donated(b)) == (False, True)
 
 
 def test_a_module_without_donation_is_called_as_by_torch_xla(make):
@@ -195,11 +109,11 @@ def test_a_loop_compiles_once(make):
     places = pointer(weight), pointer(other)
     for step in range(6):
         if step == 2:
-            compiled = metrics.counter_value("UncachedCompile")
+            compiled = compiles()
         (weight,) = user_computation("sgd", [weight, gradient], computation)
         other = call_jax(update, (other, gradient))
         torch_xla.sync()
-    assert metrics.counter_value("UncachedCompile") == compiled
+    assert compiles() == compiled
     assert (pointer(weight), pointer(other)) == places
     assert weight.tolist() == other.tolist() == [0, -2, -4, -6, -8]
 
@@ -207,92 +121,49 @@ def test_a_loop_compiles_once(make):
 # --- What is refused ---
 
 
-@pytest.mark.parametrize(
-    ("inputs", "error", "text"),
-    [
-        (lambda make: [make(4)], ValueError, "takes 2 arrays, but inputs has 1. .* for each of these: f32.4., f32.4."),
-        (
-            lambda make: [make(4), make(3)],
-            ValueError,
-            r"inputs\[1\] of sgd is f32\[3\], but the computation takes f32\[4\]",
-        ),
-        (lambda make: [make(4, dtype=torch.int32), make(4)], ValueError, r"inputs\[0\] of sgd is s32\[4\], but the"),
-        (
-            lambda make: [make(4), torch.ones(4)],
-            ValueError,
-            r"inputs\[1\] of sgd is float32\[4\] on cpu, but a computation",
-        ),
-        (
-            lambda make: [make(4), 3.0],
-            TypeError,
-            r"inputs\[1\] of sgd is of type float, but a computation takes only XLA tensors",
-        ),
-    ],
-    ids=["number", "shape", "dtype", "device", "type"],
-)
-def test_inputs_that_are_not_the_computations_are_refused(make, inputs, error, text):
+def test_inputs_that_do_not_fit_the_computation_are_refused(make):
     computation = lowered(sgd, (4,), (4,), donate_argnums=0)
     other = make(2) + 1
-    for _ in range(2):
-        with pytest.raises(error, match=text):
-            user_computation("sgd", inputs(make), computation)
+    good = make(4)
+    for inputs, kind, text in [
+        ([good], ValueError, "takes 2 arrays, but inputs has 1."),
+        ([good], ValueError, " for each of these: f32[4], f32[4]"),
+        ([good, make(3)], ValueError, "inputs[1] of sgd is f32[3], but the computation takes f32[4]"),
+        ([make(4, dtype=torch.int32), good], ValueError, "inputs[0] of sgd is s32[4], but the"),
+        ([good, torch.ones(4)], ValueError, "inputs[1] of sgd is float32[4] on cpu, but a computation"),
+        ([good, 3.0], TypeError, "inputs[1] of sgd is of type float, but a computation takes only XLA tensors"),
+    ]:
+        for _ in range(2):
+            found = error_of(kind, user_computation, "sgd", inputs, computation)
+            assert text in found, found
+    with pytest.raises(TypeError, match="computation is of type bytes, not a computation of torch_xla"):
+        user_computation("sgd", [good], b"")
     assert donation_report().pending == ()
     assert other.tolist() == [1, 2]
 
 
-def test_what_is_no_computation_is_refused(make):
-    with pytest.raises(TypeError, match="computation is of type bytes, not a computation of torch_xla"):
-        user_computation("sgd", [make(4)], b"")
-
-
-TEXT = """HloModule m, buffer_donor={ (0, {}) }, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
+TUPLE_DONOR = """HloModule m, buffer_donor={ (0, {}) }, entry_computation_layout={((f32[4]{0}))->f32[4]{0}}
 
 ENTRY main.1 {
-  a.2 = f32[4]{0} parameter(0)
-  ROOT b.3 = f32[4]{0} add(a.2, a.2)
+  a.2 = (f32[4]{0}) parameter(0)
+  ROOT b.3 = f32[4]{0} get-tuple-element(a.2), index=0
 }
 """
 
 
-@pytest.mark.parametrize(("name", "without"), [("main.1", "main"), ("b.3", "b")])
-def test_names_that_would_end_the_process_are_refused(make, name, without):
-    with pytest.raises(ValueError, match=rf"computation m has the name '{without}', and.*such as {without}\.1"):
-        user_computation("text", [make(4)], from_text(TEXT.replace(name, without)))
-
-
-def call_unsuitable_names() -> None:
-    computation = from_text(TEXT.replace("main.1", "main"))
-    t = torch.ones(4).to("xla")
-    torch_xla.sync()
-    result = torch_xla._XLAC._xla_user_computation("xla::m", [t], computation)
-    torch_xla.sync()
-    del result
-
-
-def test_torch_xla_itself_ends_the_process_for_such_names():
-    # The reason for looking at names: should torch_xla change, so may this package.
-    done = run_in_child(call_unsuitable_names, exit_code=-6)
-    assert "Check failed: pos != std::string::npos" in done.stderr
-
-
-def test_a_module_that_the_step_could_not_call_is_refused_before(make):
+def test_a_module_that_the_step_cannot_call_is_refused_before(make):
+    """Its names would end the process, or its donor is a tuple, or torch_xla cannot build it."""
     other = make(2) + 1
-    with pytest.raises(ValueError, match="torch_xla cannot call computation m: Computation . not found in builder"):
-        user_computation("text", [make(4)], from_text(TEXT))
+    for text, refusal in [
+        (TEXT.replace("main.1", "main"), r"computation m has the name 'main', and.*such as main\.1"),
+        (TEXT.replace("b.3", "b"), r"computation m has the name 'b', and.*such as b\.1"),
+        (TUPLE_DONOR, r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"),
+        (TEXT, "torch_xla cannot call computation m: Computation . not found in builder"),
+    ]:
+        with pytest.raises(ValueError, match=refusal):
+            user_computation("text", [make(4)], from_text(text))
     torch_xla.sync()
     assert other.tolist() == [1, 2]
-
-
-def test_a_donor_that_is_a_tuple_is_refused(make):
-    text = """HloModule m, buffer_donor={ (0, {}) }, entry_computation_layout={((f32[4]{0}))->f32[4]{0}}
-
-    ENTRY main.1 {
-      a.2 = (f32[4]{0}) parameter(0)
-      ROOT b.3 = f32[4]{0} get-tuple-element(a.2), index=0
-    }
-    """
-    with pytest.raises(ValueError, match=r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"):
-        user_computation("text", [make(4)], from_text(text))
 
 
 def refused(make):
@@ -304,8 +175,7 @@ def refused(make):
     }
 
 
-@pytest.mark.parametrize("kind", ["pending", "view", "constant"])
-@pytest.mark.parametrize("jitted", [False, True], ids=["module", "jax"])
+@pytest.mark.parametrize(("kind", "jitted"), [("pending", False), ("view", False), ("constant", False), ("view", True)])
 def test_an_input_unfit_for_donation_is_an_error_or_a_warning(make, kind, jitted):
     tensor, text = refused(make)[kind]
     if kind == "constant":
@@ -375,7 +245,7 @@ def test_a_buffer_that_another_tensor_holds_is_kept(make):
     assert (other.tolist(), t.tolist(), result.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 0.5, 1, 1.5])
 
 
-def test_a_donation_that_the_step_cannot_use_is_told_or_raised(make):
+def test_an_unusable_donation_warns_or_raises(make):
     computation = lowered(lambda a: a.sum(), (3,))
     assert user_computation("sum", [make(3)], computation)[0].item() == 3
     text = r"inputs\[0\] of sum: no output of the step has its size of 12 bytes"
@@ -415,7 +285,7 @@ def test_in_a_compiled_function_only_its_arguments_are_donated(make, backend):
 
 
 @pytest.mark.parametrize("context", [donation_disabled, debug_nans])
-def test_where_donation_is_disabled_nothing_is_donated(make, context):
+def test_disabled_donation_donates_nothing(make, context):
     weight, gradient = make(4), make(4)
     with context():
         result = call_jax(jax.jit(sgd, donate_argnums=0), (weight, gradient))
@@ -451,7 +321,7 @@ def test_torch_xla_calls_no_computation_in_the_body_of_a_scan(make):
     assert donation_report().pending == ()
 
 
-def test_a_mark_of_before_stays_with_its_place(make):
+def test_an_earlier_mark_keeps_its_name(make):
     weight, gradient = make(4), make(4)
     donate_buffer({"mine": gradient})
     (result,) = user_computation("sgd", [weight, gradient], lowered(sgd, (4,), (4,), donate_argnums=0))
@@ -549,24 +419,7 @@ def test_functions_without_donors_are_called_as_by_torch_xla(make):
         assert not is_donated(weight)
 
 
-def test_a_function_is_traced_once(make):
-    traces = []
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def f(a, b):
-        traces.append(a.shape)
-        return a + b
-
-    for _ in range(3):
-        kept = call_jax(f, (make(4), make(4)))
-        torch_xla.sync()
-    kept = call_jax(f, (make(5), make(5)))
-    torch_xla.sync()
-    del kept
-    assert traces == [(4,), (5,)]
-
-
-def test_a_function_that_is_made_anew_is_known_by_its_hash(make):
+def test_a_function_is_traced_once_for_each_signature_or_hash(make):
     traces = []
 
     def made():
@@ -576,12 +429,18 @@ def test_a_function_that_is_made_anew_is_known_by_its_hash(make):
 
         return jax.jit(f, donate_argnums=0)
 
+    f = made()
+    for size in (4, 4, 5):
+        t = make(size)
+        result = call_jax(f, (t,))
+        torch_xla.sync()
+        assert is_donated(t) and result.tolist() == list(range(1, size + 1))
     for _ in range(3):
-        t = make(4)
+        t = make(6)
         result = call_jax(made(), (t,), override_hash="made")
         torch_xla.sync()
-        assert (is_donated(t), result.tolist()) == (True, [1, 2, 3, 4])
-    assert traces == [(4,)]
+        assert is_donated(t) and result[0].item() == 1
+    assert traces == [(4,), (5,), (6,)]
 
 
 def test_functions_of_one_hash_donate_their_own_arguments(make):
@@ -617,7 +476,7 @@ def test_a_class_that_is_registered_without_keys_is_donated(make):
     assert set(reports()) == {"args[0][<flat index 0>] of <lambda>", "args[0][<flat index 1>] of <lambda>"}
 
 
-def test_what_jax_cannot_connect_or_tell_is_refused(make):
+def test_arguments_that_jax_cannot_take_are_refused(make):
     wide = make(4, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"args\[1\] of sgd is int64\[4\], but JAX works with 32 bits"):
         call_jax(jax.jit(sgd, donate_argnums=0), (make(4), wide))
@@ -627,62 +486,3 @@ def test_what_jax_cannot_connect_or_tell_is_refused(make):
     with pytest.raises(ValueError, match=r"args\[0\] of sgd is float32\[4\] on cpu, but only plain XLA tensors"):
         call_jax(jax.jit(sgd, donate_argnums=0), (torch.ones(4), make(4)))
     assert donation_report().pending == ()
-
-
-@pytest.mark.parametrize("missing", ["torchax", "jax"])
-@in_process
-def test_without_jax_or_torchax_an_error_says_what_to_install(missing):
-    sys.modules[missing] = None  # Python's way to say that it is not to be found
-    with pytest.raises(ImportError) as raised:
-        call_jax(abs, (1,))
-    assert str(raised.value).startswith(f"call_jax needs jax and torchax: import of {missing} halted")
-    assert str(raised.value).endswith("pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13")
-
-
-# --- Eager mode ---
-
-
-def weight_in_eager_mode():
-    torch_xla.experimental.eager_mode(True)
-    return make_tensor(4)
-
-
-@in_process
-def test_eager_mode_runs_the_computation_and_keeps_its_donors():
-    """A warning and the report say so."""
-    weight = weight_in_eager_mode()
-    with pytest.warns(DonationWarning) as caught:
-        halved = call_jax(jax.jit(lambda w: w / 2, donate_argnums=0), (weight,))
-        torch_xla.sync()
-    (warning,) = [w for w in caught if w.category is DonationWarning]
-    assert "args[0] of <lambda>: eager mode runs each operation at once" in str(warning.message)
-    assert halved.tolist() == [0, 0.5, 1, 1.5] and weight.tolist() == [0, 1, 2, 3]
-    (donor,) = donation_report().donors
-    assert donor.outcome == "unusable" and donor.reason.startswith("eager mode runs each operation at once")
-    assert donation_report().pending == ()
-
-
-@pytest.mark.parametrize("environment", [{}, {"TORCH_XLA_DONATE_STRICT": "1"}], ids=["argument", "environment"])
-@in_process(env=lambda environment: environment)
-def test_a_strict_donation_in_eager_mode_is_an_error_each_time(environment):
-    """The computation does not run."""
-    weight = weight_in_eager_mode()
-    halve = jax.jit(lambda w: w / 2, donate_argnums=0)
-    for step in (1, 2):
-        with pytest.raises(DonationError, match="args.0. of <lambda>: eager mode runs each operation at once"):
-            call_jax(halve, (weight,), strict=None if environment else True)
-        assert [donor.step for donor in donation_report().donors] == [*range(1, step + 1)]
-    with pytest.warns(DonationWarning):
-        assert call_jax(halve, (weight,), strict=False).tolist() == [0, 0.5, 1, 1.5]
-
-
-@in_process
-def test_eager_mode_also_reports_inputs_unfit_for_donation():
-    weight = weight_in_eager_mode()
-    step = jax.jit(lambda w, g: w - g, donate_argnums=0)
-    with pytest.warns(DonationWarning) as caught:
-        assert call_jax(step, (weight, weight)).tolist() == [0, 0, 0, 0]
-    (warning,) = [w for w in caught if w.category is DonationWarning]
-    assert "args[0] of <lambda> is donated, and args[1] of <lambda>, which is not" in str(warning.message)
-    with pytest.raises(ValueError, match="has the same buffer"):
-        call_jax(step, (weight, weight), strict=True)

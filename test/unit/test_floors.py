@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from helpers import run_script
@@ -26,22 +27,24 @@ FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 
 
 def imported(path: Path) -> set[str]:
-    """The parts of the package that a module imports, also inside functions and for type checkers only."""
+    """The modules and names that a module imports from the package, also inside functions and for type checkers only.
+
+    Relative to the package: `_marks.donate`, `_marks.donate.donate_buffer`.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{name.name}" for name in node.names]
-        else:
-            names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
-        found |= {name.split(".")[1] for name in names if name.startswith("torch_xla_donate.")}
-    return found
+            found |= {f"{node.module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return {name.partition(".")[2] for name in found if name.startswith("torch_xla_donate.")}
 
 
 def test_imports_go_down_only() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        others = imported(path) - {part} if part != "__init__" else set()
+        others = {name.split(".")[0] for name in imported(path)} - {part} if part != "__init__" else set()
         wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in others if FLOOR[name] >= FLOOR[part]]
     assert wrong == []
 
@@ -55,6 +58,20 @@ def test_includes_go_down_only() -> None:
             wrong += [f"{path.parent.name}/{path.name} includes {name}/"] * (CPP_FLOORS.index(name) > floor)
     assert wrong == []
     assert lower > 100
+
+
+def test_no_modules_import_each_other_in_a_ring() -> None:
+    """Also not for type checkers only: such modules are one, and cannot be read one after the other."""
+    paths = {str(path.relative_to(PACKAGE).with_suffix("")).replace("/", "."): path for path in PACKAGE.rglob("*.py")}
+    graph = {
+        module: {name for found in imported(path) for name in (found, found.rpartition(".")[0]) if name in paths}
+        for module, path in paths.items()
+    }
+    assert "_compile.executable" in graph["_compile.lower"]
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        raise AssertionError(f"these import each other: {error.args[1]}") from None
 
 
 def test_a_training_process_loads_no_tools() -> None:

@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
-import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -62,9 +61,8 @@ def names_of(tree):
     return [names.name(i) for i in range(len(leaves))]
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
+def test_leaves_are_named_by_their_path():
+    for tree, expected in [
         (1, [""]),
         ([1, 2], ["[0]", "[1]"]),
         ((1, [2, 3]), ["[0]", "[1][0]", "[1][1]"]),
@@ -76,10 +74,8 @@ def names_of(tree):
         ({Color.RED: 1, ("w", 0): 2, torch.int8: 3}, ["[<Color.RED: 1>]", "[('w', 0)]", "[torch.int8]"]),
         ([], []),
         ([None, 1], ["[0]", "[1]"]),
-    ],
-)
-def test_leaves_are_named_by_their_path(tree, expected):
-    assert names_of(tree) == expected
+    ]:
+        assert names_of(tree) == expected, tree
 
 
 def test_a_module_is_its_tensors_with_every_name_of_a_tied_one():
@@ -97,14 +93,14 @@ def test_a_module_is_its_tensors_with_every_name_of_a_tied_one():
     assert names_of({"m": torch.nn.Linear(1, 1), "s": [0]}) == ["['m'].weight", "['m'].bias", "['s'][0]"]
 
 
-def test_names_keep_no_tensor_alive():
-    tensor = torch.ones(3)
-    names = _trees.flatten({"a": [tensor]}, "tree")[1]
-    watch = weakref.ref(tensor)
-    del tensor
+def test_names_keep_no_tensor_and_no_key_alive():
+    key, tensor = torch.nn.Parameter(torch.ones(3)), torch.ones(3)
+    names = _trees.flatten({"a": [tensor], key: torch.ones(3)}, "tree")[1]
+    watches = [weakref.ref(key), weakref.ref(tensor)]
+    del key, tensor
     gc.collect()
-    assert watch() is None
-    assert names.name(0) == "['a'][0]"
+    assert [watch() for watch in watches] == [None, None]
+    assert (names.name(0), names.name(1)) == ("['a'][0]", "[key 1: Parameter float32[3]]")
 
 
 def test_labels_join_the_argument_and_the_path():
@@ -137,16 +133,6 @@ def test_a_key_of_tensors_or_long_text_shows_as_number_and_type():
         "[key 3: frozenset][0]",
     ]
     assert names_of({"x" * 200: 0}) == [f"['{'x' * 200}']"]
-
-
-def test_names_keep_no_key_alive():
-    key = torch.nn.Parameter(torch.ones(3))
-    names = _trees.flatten({key: torch.ones(3)}, "tree")[1]
-    watch = weakref.ref(key)
-    del key
-    gc.collect()
-    assert watch() is None
-    assert names.name(0) == "[key 0: Parameter float32[3]]"
 
 
 def test_keys_of_one_class_have_places_of_their_own():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 import torch
 
@@ -18,6 +18,8 @@ from torch_xla_donate._compile.pure import PureCompiled
 from torch_xla_donate._errors import see
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from torch_xla_donate._compile.lower import Lowered
 
 Backend = Literal["lazy", "openxla"]
@@ -77,48 +79,33 @@ class Decorator(Protocol):
     def __call__(self, f: Callable[P, R], /) -> CompiledFunction[P, R]: ...
 
 
+class Options(TypedDict, total=False):
+    """The options of `compile`. The last ones are those of `torch_xla.compile` and `torch.compile`."""
+
+    donate_argnums: ArgNums
+    donate_argnames: ArgNames
+    static_argnums: ArgNums
+    static_argnames: ArgNames
+    backend: Backend
+    pure: bool
+    strict: _config.Strict
+    stacklevel: int
+    full_graph: bool
+    name: str | None
+    max_different_graphs: int | None
+    fullgraph: bool
+    dynamic: bool | None
+    mode: str | None
+    options: dict[str, Any] | None
+    disable: bool
+
+
 @overload
-def compile(  # type: ignore[overload-overlap]
-    f: torch.nn.Module,
-    *,
-    donate_argnums: ArgNums = None,
-    donate_argnames: ArgNames = None,
-    static_argnums: ArgNums = None,
-    static_argnames: ArgNames = None,
-    backend: Backend = "lazy",
-    pure: bool = False,
-    strict: _config.Strict = None,
-    stacklevel: int = 1,
-    **kwargs: Any,
-) -> CompiledModule: ...
+def compile(f: torch.nn.Module, **options: Unpack[Options]) -> CompiledModule: ...  # type: ignore[overload-overlap]
 @overload
-def compile(
-    f: Callable[P, R],
-    *,
-    donate_argnums: ArgNums = None,
-    donate_argnames: ArgNames = None,
-    static_argnums: ArgNums = None,
-    static_argnames: ArgNames = None,
-    backend: Backend = "lazy",
-    pure: bool = False,
-    strict: _config.Strict = None,
-    stacklevel: int = 1,
-    **kwargs: Any,
-) -> CompiledFunction[P, R]: ...
+def compile(f: Callable[P, R], **options: Unpack[Options]) -> CompiledFunction[P, R]: ...
 @overload
-def compile(
-    f: None = None,
-    *,
-    donate_argnums: ArgNums = None,
-    donate_argnames: ArgNames = None,
-    static_argnums: ArgNums = None,
-    static_argnames: ArgNames = None,
-    backend: Backend = "lazy",
-    pure: bool = False,
-    strict: _config.Strict = None,
-    stacklevel: int = 1,
-    **kwargs: Any,
-) -> Decorator: ...
+def compile(f: None = None, **options: Unpack[Options]) -> Decorator: ...
 def compile(
     f: Callable[..., Any] | None = None,
     *,

@@ -80,7 +80,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Inside another step, or a loop's body, the call belongs to that and has no separate step to donate at.
-        if _marks.is_inside_call() or _marks.current_body() is not None or torch.compiler.is_compiling():
+        if _marks.inside_call.value or _marks.current_body.value is not None or torch.compiler.is_compiling():
             return self._f(*args, **kwargs)
         with interrupts.Restored():
             return self._call(args, kwargs)
@@ -146,7 +146,7 @@ class Compiled:
             DonationError: the function reads a value on the host.
         """
         _marks.prepare(_frames.call_site(self.stacklevel))
-        return Lowered(self, self._arguments.roles(args, kwargs), args, kwargs)
+        return Lowered(self, CallArguments(self._arguments.roles(args, kwargs), args, kwargs))
 
     def _run(self, call: CallArguments, where: str) -> Any:
         """Runs the step and ends its marks. Returns f's result."""

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _host, _numbers, _trees, hlo
-from torch_xla_donate._compile.arguments import ArgumentRoles
+from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._errors import see
 from torch_xla_donate._text import cut
 from torch_xla_donate.hlo.outcomes import read_statistics
 
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.base import Compiled
+
+class Lowerable(Protocol):
+    """A function made by `compile`, as far as `lower` needs it."""
+
+    traces_floats: bool
+
+    @property
+    def function(self) -> str: ...
+    def body(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +49,14 @@ class ArgInfo:
 class Types:
     """The types of a call's arguments, leaf by leaf."""
 
-    def __init__(
-        self, roles: ArgumentRoles, args: Sequence[Any], kwargs: Mapping[str, Any], *, floats_are_inputs: bool = False
-    ) -> None:
-        static = {argument.key for argument in roles.static}
-        donated = set() if _host.ignores_donors() else {argument.key for argument in roles.donated}
-        arguments = (*enumerate(args), *kwargs.items())
+    def __init__(self, call: CallArguments, floats_are_inputs: bool) -> None:
+        static = {argument.key for argument in call.roles.static}
+        donated = set() if _host.ignores_donors() else {argument.key for argument in call.roles.donated}
+        arguments = (*enumerate(call.args), *call.kwargs.items())
         leaves = [(key, leaf) for key, value in arguments for leaf in pytree.tree_leaves(value)]
         self._inputs = [floats_are_inputs and key not in static and _numbers.is_float(leaf) for key, leaf in leaves]
         self._infos = [_info(leaf, key in donated) for key, leaf in leaves]
-        self._spec = pytree.tree_structure((args, kwargs))
+        self._spec = pytree.tree_structure((call.args, call.kwargs))
 
     def tree(self) -> Any:
         """``(args, kwargs)`` with an `ArgInfo` for each tensor."""
@@ -84,7 +90,7 @@ class Executable:
     """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
 
     def __init__(
-        self, compiled: Compiled, types: Types, before: hlo.HloModule | None, text: str, memory: str, names: list[str]
+        self, compiled: Lowerable, types: Types, before: hlo.HloModule | None, text: str, memory: str, names: list[str]
     ) -> None:
         self._compiled = compiled
         self._types = types

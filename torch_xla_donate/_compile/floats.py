@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torch_xla_donate import _frames, _numbers, _trace
+from torch_xla_donate import _numbers, _trace
 from torch_xla_donate._compile.arguments import CallArguments
 
 
@@ -25,24 +24,20 @@ def upload_floats(leaves: Sequence[Any]) -> torch.Tensor | None:
 
 
 def put_numbers(
-    function: str, call: CallArguments, values: torch.Tensor | None
+    call: CallArguments, values: torch.Tensor | None, refuse: _trace.Refusal
 ) -> tuple[CallArguments, list[_numbers.Number]]:
     """The call with numbers in place of floats, and these numbers. `values` is from `upload_floats`."""
     if values is None:
         return call, []
     leaves, names = call.leaves(call.roles.nonstatic)
     texts = [names.name(position) for position, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
-    refuse = functools.partial(_reads_float, function)
-    numbers = [_numbers.number(values[i].clone(), (text,), refuse) for i, text in enumerate(texts)]
+
+    def refuse_read(numbers: Sequence[_numbers.Number]) -> Exception:
+        return refuse(
+            f"reads {_numbers.joined(numbers)} on the host, although pure=True traces Python floats",
+            "Name that argument in static_argnums, or compute only with torch's operations",
+        )
+
+    numbers = [_numbers.number(values[i].clone(), (text,), refuse_read) for i, text in enumerate(texts)]
     following = iter(numbers)
     return call.replaced(lambda leaf: next(following) if _numbers.is_float(leaf) else leaf), numbers
-
-
-def _reads_float(function: str, numbers: Sequence[_numbers.Number]) -> Exception:
-    names = _numbers.joined(numbers)
-    return _trace.impure(
-        function,
-        _frames.call_site(),
-        f"reads {names} on the host, although pure=True traces Python floats",
-        "Name that argument in static_argnums, or compute only with torch's operations",
-    )

@@ -10,7 +10,7 @@ import torch_xla
 from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
+from torch_xla_donate._compile.donation import NOT_READ, mark_donated
 
 
 class LazyCompiled(Compiled):
@@ -48,7 +48,7 @@ class LazyCompiled(Compiled):
         # torch_xla has just run all pending work, so marks made here are for the step of this function.
         if parts is None:
             return self._f(*call.args, **call.kwargs)
-        marks = DonatedArguments(self, call, parts).mark(where, for_compiled_run=False)
+        marks = mark_donated(self, call, parts, where, for_compiled_run=False)
         parts.clear()  # the function may drop an argument
         try:
             result = self._f(*call.args, **call.kwargs)

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees, hlo
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import ArgumentRoles, CallArguments
-from torch_xla_donate._compile.executable import Executable, TopologyExecutable, Types
+from torch_xla_donate._compile.arguments import CallArguments
+from torch_xla_donate._compile.executable import Executable, Lowerable, TopologyExecutable, Types
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._compile.placeholders import Placeholders, is_materialised
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.base import Compiled
-
 
 class Lowered:
     """A function traced for certain arguments. `Compiled.lower` makes it."""
 
-    def __init__(self, compiled: Compiled, roles: ArgumentRoles, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, compiled: Lowerable, call: CallArguments) -> None:
         self._compiled = compiled
-        self._roles = roles
-        CallArguments(roles, args, kwargs).flattened(roles.nonstatic)  # may raise
-        _refuse_others(compiled.function, [*args, *kwargs.values()])
+        call.flattened(call.roles.nonstatic)  # may raise
+        _refuse_others(compiled.function, [*call.args, *call.kwargs.values()])
         # Placeholders replace the arguments. The trace then neither holds nor changes these.
         made = Placeholders()
 
@@ -37,8 +33,8 @@ class Lowered:
             is_replaceable = is_materialised(leaf) and not _host.auto_sharding()
             return made(leaf, _host.op_sharding(leaf)) if is_replaceable else leaf
 
-        self._args, self._kwargs = pytree.tree_map(replaced, (args, kwargs))
-        self._types = Types(roles, args, kwargs, floats_are_inputs=compiled.traces_floats)
+        self._call = CallArguments(call.roles, *pytree.tree_map(replaced, (call.args, call.kwargs)))
+        self._types = Types(call, floats_are_inputs=compiled.traces_floats)
         self._refuse_kept_donors()
         with self._traced() as (outputs, donors):
             self._text, _ = _host.hlo_text(outputs, donors)
@@ -48,21 +44,21 @@ class Lowered:
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """The outputs of a step, and the tensors that it would donate (none if torch_xla ignores donors)."""
         function = self._compiled.function
-        call = CallArguments(self._roles, self._args, self._kwargs)
+        call = self._call
         donated, kept = (
             [leaf for leaves, _ in call.flattened(arguments) for leaf in leaves]
-            for arguments in (self._roles.donated, self._roles.kept)
+            for arguments in (call.roles.donated, call.roles.kept)
         )
         floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
-        with _host.tracing(), _optimizers_restored([*self._args, *self._kwargs.values()]):
+        with _host.tracing(), _optimizers_restored([*call.args, *call.kwargs.values()]):
             _host.show_shardings([leaf for leaf in [*donated, *kept] if is_materialised(leaf)])
-            call, numbers = put_numbers(function, call, floats)
-            refusal = _trace.impure if self._compiled.traces_floats else _trace.not_lowerable
-            observer = Observer(function, [*donated, *kept], refusal)
+            refuse = _trace.Refusal(function, is_pure=self._compiled.traces_floats)
+            call, numbers = put_numbers(call, floats, refuse)
+            observer = Observer(refuse, [*donated, *kept])
             given = [_host.same_buffer(leaf) for leaf in donated if is_materialised(leaf)]
             try:
                 with interrupts.Restored(), _trace.Restoring(observer):
-                    with _trace.host_reads_refused(function, refusal), observer.reads, observer:
+                    with _trace.host_reads_refused(refuse), observer.reads, observer:
                         _C.refuse_reads(True)
                         results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
                         _C.refuse_reads(False)
@@ -123,10 +119,7 @@ class Lowered:
 
     def _refuse_kept_donors(self) -> None:
         """Raises ValueError for a buffer that is donated and passed as another argument, too, as a call does."""
-        donated, kept = (
-            CallArguments(self._roles, self._args, self._kwargs).leaves(arguments)
-            for arguments in (self._roles.donated, self._roles.kept)
-        )
+        donated, kept = map(self._call.leaves, (self._call.roles.donated, self._call.roles.kept))
         number_of = {_C.identity(leaf)[1]: number for number, leaf in enumerate(donated[0]) if is_materialised(leaf)}
         for number, leaf in enumerate(kept[0]):
             if is_materialised(leaf) and _C.identity(leaf)[1] in number_of:
@@ -150,14 +143,14 @@ class Lowered:
 
     def _names(self) -> dict[int, str]:
         """The name of each buffer that an argument holds, which the trace may replace by another."""
-        leaves, names = CallArguments(self._roles, self._args, self._kwargs).leaves(self._roles.nonstatic)
+        leaves, names = self._call.leaves(self._call.roles.nonstatic)
         return {_C.identity(leaf)[1]: names.name(i) for i, leaf in enumerate(leaves) if is_materialised(leaf)}
 
     def _refuse_what_cannot_be_resharded(self) -> None:
         """Raises DonationError for placeholders under auto-sharding: torch_xla reshards arguments when it compiles."""
         if not _host.auto_sharding():
             return
-        for leaf in pytree.tree_leaves((self._args, self._kwargs)):
+        for leaf in pytree.tree_leaves((self._call.args, self._call.kwargs)):
             if is_materialised(leaf) and not _C.has_value(leaf):
                 raise DonationError(
                     f"{self._compiled.function} cannot be compiled for the placeholder {_trees.dtype_and_shape(leaf)}, "
@@ -169,8 +162,8 @@ class Lowered:
 class Observer(_trace.Recorder):
     """Watches a trace that may change tensors from outside, which a step may do."""
 
-    def __init__(self, function: str, arguments: Sequence[Any], refusal: _trace.Refusal) -> None:
-        super().__init__(function, arguments, refusal)
+    def __init__(self, refuse: _trace.Refusal, arguments: Sequence[Any]) -> None:
+        super().__init__(refuse, arguments)
         self._on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         gradients = [leaf.grad for leaf in self._arguments if leaf.is_leaf]
         self._snapshots += [
@@ -188,7 +181,7 @@ class Observer(_trace.Recorder):
                 self._read(leaf)
                 if len(self._snapshots) > known:  # the first use of a tensor from outside
                     _host.show_shardings([leaf])
-        return self._call_with_numbers(func, args, kwargs or {})
+        return self._call(func, args, kwargs or {})
 
     def forget_nodes(self) -> None:
         """Drops the placeholders' nodes of the trace, so that a later use of one passes the hooks."""

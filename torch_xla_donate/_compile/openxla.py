@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,13 +17,13 @@ from torch._guards import TracingContext
 from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments, leaves_of_call
-from torch_xla_donate._compile.run_donation import RunDonation, new_graph_name
+from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
-_donation: interrupts.PerThread[RunDonation | None] = interrupts.per_thread(None)
+#: The call whose function torch.compile runs on this thread, and what it donates.
+_running: interrupts.PerThread[tuple[OpenxlaCompiled, RunDonation] | None] = interrupts.per_thread(None)
 
 
 class Graph:
@@ -53,10 +52,13 @@ class Graph:
             return self._call(args)
 
     def _call(self, args: Sequence[Any]) -> Any:
-        donation = _donation.value
+        compiled, donation = _running.value or (None, None)
         if donation is not None and donation.unread.code in ("no_graph", "not_read"):
             donation.unread = self._unread
-        if donation is not None and not self._refusal:
+        if compiled is not None and donation is not None and not self._refusal:
+            if not compiled.contains(self._frame):
+                # Beyond its limit of recompilations torch.compile runs inner frames by graphs of other functions.
+                donation.refuse(args, _C.Reason("partial_graph"))
             _host.compute_pending(args)
             if self._is_resumed:  # the part of the function before the break may have read the donors, or kept them
                 donation.refuse_shared()
@@ -102,7 +104,7 @@ class Graph:
             # Operations without an XLA lowering split the graph. A later part may need a buffer that an earlier one
             # consumed.
             self._refusal = _C.Reason("host_operations")
-        return Variant(new_graph_name(), _kept_apart(graph.run, self._model), graph.returned, graph.places)
+        return Variant(new_graph_name(), _host.results_apart(graph.run, self._model), graph.returned, graph.places)
 
 
 def _on_device_of(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -129,37 +131,6 @@ class Variant(NamedTuple):
     places: list[tuple[int | None, int | None]]
 
 
-def _kept_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Wraps a graph's run so that each result is a separate tensor, except results that are aliases in the graph.
-
-    torch_xla's bridge returns one tensor for a value and its clone, also if the value is an argument. A donation of one
-    would consume the other.
-    """
-    inputs = model.graph.find_nodes(op="placeholder")
-    outputs = [_source_of_view(node) for node in _outputs_of(model)]
-    merged: set[int] | None = None  # places of results; set by the first run and the same in each
-
-    def run_apart(*args: Any) -> Any:
-        nonlocal merged
-        found = run(*args)
-        results = found if isinstance(found, list | tuple) else [found]
-        if merged is None:
-            node_of = {id(value): node for node, value in zip(inputs, args)}
-            merged = {
-                place
-                for place, (node, value) in enumerate(zip(outputs, results))
-                if isinstance(value, torch.Tensor)
-                and node.op != "placeholder"
-                and node_of.setdefault(id(value), node) is not node
-            }
-        if not merged:
-            return found
-        results = [value.clone() if place in merged else value for place, value in enumerate(results)]
-        return results if isinstance(found, list | tuple) else results[0]
-
-    return run_apart
-
-
 class OpenxlaCompiled(Compiled):
     """Runs the function through `torch.compile(backend="openxla")`."""
 
@@ -173,22 +144,13 @@ class OpenxlaCompiled(Compiled):
         if not call.roles.donated:
             return self._compiled(*call.args, **call.kwargs)
         leaves, parts = leaves_of_call(call)
-        with self.on_device(call, _C.devices(leaves)):
-            donation = RunDonation(DonatedArguments(self, call, parts), where)
+        with self.on_device(call, _C.devices(leaves)), RunDonation(self, call, parts, where) as donation:
             del leaves, parts  # the function may drop an argument
-            return self._run_donating(call, donation)
-
-    def _run_donating(self, call: CallArguments, donation: RunDonation) -> Any:
-        donation.unread = _C.Reason("no_graph")  # until a graph runs
-        try:
-            with _donation.replaced(donation):
+            donation.unread = _C.Reason("no_graph")  # until a graph runs
+            with _running.replaced((self, donation)):
                 result = self._compiled(*call.args, **call.kwargs)
-        except BaseException:
-            donation.cancel()
-            raise
-        _C.keep_returned(_trees.tensors_in(result))
-        donation.end()
-        return result
+            _C.keep_returned(_trees.tensors_in(result))
+            return result
 
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls for each graph: openxla's, except for runs of the forward graph."""
@@ -240,28 +202,15 @@ class OpenxlaCompiled(Compiled):
             return _C.Reason("graph_break")
         if self._module is not None and _host.has_hooks(self._module):
             return _C.Reason("module_hooks")
-        if frame is None or not any(_is_part_of(frame.code, whole) for whole in self._codes):
-            return _C.Reason("partial_graph")
-        return _C.Reason()
+        return _C.Reason() if self.contains(frame) else _C.Reason("partial_graph")
+
+    def contains(self, frame: _host.CapturedFrame | None) -> bool:
+        """Whether a frame is the function, or its rest after a graph break."""
+        return frame is not None and any(_is_part_of(frame.code, whole) for whole in self._codes)
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # torch.compile's name of a frame after a graph break
 _STILL_NEEDED = _C.Reason("still_needed")
-
-
-def _outputs_of(graph: torch.fx.GraphModule) -> Sequence[Any]:
-    """The nodes of a graph's results, and None for a result that is None."""
-    return next(node for node in graph.graph.nodes if node.op == "output").args[0]  # type: ignore[no-any-return]
-
-
-def _source_of_view(node: Any) -> Any:
-    """The node whose memory the result of a node shares in PyTorch; an alias of an input counts as a separate value."""
-    source = node
-    while isinstance(source, torch.fx.Node) and (
-        getattr(source.target, "is_view", False) or source.target is operator.getitem
-    ):
-        source = source.args[0]
-    return node if isinstance(source, torch.fx.Node) and source.op == "placeholder" else source
 
 
 def _codes_of(f: Callable[..., Any]) -> list[types.CodeType]:
@@ -282,7 +231,7 @@ def _is_part_of(code: types.CodeType, whole: types.CodeType) -> bool:
 
 def _handed_on(graph: torch.fx.GraphModule, inputs: Sequence[torch.fx.Node]) -> frozenset[int] | None:
     """Positions of the inputs that outlive the graph; None if torch.compile does not report it for each input."""
-    returned = set(_outputs_of(graph))
+    returned = set(graph.graph.output_node().args[0])  # type: ignore[arg-type]
     kept = {position for position, node in enumerate(inputs) if node in returned}
     context = TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata

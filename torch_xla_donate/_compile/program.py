@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 import torch_xla
@@ -12,62 +12,64 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import CallArguments
+from torch_xla_donate._compile.donation import new_graph_name
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
-from torch_xla_donate._compile.run_donation import new_graph_name
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
-
-if TYPE_CHECKING:
-    from torch_xla_donate._compile.pure import PureCompiled
-
 
 # Results of these types hide no tensors.
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class ValueSource(NamedTuple):
-    """The source of a result, or of an input of the graph."""
-
-    kind: str  # "graph", "argument", "detached argument", "value", "detached value", "copied value" or "floats"
-    source: Any
-    like: Any = None  # Parameter or requires_grad, of a result that is one
+# Makes a result from the outputs of the graph and the leaves of the call.
+Result = Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
 
 
 class TracedProgram:
-    """A traced function: its compiled graph, and the sources of inputs and results."""
+    """A traced function: its compiled graph, and the sources of inputs and results.
 
-    def __init__(self, compiled: PureCompiled, call: CallArguments, offered: Sequence[int]) -> None:
+    function: its name in messages.
+    offered: the positions of the leaves that the graph may consume.
+    """
+
+    def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
-        proxies = ArgumentProxies(compiled.function, call)
-        while self._trace_once(compiled, proxies, offered):
+        refuse = _trace.Refusal(function)
+        proxies = ArgumentProxies(function, call, refuse)
+        while self._trace_once(f, function, proxies, refuse, offered):
             proxies.separate()
         proxies.refuse_kept(self._opaque)
 
-    def _trace_once(self, compiled: PureCompiled, proxies: ArgumentProxies, offered: Sequence[int]) -> bool:
+    def _trace_once(
+        self,
+        f: Callable[..., Any],
+        function: str,
+        proxies: ArgumentProxies,
+        refuse: _trace.Refusal,
+        offered: Sequence[int],
+    ) -> bool:
         """Returns True if an argument shares its buffer with another input, which the graph cannot distinguish."""
         with _host.tracing():
             call, leaves = proxies.make()
-            recorder = _trace.Recorder(compiled.function, leaves)
+            recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable = proxies.inseparable()
             with _trace.Restoring(recorder):
-                reads = recorder.reads
-                watched = _trace.watched(recorder)
-                refused = _trace.host_reads_refused(compiled.function)
-                with interrupts.Restored(), refused, recorder.modules, reads, recorder, watched:
-                    tree = compiled.trace(*call.args, **call.kwargs)
+                refused, watched = _trace.host_reads_refused(refuse), _trace.current_watcher.replaced(recorder)
+                with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:
+                    tree = f(*call.args, **call.kwargs)
                     try:
                         results, self._structure = pytree.tree_flatten(tree)
                     except RecursionError:
-                        raise _trees.refuse_depth(f"the result of {compiled.function}") from None
+                        raise _trees.refuse_depth(f"the result of {function}") from None
                     self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, _PLAIN)), "")
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
                     del tree
                 proxies.refuse_changed()
-                reads.check()
-                _refuse_gradients(compiled.function, results, recorder)
+                recorder.reads.check()
+                _refuse_gradients(function, results, recorder)
                 recorder.note_returned(results)
                 recorder.check()
                 floats = proxies.floats  # a float that the function returns unchanged is the call's float
@@ -75,7 +77,7 @@ class TracedProgram:
                     leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
                 ]
                 outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
-                _refuse_other_devices(compiled.function, [*outputs, *recorder.captured.values()])
+                _refuse_other_devices(function, [*outputs, *recorder.captured.values()])
                 places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
                 given = {_C.identity(leaf)[0]: i for i, leaf in reversed(tensors)}
@@ -83,7 +85,7 @@ class TracedProgram:
                 if proxies.are_shared(recorder.captured.values(), leaves):
                     return True
                 self._results = [
-                    ValueSource("argument", floats[id(leaf)])
+                    _argument(floats[id(leaf)])
                     if id(leaf) in floats
                     else self._result(leaf, places, given, leaves, recorder)
                     for leaf in own
@@ -93,7 +95,7 @@ class TracedProgram:
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
                 given_up = [leaves[i] for i in donors]
-                log.dump_lowered(compiled.function, lambda: _host.hlo_text(outputs, given_up)[0])
+                log.dump_lowered(function, lambda: _host.hlo_text(outputs, given_up)[0])
                 graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()
@@ -107,18 +109,16 @@ class TracedProgram:
     ) -> None:
         """Finds the source of each input of the graph."""
         self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
-        by_buffer: dict[int, ValueSource] = {}
-        if floats is not None:
-            by_buffer[_C.identity(floats)[1]] = ValueSource("floats", None)
-        for tensor in self.captured:
-            by_buffer[_C.identity(tensor)[1]] = ValueSource("value", tensor)
-        for i, leaf in arguments:
-            by_buffer.setdefault(_C.identity(leaf)[1], ValueSource("argument", i))
-        sources = [by_buffer.get(_C.identity(tensor)[1], ValueSource("value", tensor)) for tensor in graph.inputs]
-        self._inputs = [None if one.kind == "argument" else one.source for one in sources]
-        self._floats = next((place for place, one in enumerate(sources) if one.kind == "floats"), None)
-        self._arguments = [(place, one.source) for place, one in enumerate(sources) if one.kind == "argument"]
-        self._places = {source: (place, graph.successors[place]) for place, source in self._arguments}
+        buffers = [_C.identity(tensor)[1] for tensor in graph.inputs]
+        captured = {_C.identity(tensor)[1]: tensor for tensor in self.captured}
+        given = {_C.identity(leaf)[1]: i for i, leaf in reversed(arguments)}
+        uploaded = 0 if floats is None else _C.identity(floats)[1]
+        self._inputs: list[Any] = [captured.get(buffer, tensor) for buffer, tensor in zip(buffers, graph.inputs)]
+        self._arguments = [(n, given[b]) for n, b in enumerate(buffers) if b in given and b not in captured]
+        self._floats = buffers.index(uploaded) if uploaded in buffers else None
+        for place, _ in self._arguments:
+            self._inputs[place] = None  # each call gives another tensor
+        self._places = {i: (place, graph.successors[place]) for place, i in self._arguments}
         self._usable = self._places.keys() - set(self.returned)
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
@@ -131,20 +131,31 @@ class TracedProgram:
     @staticmethod
     def _result(
         leaf: Any, places: Mapping[int, int], given: Mapping[int, int], leaves: Sequence[Any], recorder: _trace.Recorder
-    ) -> ValueSource:
+    ) -> Result:
         if not isinstance(leaf, torch.Tensor):
-            return ValueSource("value", leaf)
+            return lambda outputs, now: leaf
         identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
-        like = torch.nn.Parameter if isinstance(leaf, torch.nn.Parameter) else True if leaf.requires_grad else None
+        is_parameter, requires_grad = isinstance(leaf, torch.nn.Parameter), leaf.requires_grad
+
+        def like(result: torch.Tensor) -> torch.Tensor:
+            if is_parameter:
+                return torch.nn.Parameter(result)
+            return result.requires_grad_() if requires_grad else result
+
         if identity in places:
-            return ValueSource("graph", places[identity], like)
+            output = places[identity]
+            return lambda outputs, now: like(outputs[output])
         if identity in given:
-            same = leaf is leaves[given[identity]]
-            return ValueSource("argument" if same else "detached argument", given[identity], None if same else like)
+            argument = given[identity]
+            if leaf is leaves[argument]:
+                return _argument(argument)
+            return lambda outputs, now: like(now[argument].detach())
         known = recorder.captured.get(identity)
-        if known is not None:
-            return ValueSource("value" if leaf is known else "detached value", known, None if leaf is known else like)
-        return ValueSource("copied value", leaf)
+        if known is None:
+            return lambda outputs, now: leaf.clone()
+        if leaf is known:
+            return lambda outputs, now: known
+        return lambda outputs, now: like(known.detach())
 
     def _sign(self) -> tuple[Hashable, bool]:
         found = signature_of(self.captured)
@@ -180,25 +191,14 @@ class TracedProgram:
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        pick: dict[str, Callable[[Any], Any]] = {
-            "graph": outputs.__getitem__,
-            "argument": leaves.__getitem__,
-            "detached argument": lambda index: leaves[index].detach(),
-            "value": lambda value: value,
-            "detached value": lambda value: value.detach(),
-            "copied value": lambda value: value.clone(),
-        }
-        results = [
-            pick[kind](source) if like is None else _like(pick[kind](source), like)
-            for kind, source, like in self._results
-        ]
+        results = [make(outputs, leaves) for make in self._results]
         if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)
 
 
-def _like(result: torch.Tensor, like: Any) -> torch.Tensor:
-    return result.requires_grad_() if like is True else torch.nn.Parameter(result)
+def _argument(number: int) -> Result:
+    return lambda outputs, leaves: leaves[number]
 
 
 def _refuse_other_devices(function: str, tensors: Sequence[torch.Tensor]) -> None:

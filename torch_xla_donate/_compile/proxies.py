@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import Argument, CallArguments
-from torch_xla_donate._compile.donated import leaves_of_call
+from torch_xla_donate._compile.donation import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
 
@@ -37,8 +37,8 @@ class ArgumentProxies:
         floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
     """
 
-    def __init__(self, function: str, call: CallArguments) -> None:
-        self._function, self._call = function, call
+    def __init__(self, function: str, call: CallArguments, refuse: _trace.Refusal) -> None:
+        self._function, self._call, self._refuse = function, call, refuse
         self._plain: dict[int, torch.Tensor] = {}
         for leaf in pytree.tree_leaves(call.values(call.roles.nonstatic)):
             tensor = _trees.without_wrapper(leaf)
@@ -85,7 +85,7 @@ class ArgumentProxies:
         self._given = [] if self._spmd else [weakref.ref(leaf) for leaf in made.values()]
         call = self._call.replaced(lambda leaf: made.get(id(leaf), leaf))
         leaves, _ = leaves_of_call(call)
-        call, numbers = put_numbers(self._function, call, self.values)
+        call, numbers = put_numbers(call, self.values, self._refuse)
         positions = [i for i, leaf in enumerate(leaves) if _numbers.is_float(leaf)]
         self.floats = {id(one): position for one, position in zip(numbers, positions)}
         self._given += [weakref.ref(one) for one in numbers]
@@ -103,8 +103,7 @@ class ArgumentProxies:
             now, new_structure = pytree.tree_flatten(value)
             is_same = _trees.structure_key(structure) == _trees.structure_key(new_structure)
             if not is_same or any(one is not other for one, other in zip(leaves, now, strict=True)):
-                what = f"changes what {argument} contains"
-                raise _trace.impure(self._function, "", what, "Return a new container")
+                raise self._refuse(f"changes what {argument} contains", "Return a new container", "")
 
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
@@ -159,12 +158,11 @@ class ArgumentProxies:
         if kept():
             gc.collect()  # a reference cycle may keep it
         for tensor, where in kept():
-            raise _trace.impure(
-                self._function,
-                where,
+            raise self._refuse(
                 f"{'makes' if where else 'gets the argument'} {_trees.dtype_and_shape(tensor)}, which "
                 + (f"a result of type {opaque} keeps" if opaque else "something outside the function keeps"),
                 "Return the tensor in a tuple, list or dict, or register the type with torch.utils._pytree"
                 if opaque
                 else "Return it",
+                where,
             )

@@ -11,9 +11,8 @@ import torch_xla
 from torch_xla_donate import _C, _config, _frames, _host, _numbers, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donated import DonatedArguments, leaves_of_call
+from torch_xla_donate._compile.donation import RunDonation, leaves_of_call
 from torch_xla_donate._compile.program import TracedProgram
-from torch_xla_donate._compile.run_donation import RunDonation
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import see
 
@@ -53,7 +52,7 @@ class PureCompiled(Compiled):
         self._limit = max_different_graphs
         self._programs: dict[Hashable, TracedProgram] = {}
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def _trace(self, *args: Any, **kwargs: Any) -> Any:
         with _host.graph_name(self._graph_name):
             return self._f(*args, **kwargs)
 
@@ -64,25 +63,19 @@ class PureCompiled(Compiled):
             if call.pending:
                 torch_xla.sync()
                 call.sign()
-            donated = DonatedArguments(self, arguments, parts) if arguments.roles.donated else None
-            return self._run_once(call, None if donated is None else RunDonation(donated, where))
+            if not arguments.roles.donated:
+                return self._run_once(call, None)
+            with RunDonation(self, arguments, parts, where) as donation:
+                return self._run_once(call, donation)
 
     def _run_once(self, call: _Call, donation: RunDonation | None) -> Any:
         try:
-            try:
-                result = self._replay(call, donation)
-            except RuntimeError as error:
-                if not _host.is_evicted(error):
-                    raise
-                self._programs.clear()  # torch_xla has probably dropped the others as well
-                result = self._replay(call, donation)
-        except BaseException:
-            if donation is not None:
-                donation.cancel()
-            raise
-        if donation is not None:
-            donation.end()
-        return result
+            return self._replay(call, donation)
+        except RuntimeError as error:
+            if not _host.is_evicted(error):
+                raise
+        self._programs.clear()  # torch_xla has probably dropped the others as well
+        return self._replay(call, donation)
 
     def _replay(self, call: _Call, donation: RunDonation | None) -> Any:
         while True:
@@ -158,5 +151,5 @@ class PureCompiled(Compiled):
         if key not in self._programs:
             self.note_signature(call.arguments, _frames.call_site(self.stacklevel))
         offered = donation.positions(call.leaves) if donation is not None else ()
-        program = self._programs[key] = TracedProgram(self, call.arguments, offered)
+        program = self._programs[key] = TracedProgram(self._trace, self.function, call.arguments, offered)
         return program

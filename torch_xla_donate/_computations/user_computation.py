@@ -191,13 +191,13 @@ def to_donate(
         ValueError: an input that is not donated shares the buffer of a donor.
         DonationError: a donor is pending, or torch_xla shares its buffer between tensors.
     """
-    if not donors or _marks.is_inside_call():
+    if not donors or _marks.inside_call.value:
         return []
     _marks.prepare(request.where)
     eager = _host.in_eager_mode()
     strict = request.strictness()
     may_warn = strict < _config.Strictness.ERROR and (eager or request.strict is not None)
-    body = _marks.current_body()
+    body = _marks.current_body.value
     kept = {
         _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
         for index in set(range(len(tensors))).difference(donors)

@@ -15,7 +15,7 @@ from torch_xla_donate._host.dynamo import (
     captured_frame,
     compute_pending,
     extract_graph,
-    with_pure_copies,
+    has_hooks,
     wrapping_code,
 )
 from torch_xla_donate._host.graphs import (
@@ -33,14 +33,14 @@ from torch_xla_donate._host.graphs import (
 from torch_xla_donate._host.hooks import install_hooks, uninstall_hooks, verify_layouts
 from torch_xla_donate._host.jax import call_jax, import_jax, jax_environment, jit_donation, paired
 from torch_xla_donate._host.loops import (
-    OneScan,
     accumulate,
     is_traced,
+    one_scan,
     read_by_backward_scan,
     scan_layers,
 )
 from torch_xla_donate._host.load import Build, build, build_record, check_versions, supported_versions
-from torch_xla_donate._host.modules import has_hooks, remove_module_hook
+from torch_xla_donate._host.repairs import results_apart, with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,

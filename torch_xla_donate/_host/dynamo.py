@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 import sys
@@ -12,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch_xla
+from torch.nn.modules import module as modules
 
 from torch_xla_donate import _C
+from torch_xla_donate._host.interrupts import replaced
 from torch_xla_donate._host.load import xlac
-from torch_xla_donate._host.switches import donor_flags, replaced
+from torch_xla_donate._host.switches import OrderedParameters, compiling, donor_flags
 
 
 def compute_pending(arguments: Sequence[Any]) -> None:
@@ -25,38 +26,6 @@ def compute_pending(arguments: Sequence[Any]) -> None:
     pending = [tensor for tensor, is_missing in zip(tensors, missing, strict=True) if is_missing]
     if pending:
         xlac()._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
-
-
-def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a functional graph in which a whole copy makes a new value.
-
-    torch_xla's `aten.copy` and `aten._foreach_copy` write into the tensor that a functional graph passes as `self`,
-    so the bridge would trace the rest of the graph with another argument.
-    """
-    aten = torch.ops.aten
-    graph = copy.deepcopy(model.graph)
-
-    def copied(target: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node:
-        dtype = {"dtype": target.meta["val"].dtype}
-        if source.meta["val"].dtype != dtype["dtype"]:
-            source = graph.call_function(aten._to_copy.default, (source,), dtype)
-        expanded = graph.call_function(aten.expand_as.default, (source, target))
-        made = graph.call_function(aten.clone.default, (expanded,))
-        made.meta["val"] = target.meta["val"]
-        return made
-
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(copied(*node.args[:2]))
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=aten._foreach_copy.default):
-        with graph.inserting_before(node):
-            values = [copied(target, source) for target, source in zip(*node.args[:2], strict=True)]
-        for item in list(node.users):
-            item.replace_all_uses_with(values[item.args[1]])
-            graph.erase_node(item)
-        graph.erase_node(node)
-    return torch.fx.GraphModule(model, graph)
 
 
 class ExtractedGraph(NamedTuple):
@@ -77,10 +46,7 @@ class ExtractedGraph(NamedTuple):
 def extract_graph(
     model: torch.fx.GraphModule, arguments: Sequence[Any], donors: Sequence[torch.Tensor]
 ) -> ExtractedGraph:
-    """Compiles a graph by torch_xla's dynamo bridge, with these arguments as its donors.
-
-    The hooks order the parameters so that XLA gives each donor to the output computed from it.
-    """
+    """Compiles a graph by torch_xla's dynamo bridge, with these arguments as its donors."""
     from torch_xla._dynamo import dynamo_bridge
 
     original: Any = dynamo_bridge.extract_graph_helper
@@ -94,12 +60,9 @@ def extract_graph(
         torch_xla.sync(reset_scope=False)  # no pending work may run while the flags are set
         buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
         donated = donors if parts == 1 else []
-        _C.order_parameters(donated)
-        try:
-            with donor_flags(donated):
-                found = original(model, cache)
-        finally:
-            order = _C.take_order()
+        with OrderedParameters(donated) as parameters, donor_flags(donated):
+            found = original(model, cache)
+        order = parameters.order
         if order:
             _match_by_buffer(found[5], buffers, [buffer for buffer, _ in order])
         place_of.update((buffer, (place, successor)) for place, (buffer, successor) in enumerate(order))
@@ -121,8 +84,8 @@ def extract_graph(
     torch_xla.core.xla_model.wait_device_ops()
     given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
     with (
-        replaced(dynamo_bridge, "extract_graph_helper", extract_part),
-        replaced(dynamo_bridge, "SpecialReturnHandler", Returns),
+        replaced(dynamo_bridge, "extract_graph_helper", extract_part, compiling),
+        replaced(dynamo_bridge, "SpecialReturnHandler", Returns, compiling),
     ):
         run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts and operations on the host
@@ -295,3 +258,15 @@ def wrapping_code() -> types.CodeType:
     from torch._dynamo.external_utils import wrap_inline
 
     return wrap_inline(len).__code__
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of the module runs more than its forward."""
+    return bool(
+        type(module).__call__ is not torch.nn.Module.__call__
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )

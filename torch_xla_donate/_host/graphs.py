@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_xla_donate import _C
+from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
-from torch_xla_donate._host.switches import Compiling, compiling, donor_flags
+from torch_xla_donate._host.switches import OrderedParameters, compiling_graphs, donor_flags
 
 
 class CompiledGraph(NamedTuple):
@@ -33,19 +33,16 @@ def compile_graph(
 ) -> CompiledGraph:
     """Compiles the pending graph of some tensors with these donors, without running it.
 
-    The hooks order the parameters so that XLA gives each donor to the output computed from it.
-
     seed_buffer: the buffer of the seed, if its id does not identify it.
     """
     if not outputs:
         return CompiledGraph(None, [], [], [])
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
     donors = list({_C.identity(donor)[1]: donor for donor in reversed(donors)}.values())[::-1]  # each buffer once
-    with Compiling(compiling), donor_flags(donors):
-        _C.order_parameters(donors)
+    with compiling_graphs(), donor_flags(donors), OrderedParameters(donors) as parameters:
         graph_hash = xlac()._get_graph_hash(list(outputs))
         xlac()._xla_warm_up_cache(list(outputs), [])
-        order = _C.take_order()
+    order = parameters.order
     found = {_C.identity(tensor)[1]: (tensor_id, tensor) for tensor_id, tensor in zip(ids, inputs)}
     assert found.keys() == {buffer for buffer, _ in order}, "the hooks have not seen the graph"
     seed = xlac()._get_seed_info_id()
@@ -117,14 +114,9 @@ def hlo_text(outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor]) ->
     return text, buffers
 
 
-@contextlib.contextmanager
-def size_rule(platform: str) -> Iterator[None]:
+def size_rule(platform: str) -> Switched[str | None]:
     """Orders parameters inside as for another platform: ``tpu`` or ``tpu before v4``."""
-    _C.force_size_rule(platform)
-    try:
-        yield
-    finally:
-        _C.force_size_rule(None)
+    return Switched(lambda: None, _C.force_size_rule, platform)
 
 
 def parameter_order(
@@ -133,10 +125,7 @@ def parameter_order(
     """The places of these parameters in the order that a step gives them, as in `compile_graph`."""
     if not outputs:
         return []
-    _C.order_parameters(donors)
-    try:
+    with OrderedParameters(donors) as parameters:
         xlac()._get_graph_hash(list(outputs))
-    finally:
-        order = _C.take_order()
     place = {buffer: number for number, buffer in enumerate(buffers)}
-    return [place[buffer] for buffer, _ in order]
+    return [place[buffer] for buffer, _ in parameters.order]

@@ -3,10 +3,14 @@ entered or left."""
 
 from __future__ import annotations
 
+import copy
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 
 from torch_xla_donate import _C
@@ -55,40 +59,52 @@ class Restored(_C.Scope):
         _C.disarm_run()
 
 
-class Replaced(_C.Scope):
-    """Replaces the value of an attribute inside the context. `holder` may belong to the thread.
+class Switched(_C.Scope, Generic[T]):
+    """A switch has another value inside the context, which holds the lock.
 
-    Not a generator: the garbage collector would close one that an interrupt leaves suspended, and restore the attribute
-    at any later time.
+    Not a generator: the garbage collector would close one that an interrupt leaves suspended, and restore the value at
+    any later time.
     """
 
-    def __init__(self, holder: Any, name: str, value: Any, lock: Any = None) -> None:
+    def __init__(self, read: Callable[[], T], write: Callable[[T], object], value: T, lock: Any = None) -> None:
         super().__init__(lock)
-        self._holder, self._name, self._value = holder, name, value
-        self._original: list[Any] = []
+        self._read, self._write, self._value = read, write, value
+        self._original: list[T] = []
 
     def enter(self) -> None:
-        self._original.append(getattr(self._holder, self._name))
-        setattr(self._holder, self._name, self._value)
+        self._original.append(self._read())
+        self._write(self._value)
 
     def leave(self, raised: bool) -> None:
         for original in self._original:
-            setattr(self._holder, self._name, original)
+            self._write(original)
+
+
+def replaced(holder: Any, name: str, value: Any, lock: Any = None) -> Switched[Any]:
+    """Replaces the value of an attribute inside the context. `holder` may belong to the thread."""
+    return Switched(functools.partial(getattr, holder, name), functools.partial(setattr, holder, name), value, lock)
 
 
 class PerThread(threading.local, Generic[T]):
-    """A value of each thread. `per_thread` makes it."""
+    """A value of each thread, which begins as a copy of the given one."""
 
     def __init__(self, value: T) -> None:
-        self.value = value
+        self.value = copy.copy(value)
 
-    def replaced(self, value: T) -> Replaced:
+    def replaced(self, value: T) -> Switched[T]:
         """A context in which this thread has another value."""
-        return Replaced(self, "value", value)
+        return replaced(self, "value", value)
 
 
 def per_thread(value: T) -> PerThread[T]:
-    """A value of each thread that begins as the given one. `Restored` restores it."""
+    """A value of each thread that `Restored` restores."""
     made = PerThread(value)
     restore(made, "value")
     return made
+
+
+def remove_module_hook(hook: Callable[..., Any]) -> None:
+    """Removes a global forward hook without its handle, since an interrupt may come before the handle is stored."""
+    hooks = modules._global_forward_pre_hooks
+    for key in [key for key, found in list(hooks.items()) if found == hook]:
+        hooks.pop(key, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,9 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _numbers
 from torch_xla_donate._errors import see
+from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
+from torch_xla_donate._host.repairs import accumulation_by_buffer, carried_in_order
 from torch_xla_donate._host.settings import runtime
 from torch_xla_donate._host.switches import is_tracing
 from torch_xla_donate._host.tensors import placeholder
@@ -23,23 +24,13 @@ from torch_xla_donate._locks import make_lock
 _scanning = make_lock()
 
 
-class OneScan(_C.Scope):
-    """One thread at a time is inside. It may enter again.
+def one_scan() -> Switched[bool]:
+    """A context that one thread at a time is inside. It may enter again.
 
     Another thread waits without the GIL, and no scan holds a lock of a device. Inside, a backward pass runs on the
     thread itself: torch_xla traces a body with one, and autograd's thread of the device may be waiting to scan.
     """
-
-    def __init__(self) -> None:
-        super().__init__(_scanning)
-
-    def enter(self) -> None:
-        self._backward_threads = torch._C._is_multithreading_enabled()  # type: ignore[attr-defined]
-        torch._C._set_multithreading_enabled(False)  # type: ignore[attr-defined]
-
-    def leave(self, raised: bool) -> None:
-        if hasattr(self, "_backward_threads"):
-            torch._C._set_multithreading_enabled(self._backward_threads)  # type: ignore[attr-defined]
+    return Switched(torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled, False, _scanning)
 
 
 def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **options: Any) -> Any:
@@ -86,7 +77,7 @@ def accumulate(
 
     if is_tracing():
         iterable_tensors = tuple(map(_sliced_without_a_run, iterable_tensors))
-    loop: Callable[..., Any] = _by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
+    loop: Callable[..., Any] = accumulation_by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
     reads_refused = _C.refuse_reads(False)  # the loop syncs tensors without a value
     try:
         result = loop(step, iterable_tensors, model, *carried_tensors)
@@ -95,9 +86,7 @@ def accumulate(
     if not carried_tensors:
         return result
     loss, *carried = result
-    if "carried_tensors_start_idx - body_idx" in inspect.getsource(host._gradient_accumulation_impl):
-        # torch_xla computes the place of the k-th carried tensor with the wrong sign, which counts from the end.
-        carried = [carried[-index] for index in range(len(carried))]
+    carried = carried_in_order(host, carried)
     for index, tensor in enumerate(carried):
         if tensor is None and _is_known_by_another(carried_tensors[index]):
             raise ValueError(
@@ -110,38 +99,6 @@ def accumulate(
                 f"Use it in the step, or make it in the step and do not carry it. {see('gradient_accumulation')}"
             )
     return (loss, *carried)
-
-
-class _Instead:
-    """A module with other values of some names."""
-
-    def __init__(self, module: types.ModuleType, **values: Any) -> None:
-        self._module = module
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _by_buffer(host: types.ModuleType) -> Callable[..., Any]:
-    """A copy of torch_xla's gradient_accumulation that finds the arguments in the traced step by their buffers.
-
-    torch_xla finds them by the id of the tensor that last made a node of the buffer. Under SPMD the backward scan makes
-    other tensors of them. torch_xla then takes the first slice for a constant, and every iteration gets it (2.9.0).
-    """
-
-    def data_nodes(results: Any, inputs: Any = ()) -> tuple[list[int], list[torch.Tensor]]:
-        ids, tensors = xlac()._get_tensors_xla_device_data_node(results, inputs)
-        known = {_C.identity(one)[1]: xlac()._xla_get_tensor_id(one) for one in inputs}
-        return [known.get(_C.identity(one)[1], number) for number, one in zip(ids, tensors)], tensors
-
-    names = {**vars(host)}
-    names["torch_xla"] = _Instead(host.torch_xla, _XLAC=_Instead(xlac(), _get_tensors_xla_device_data_node=data_nodes))
-    for name in ("_gradient_accumulation_impl", "_gradient_accumulation", "gradient_accumulation"):
-        original = names[name]
-        names[name] = types.FunctionType(original.__code__, names, name, original.__defaults__, original.__closure__)
-    copied: Callable[..., Any] = names["gradient_accumulation"]
-    return copied
 
 
 class _Rows(torch.Tensor):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 
 from torch_xla_donate import _C
-from torch_xla_donate._host.interrupts import Replaced
+from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import in_eager_mode
 from torch_xla_donate._locks import make_lock
@@ -22,28 +21,36 @@ from torch_xla_donate._locks import make_lock
 compiling = make_lock()
 
 
-class DonorFlags(_C.Scope):
-    """Sets torch_xla's private donation flag on buffers, through separate tensors that share them."""
-
-    def __init__(self, shadows: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._shadows = shadows
-
-    def enter(self) -> None:
-        for shadow in self._shadows:
-            xlac()._set_buffer_donation(shadow, True)
-
-    def leave(self, raised: bool) -> None:
-        for shadow in self._shadows:
-            xlac()._set_buffer_donation(shadow, False)
-
-
-def donor_flags(tensors: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+def donor_flags(tensors: Sequence[torch.Tensor]) -> Switched[bool]:
     """Sets torch_xla's private donation flag on the tensors' buffers, only to compile a graph.
 
     It sets the flags on other tensors of the same buffers, and so can always clear them.
     """
-    return DonorFlags(xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else [])
+    shadows = xlac()._get_tensors_xla_device_data_node(list(tensors))[1] if tensors else []
+
+    def write(on: bool) -> None:
+        for shadow in shadows:
+            xlac()._set_buffer_donation(shadow, on)
+
+    return Switched(lambda: False, write, True)
+
+
+class OrderedParameters(_C.Scope):
+    """The hooks order the parameters of graphs hashed inside: XLA then gives each donor to the output computed from it.
+
+    order: after the context, for each parameter of the last graph its buffer, and for a donor the number of the output.
+    """
+
+    def __init__(self, donors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._donors = donors
+        self.order: list[tuple[int, int | None]] = []
+
+    def enter(self) -> None:
+        _C.order_parameters(self._donors)
+
+    def leave(self, raised: bool) -> None:
+        self.order = self.order or _C.take_order()
 
 
 def is_tracing() -> bool:
@@ -91,31 +98,18 @@ def is_refused_execution(error: RuntimeError) -> bool:
     return "Unexpected execution" in str(error)
 
 
-class Compiling(_C.Scope):
-    """Compiles graphs with the flagged donors, without running them."""
+def compiling_graphs() -> Switched[tuple[bool, bool]]:
+    """Inside, graphs are compiled with the flagged donors, and not run."""
+    host = xlac()
 
-    def __init__(self, lock: Any) -> None:
-        super().__init__(lock)
-        self._before: tuple[bool, bool] | None = None
+    def read() -> tuple[bool, bool]:
+        return host._xla_get_enable_alias_with_buffer_donor_config(), host._get_allow_execution()
 
-    def enter(self) -> None:
-        host = xlac()
-        self._before = host._xla_get_enable_alias_with_buffer_donor_config(), host._get_allow_execution()
-        host._xla_set_enable_alias_with_buffer_donor_config(True)
-        host._set_allow_execution(True)  # torch_xla counts a compilation as an execution
+    def write(values: tuple[bool, bool]) -> None:
+        host._xla_set_enable_alias_with_buffer_donor_config(values[0])
+        host._set_allow_execution(values[1])  # torch_xla counts a compilation as an execution
 
-    def leave(self, raised: bool) -> None:
-        _C.take_order()
-        if self._before is None:
-            return
-        aliases, executes = self._before
-        xlac()._xla_set_enable_alias_with_buffer_donor_config(aliases)
-        xlac()._set_allow_execution(executes)
-
-
-def replaced(module: types.ModuleType, name: str, value: Any) -> Replaced:
-    """Replaces the value of a name in one of torch_xla's Python modules inside the context."""
-    return Replaced(module, name, value, compiling)
+    return Switched(read, write, (True, True), compiling)
 
 
 def current_device() -> str:
@@ -123,35 +117,14 @@ def current_device() -> str:
     return str(xlac()._xla_get_default_device())
 
 
-class OnDevice(_C.Scope):
-    """Another device is the current one of this thread."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self._device = device
-        self._before = ""
-
-    def enter(self) -> None:
-        self._before = current_device()
-        xlac()._xla_set_default_device(self._device)
-
-    def leave(self, raised: bool) -> None:
-        if self._before:
-            xlac()._xla_set_default_device(self._before)
-
-
 def on_device(devices: Sequence[int]) -> contextlib.AbstractContextManager[Any]:
     """A context in which the only one of these devices is the current one. Without devices it changes nothing."""
     names = [f"xla:{device}" for device in devices]
-    return contextlib.nullcontext() if not names or names == [current_device()] else OnDevice(*names)
+    if not names or names == [current_device()]:
+        return contextlib.nullcontext()
+    return Switched(current_device, xlac()._xla_set_default_device, *names)
 
 
-@contextlib.contextmanager
-def graph_name(name: str) -> Iterator[None]:
+def graph_name(name: str) -> Switched[str]:
     """Sets the name of the HLO modules that are compiled inside."""
-    saved = xlac()._get_current_graph_name()
-    xlac()._set_current_graph_name(name)
-    try:
-        yield
-    finally:
-        xlac()._set_current_graph_name(saved)
+    return Switched(xlac()._get_current_graph_name, xlac()._set_current_graph_name, name)

@@ -53,7 +53,7 @@ def gradient_accumulation(
             the call is inside a pure function.
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
-    by = _trace.current_watcher()
+    by = _trace.current_watcher.value
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
     refuse_eager_mode("gradient_accumulation")
@@ -64,7 +64,7 @@ def gradient_accumulation(
     def step(*traced: torch.Tensor) -> Any:
         body = _marks.LoopBody("gradient_accumulation", traced)
         before = _C.runs_begun()
-        with _marks.trace_body(body):
+        with _marks.current_body.replaced(body):
             result = train_step(*traced)
         _refuse_runs(_C.runs_begun() - before)
         loss, *rest = result if carried_tensors else (result,)

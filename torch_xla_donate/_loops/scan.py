@@ -32,11 +32,12 @@ class _Wrapped:
     def __call__(self, carry: Any, x: Any) -> Any:
         function = self._find()
         assert function is not None, "the caller of scan holds it"
-        body = _marks.LoopBody("scan", [*_trees.leaves_of(carry, "carry"), *_trees.leaves_of(x, "x")])
-        with _marks.trace_body(body):
+        leaves = [leaf for tree, name in ((carry, "carry"), (x, "x")) for leaf in _trees.flatten_fast(tree, name)[0]]
+        body = _marks.LoopBody("scan", leaves)
+        with _marks.current_body.replaced(body):
             result = function(carry, x)
         self.requests[_arrays(carry, x)] = body.requests
-        _trees.leaves_of(result, "the result of fn")  # may raise
+        _trees.flatten_fast(result, "the result of fn")  # may raise
         return result
 
 
@@ -120,7 +121,7 @@ def scan(
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
-    with _host.on_device(device), _host.OneScan():
+    with _host.on_device(device), _host.one_scan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:
@@ -134,7 +135,7 @@ def scan(
 
 
 def _refuse_inside_a_scan() -> None:
-    body = _marks.current_body()
+    body = _marks.current_body.value
     if body is not None and body.loop == "scan":
         raise NotImplementedError(
             "scan or scan_layers is called in the body of a scan, which torch_xla cannot trace (2.9.0). Write the "
@@ -154,14 +155,14 @@ def _the_device(leaves: list[Any]) -> list[int]:
 
 
 def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
-    by = _trace.current_watcher()
-    if by is not None and _marks.current_body() is None:
+    by = _trace.current_watcher.value
+    if by is not None and _marks.current_body.value is None:
         # Donated arguments of the function are marked already. Another mark would wait for a step.
         donations = [given for given in donations if _C.state(given.tensor) != "marked"]
         for given in donations:
             if _C.state(given.tensor) == "materialized":
                 raise by.refuse(f"donates {given.name}, a tensor from outside, to a scan", "Name it in donate_argnums")
-    read = _read_by_backward(result) if donations and _marks.current_body() is None else set()
+    read = _read_by_backward(result) if donations and _marks.current_body.value is None else set()
     saved = [given for given in donations if not read.isdisjoint(_C.identity(given.tensor))]
     if saved:
         _marks.cancel_donation([given.tensor for given in saved])  # an earlier mark would also donate it
@@ -212,7 +213,7 @@ def scan_layers(
     """
     _marks.DonationRequest.make(strict, stacklevel)
     layers = list(layers)  # torch_xla iterates over them twice
-    by = _trace.current_watcher()
+    by = _trace.current_watcher.value
     if by is not None:
         by.uses(module for layer in layers for module in layer.modules())
     _refuse_inside_a_scan()  # before torch_xla copies a layer

@@ -2,8 +2,6 @@
 
 from torch_xla_donate._marks.batch import Donation, mark_all, refuse_all
 from torch_xla_donate._marks.donate import cancel_donation, donate_buffer, is_donated
-from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import passed_twice, refusal
-from torch_xla_donate._marks.request import DonationRequest, check_options
-from torch_xla_donate._marks.scope import inside_call, is_inside_call
-from torch_xla_donate._marks.traced_body import LoopBody, current_body, trace_body
+from torch_xla_donate._marks.request import DonationRequest, check_options, prepare
+from torch_xla_donate._marks.scope import LoopBody, current_body, inside_call

@@ -9,10 +9,9 @@ import torch
 
 from torch_xla_donate import _C, _report, _trees
 from torch_xla_donate._marks.into import check_targets
-from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import refusal
-from torch_xla_donate._marks.request import DonationRequest
-from torch_xla_donate._marks.traced_body import current_body
+from torch_xla_donate._marks.request import DonationRequest, prepare
+from torch_xla_donate._marks.scope import current_body
 
 
 def mark(
@@ -53,7 +52,7 @@ def mark_all(donations: Sequence[Donation]) -> None:
 
     Inside a loop's body the loop gets the requests for its arguments.
     """
-    body = current_body()
+    body = current_body.value
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         targets = [given.target for given in free]

@@ -10,10 +10,9 @@ from torch_xla_donate import _C, _config, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._marks.batch import Donation, mark, mark_all
 from torch_xla_donate._marks.into import targets_in_order
-from torch_xla_donate._marks.prepare import prepare
 from torch_xla_donate._marks.refusals import describe, refusal
-from torch_xla_donate._marks.request import DonationRequest
-from torch_xla_donate._marks.traced_body import current_body
+from torch_xla_donate._marks.request import DonationRequest, prepare
+from torch_xla_donate._marks.scope import current_body
 
 
 class Marks:
@@ -65,7 +64,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         DonatedBufferError: a step has consumed a leaf.
     """
     request = DonationRequest.make(strict, stacklevel)
-    body = current_body()
+    body = current_body.value
     if body is not None:
         donations = _donations(tensors, request)
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
@@ -85,7 +84,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         if marked.refusal is None:
             return Marks(marked)
     is_single = isinstance(tensors, torch.Tensor)
-    leaves, names = ([tensors], _trees.Unnamed()) if is_single else _trees.flatten(tensors, "tensors")
+    leaves, names = ([tensors], _trees.TreePaths(None)) if is_single else _trees.flatten(tensors, "tensors")
     targets = [] if into is None else targets_in_order(names, into, len(leaves))
     return Marks(mark(leaves, names, targets, request, "tensors"))
 
@@ -112,7 +111,7 @@ def cancel_donation(tensors: Any) -> None:
         DonationError: a step has consumed a leaf, or a call of a compiled function on another thread is about to. No
             mark is cancelled then.
     """
-    body = current_body()
+    body = current_body.value
     arguments: list[int] = []
     found: list[tuple[int, torch.Tensor]] = []
     leaves, names = _trees.flatten(tensors, "tensors")

@@ -6,7 +6,7 @@ import warnings
 
 from torch_xla_donate import _C, _config, _host
 from torch_xla_donate._errors import DonationWarning, see
-from torch_xla_donate._modes.context import DecoratorMode, F
+from torch_xla_donate._modes.context import F, ThreadMode
 
 
 def set_auto_donate(enabled: bool) -> None:
@@ -32,7 +32,7 @@ def _check(enabled: object) -> None:
         )
 
 
-class auto_donate(DecoratorMode[int]):
+class auto_donate(ThreadMode[int]):
     """Donates every input of a step that no live tensor can reach after the step.
 
     A context manager and decorator: it applies to the steps of this thread inside, and ``with auto_donate(False)``

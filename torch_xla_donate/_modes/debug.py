@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from torch_xla_donate import _C, _config, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
+from torch_xla_donate._host import interrupts
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.disabled import donation_disabled
 from torch_xla_donate._text import cut
 
-
-class _Infinities(threading.local):
-    def __init__(self) -> None:
-        self.entries: list[_C.Disabling] = []  # of contexts of this thread that check for infinities
-
-
-_infinities = _Infinities()
+_infinities = interrupts.PerThread[list[_C.Disabling]]([])  # the entries of contexts that check for infinities
 _SHOWN = 5
 
 
@@ -56,14 +50,14 @@ class debug_nans(donation_disabled):
     def switch_on(self, entry: _C.Disabling) -> None:
         super().switch_on(entry)
         if self._infs:
-            _infinities.entries.append(entry)
+            _infinities.value.append(entry)
 
     def finish(self) -> None:
         check_outputs()
 
     def switch_off(self, entry: _C.Disabling) -> None:
-        if entry in _infinities.entries:
-            _infinities.entries.remove(entry)
+        if entry in _infinities.value:
+            _infinities.value.remove(entry)
         super().switch_off(entry)
 
 
@@ -72,7 +66,7 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
 
     names: returns the names of outputs by their buffers, as far as they have names.
     """
-    bad = _C.take_bad_outputs(bool(_infinities.entries))
+    bad = _C.take_bad_outputs(bool(_infinities.value))
     if bad:
         name_of = names()
         lines = [_line(raw, name_of.get(raw["buffer"], "")) for raw in bad]
@@ -147,7 +141,7 @@ def _text(bad: Sequence[str]) -> str:
 
 def start() -> None:
     """Switches the checks on for the process if the environment does. Raises ValueError for neither yes nor no."""
-    if _config.debug_nans():
+    if _config.flag("TORCH_XLA_DONATE_DEBUG_NANS"):
         _C.set_debug_process(True)
         atexit.register(_check_at_exit)
 

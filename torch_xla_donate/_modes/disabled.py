@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from torch_xla_donate import _C
-from torch_xla_donate._modes.context import DecoratorMode
+from torch_xla_donate._modes.context import ThreadMode
 
 
-class donation_disabled(DecoratorMode[_C.Disabling]):
+class donation_disabled(ThreadMode[_C.Disabling]):
     """Steps of this thread inside the context donate nothing through this package.
 
     A mark ends at a step that reads it, as always. The report gives the reason, without a warning. torch_xla still

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch_xla_donate import _C, _report
 from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._errors import DonationError, see
-from torch_xla_donate._modes.context import DecoratorMode
+from torch_xla_donate._modes.context import ThreadMode
 from torch_xla_donate._text import percent
 
 
-class expect_donated(DecoratorMode[_C.StepTally]):
+class expect_donated(ThreadMode[_C.StepTally]):
     """The steps of this thread inside the context have at least this `reused_fraction`, or its end raises.
 
     It counts all steps that begin inside, beyond those that `donation_report` keeps, and no others. The end waits until

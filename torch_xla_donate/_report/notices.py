@@ -16,7 +16,7 @@ from torch_xla_donate._text import cut
 _postponed = interrupts.per_thread(False)
 
 
-def postpone_notices() -> interrupts.Replaced:
+def postpone_notices() -> interrupts.Switched[bool]:
     """A context in which steps of this thread report nothing, because an exception would interrupt torch_xla."""
     return _postponed.replaced(True)
 

@@ -1,19 +1,44 @@
-"""Refuses reads on the host inside a trace."""
+"""Refuses reads on the host inside a trace, and other actions that a replay would not repeat."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_xla_donate import _frames, _host, _numbers, _trees
-from torch_xla_donate._errors import DonationError
-from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
+from torch_xla_donate._errors import DonationError, see
 
-Refusal = Callable[[str, str, str, str], DonationError]  # as `impure`
+_RETURN_IT = "Return the tensor and read it outside"
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class Refusal:
+    """Makes the error for an action that a replay would not repeat, or that `lower` cannot trace.
+
+    is_pure: whether the function is declared pure. Else it is lowered.
+    """
+
+    def __init__(self, function: str, is_pure: bool = True) -> None:
+        self._function, self._is_pure = function, is_pure
+
+    def __call__(self, what: str, remedy: str, where: str | None = None) -> DonationError:
+        """The error. where: the line, by default that of the running operation; empty if no line is known."""
+        where = _frames.call_site() if where is None else where
+        at = f"at {where} it" if where else "it"
+        if not self._is_pure:
+            return DonationError(f"{self._function} cannot be lowered, because {at} {what}. {remedy}. {see('ahead')}")
+        return DonationError(
+            f"{self._function} is declared pure, but {at} {what}. {remedy}, or remove pure=True. Nothing was donated. "
+            f"{see('pure')}"
+        )
 
 
 class HostReads(TorchDispatchMode):
@@ -24,9 +49,9 @@ class HostReads(TorchDispatchMode):
         numbers: the numbers in the running operation. If there are any, the error names them.
     """
 
-    def __init__(self, function: str, refusal: Refusal = impure) -> None:
+    def __init__(self, refuse: Refusal) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._function, self._refusal = function, refusal
+        self._refuse = refuse
         self.drew = False
         self.numbers: Sequence[_numbers.Number] = ()
         self._transfers = _host.transfers()
@@ -41,7 +66,7 @@ class HostReads(TorchDispatchMode):
             self.drew = self.drew or on_host
         elif on_host:  # such as copy_ to a tensor on the host
             self._refuse_tensors((args, kwargs))
-        self.check(_frames.call_site)
+        self.check(None)
         return result
 
     def _refuse_tensors(self, arguments: Any) -> None:
@@ -49,24 +74,25 @@ class HostReads(TorchDispatchMode):
             if tensor.device.type == "xla":
                 if self.numbers:
                     raise self.numbers[0].refuse(self.numbers)
-                what = f"reads {_trees.dtype_and_shape(tensor)} on the host"
-                raise self._refusal(self._function, _frames.call_site(), what, RETURN_IT)
+                raise self.refuse_read(tensor)
 
-    def check(self, where: Callable[[], str] = lambda: "unknown line") -> None:
+    def refuse_read(self, tensor: torch.Tensor) -> DonationError:
+        return self._refuse(f"reads {_trees.dtype_and_shape(tensor)} on the host", _RETURN_IT)
+
+    def check(self, where: str | None = "unknown line") -> None:
         """Raises DonationError if an operation has read on the host, as operations without an XLA lowering do."""
         # Both counts have to change: other threads may read, and this one may wait without reading.
         if all(now != before for now, before in zip(_host.transfers(), self._transfers)):
-            raise self._refusal(self._function, where(), "reads a tensor on the host", RETURN_IT)
+            raise self._refuse("reads a tensor on the host", _RETURN_IT, where)
 
 
 @contextlib.contextmanager
-def host_reads_refused(function: str, refusal: Refusal = impure) -> Iterator[None]:
+def host_reads_refused(refuse: Refusal) -> Iterator[None]:
     """Turns torch_xla's error for an execution inside the trace into one that names the line."""
     try:
         yield
     except RuntimeError as error:
         if not _host.is_refused_execution(error):
             raise
-        where = _frames.line_of(error)
         what = "makes torch_xla run something, as a read on the host or an operation that XLA lacks does"
-        raise refusal(function, where, what, RETURN_IT) from error
+        raise refuse(what, _RETURN_IT, _frames.line_of(error)) from error

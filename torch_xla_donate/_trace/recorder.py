@@ -10,36 +10,85 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from torch_xla_donate import _C, _frames, _host, _numbers, _trees
-from torch_xla_donate._trace.host_reads import HostReads, Refusal
-from torch_xla_donate._trace.modules import ModulesCalled
-from torch_xla_donate._trace.refusals import RETURN_IT, impure, tensors_of
-from torch_xla_donate._trace.snapshot import TensorSnapshot
+from torch_xla_donate._host import interrupts
+from torch_xla_donate._trace.host_reads import HostReads, Refusal, tensors_of
 
 _TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
 _GRAD, _REQUIRES_GRAD = torch._C.TensorBase.grad, torch._C.TensorBase.requires_grad
+
+
+class TensorSnapshot:
+    """The buffer and the gradient of a tensor from outside at its first use in the trace."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._buffer = _C.identity(tensor)[1]
+        self.same = _host.same_buffer(tensor)
+        self._gradient = tensor.grad if tensor.is_leaf else None
+        self._gradient_buffer = _C.identity(self._gradient)[1] if self._gradient is not None else 0
+        known = self._gradient is not None and self._gradient_buffer
+        self._gradient_same = _host.same_buffer(self._gradient) if known else None  # type: ignore[arg-type]
+
+    def has_new_gradient(self) -> bool:
+        gradient = self.tensor.grad if self.tensor.is_leaf else None
+        return gradient is not self._gradient or (
+            gradient is not None and _C.identity(gradient)[1] != self._gradient_buffer
+        )
+
+    def is_replaced(self) -> bool:
+        return bool(_C.identity(self.tensor)[1] != self._buffer)
+
+    def restore(self) -> None:
+        if self.is_replaced():
+            with torch.no_grad():
+                self.tensor.copy_(self.same)
+        if self.has_new_gradient():
+            self.tensor.grad = self._gradient
+            if self._gradient_same is not None and self.has_new_gradient():
+                with torch.no_grad():
+                    self._gradient.copy_(self._gradient_same)  # type: ignore[union-attr]
+
+
+class ModulesCalled(_C.Scope):
+    """Notes the modules that a trace calls, and their modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[weakref.ref[torch.nn.Module], bool]] = []
+        self._seen: set[int] = set()
+
+    def enter(self) -> None:
+        torch.nn.modules.module.register_module_forward_pre_hook(self.note)
+
+    def leave(self, raised: bool) -> None:
+        interrupts.remove_module_hook(self.note)
+
+    def note(self, module: torch.nn.Module, _: Any = None) -> None:
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.found.append((weakref.ref(module), module.training))
 
 
 class Recorder(TorchFunctionMode):
     """Watches a trace at the level of torch's functions: its reads and changes of tensors from outside.
 
     Attributes:
+        refuse: makes the errors.
         captured: tensors that the function uses and that are not arguments, by identity.
         given: the identities of the arguments.
         inseparable: ids of tensors that the function must not close over, because arguments have the same identity.
         seed_buffer: the buffer of the random seed, if a loop may have removed its id.
         reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
-        has_numbers: whether Python floats among the arguments are traced.
         made: the tensors that the trace has made, with their lines. They must be gone after the trace.
     """
 
-    def __init__(self, function: str, arguments: Sequence[Any], refusal: Refusal = impure) -> None:
+    def __init__(self, refuse: Refusal, arguments: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads = HostReads(function, refusal)
-        self._refusal = refusal
-        self.has_numbers = any(map(_numbers.is_float, arguments))
+        self.reads = HostReads(refuse)
+        self.refuse = refuse
+        self._has_numbers = any(map(_numbers.is_float, arguments))
         self.modules = ModulesCalled()
-        self._function = function
         self.seed_buffer: int | None = None
         self._pauses = False
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
@@ -53,9 +102,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._pauses:
-            return self._call_with_numbers(func, args, kwargs) if self.has_numbers else func(*args, **kwargs)
-        return self._watch(func, args, kwargs)
+        return self._call(func, args, kwargs) if self._pauses else self._watch(self._call, func, args, kwargs)
 
     def as_one(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self._pauses:
@@ -63,18 +110,18 @@ class Recorder(TorchFunctionMode):
         if self.seed_buffer is None:
             self.seed_buffer = _host.seed_buffer()
 
-        def paused(*args: Any, **kwargs: Any) -> Any:
+        def call_paused(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             self._pauses = True
             try:
                 return func(*args, **kwargs)
             finally:
                 self._pauses = False
 
-        return self._watch(paused, args, kwargs, is_torch=False)
+        return self._watch(call_paused, func, args, kwargs)
 
-    def _call_with_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function of torch. The error for a read on the host names the floats among its arguments."""
-        numbers = _numbers.numbers_in(tensors_of((args, kwargs)))
+        numbers = _numbers.numbers_in(tensors_of((args, kwargs))) if self._has_numbers else []
         if not numbers:
             return func(*args, **kwargs)
         if self._pauses:  # the trace of a loop's body takes no tensors from outside
@@ -88,8 +135,6 @@ class Recorder(TorchFunctionMode):
         self.reads.numbers = numbers
         try:
             return _numbers.call(func, args, kwargs)
-        except _numbers.HostUse:
-            raise numbers[0].refuse(numbers) from None
         finally:
             self.reads.numbers = []
 
@@ -97,20 +142,19 @@ class Recorder(TorchFunctionMode):
         for module in modules:
             self.modules.note(module)
 
-    def _watch(self, func: Any, args: Any, kwargs: Any, is_torch: bool = True) -> Any:
+    def _watch(self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_of((args, kwargs))
         used = [(tensor, *self._read(tensor)) for tensor in tensors]
         self._check_attribute(func, args)
         if func in _TEXTS and tensors[0].device.type == "xla" and not _numbers.numbers_in(tensors):
-            raise self.refuse(f"reads {_trees.dtype_and_shape(tensors[0])} on the host", RETURN_IT)
+            raise self.reads.refuse_read(tensors[0])
         seed = torch.default_generator.get_state()
-        has_numbers = is_torch and self.has_numbers
-        result = self._call_with_numbers(func, args, kwargs) if has_numbers else func(*args, **kwargs)
+        result = call(func, args, kwargs)
         # Other threads, such as a data loader's, draw from the same generator.
         if self.reads.drew:
             self._check_generator(seed)
         if func is torch.Tensor.backward:
-            self._check_gradients(_frames.call_site())
+            self._check_gradients()
         for tensor, identity, buffer in used:
             if buffer and _C.identity(tensor) != (identity, buffer):
                 raise self._updated(tensor, identity)
@@ -190,14 +234,13 @@ class Recorder(TorchFunctionMode):
                     "Use .detach() of it",
                 )
 
-    def _check_gradients(self, where: str) -> None:
+    def _check_gradients(self, where: str | None = None) -> None:
         for snapshot in self._snapshots:
             if snapshot.has_new_gradient():
-                raise self._refusal(
-                    self._function,
-                    where,
+                raise self.refuse(
                     f"adds to the gradient of {_trees.dtype_and_shape(snapshot.tensor)}, a tensor from outside",
                     "Use torch.autograd.grad, or call backward() on .detach().requires_grad_() of it",
+                    where,
                 )
 
     def is_outside(self, tensor: torch.Tensor) -> bool:
@@ -219,9 +262,6 @@ class Recorder(TorchFunctionMode):
             f"updates {which} from outside, {_trees.dtype_and_shape(tensor)}, in place",
             "Compute a new tensor and return it",
         )
-
-    def refuse(self, what: str, remedy: str) -> Exception:
-        return self._refusal(self._function, _frames.call_site(), what, remedy)
 
     def restore(self) -> None:
         """Restores the values that tensors from outside had before the trace."""
@@ -245,3 +285,13 @@ class Restoring(_C.Scope):
 
     def leave(self, raised: bool) -> None:
         self._recorder.restore()
+
+
+# The recorder of this thread's operations, if the function is traced for a replay.
+current_watcher: interrupts.PerThread[Recorder | None] = interrupts.per_thread(None)
+
+
+def as_one(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function that traces the body of a loop. The recorder sees it as one operation."""
+    by = current_watcher.value
+    return func(*args, **kwargs) if by is None else by.as_one(func, args, kwargs)

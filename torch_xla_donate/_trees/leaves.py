@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C
 from torch_xla_donate._errors import see
 from torch_xla_donate._trees.exact import exact, structure_key
-from torch_xla_donate._trees.names import PLAIN, FixedNames, Place, Places, TreePaths, Unnamed, node, qualified_name
+from torch_xla_donate._trees.names import PLAIN, FixedNames, Place, Places, TreePaths, node, qualified_name
 
 
 def refuse_depth(name: object) -> RecursionError:
@@ -27,11 +27,11 @@ def refuse_depth(name: object) -> RecursionError:
     )
 
 
-def with_paths(tree: Any) -> tuple[list[Any], TreePaths | Unnamed]:
+def with_paths(tree: Any) -> tuple[list[Any], TreePaths]:
     """The leaves of a pytree in torch's order, and their names. Modules are leaves."""
     leaves: list[Any] = []
     root = node(tree, leaves)
-    return leaves, Unnamed() if root is None else TreePaths(root)
+    return leaves, TreePaths(root)
 
 
 def flatten_module(module: torch.nn.Module) -> tuple[list[Any], FixedNames]:
@@ -70,11 +70,6 @@ def _open(leaf: Any) -> tuple[list[Any], FixedNames] | None:
 
 
 _COLLECTIONS = (torch.nn.Module, torch.optim.Optimizer)
-
-
-def leaves_of(tree: Any, name: object) -> list[Any]:
-    """The leaves of `flatten`, without their names."""
-    return flatten_fast(tree, name)[0]
 
 
 def flatten_fast(tree: Any, name: object) -> tuple[list[Any], Hashable]:

@@ -26,16 +26,6 @@ class Places(Names, Protocol):
     def place(self, index: int) -> Place: ...
 
 
-class Unnamed:
-    """A single tensor without a name. The donation's file and line identify it."""
-
-    def name(self, index: int) -> str:
-        return ""
-
-    def place(self, index: int) -> Place:
-        return ()
-
-
 class IndexNames:
     """The items of a list or tuple."""
 
@@ -153,15 +143,18 @@ def _step(key: Hashable, number: int) -> str | _Key:
 
 
 class TreePaths:
-    """The leaves of a pytree. Computes names from the containers' keys on demand."""
+    """The leaves of a pytree. Computes names from the containers' keys on demand.
 
-    def __init__(self, root: _Node) -> None:
+    Without containers it is a single tensor without a name. The donation's file and line identify it.
+    """
+
+    def __init__(self, root: _Node | None) -> None:
         self._root = root
         self._places: list[Place] | None = None
 
     def place(self, index: int) -> Place:
         if self._places is None:
-            self._places = list(self._root.paths())
+            self._places = [()] if self._root is None else list(self._root.paths())
         return self._places[index]
 
     def name(self, index: int) -> str:

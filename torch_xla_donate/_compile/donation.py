@@ -1,4 +1,4 @@
-"""The donation of one call to compiled graphs that run outside a step."""
+"""The donated leaves of one call, and their donation to a step or to runs of compiled graphs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _host, _report
-from torch_xla_donate._compile.donated import NOT_READ, DonatedArguments
+from torch_xla_donate import _C, _host, _marks, _report, _trees
+from torch_xla_donate._compile.arguments import CallArguments
+from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._errors import DonationError, see
 
+NOT_READ = _C.Reason("not_read")
+Parts = Sequence[tuple[list[Any], Hashable]]  # `_trees.flatten_fast` for each argument, first the donated ones
 _numbers = itertools.count(1)
 
 
@@ -22,31 +25,80 @@ def new_graph_name() -> str:
     return f"run-{next(_numbers)}"
 
 
-class RunDonation:
-    """The donated leaves of one call, which runs of compiled graphs in the call may consume.
+def leaves_of_call(call: CallArguments) -> tuple[list[Any], Parts]:
+    """The leaves of donated arguments, then those of kept ones; and for each argument its part."""
+    parts = call.flattened(call.roles.nonstatic)
+    leaves = [leaf for found, _ in parts for leaf in found]
+    return [_trees.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves, parts
+
+
+def mark_donated(
+    compiled: Compiled, call: CallArguments, parts: Parts, where: str, *, for_compiled_run: bool
+) -> _C.Call:
+    """Marks all donated leaves of a call, or none. Steps ignore marks that are for a run of a compiled graph.
+
+    Raises:
+        ValueError: a leaf is not an XLA tensor, or shares its buffer with an argument that is not donated.
+        DonationError: a leaf is pending.
+        DonatedBufferError: a leaf has been donated already.
+    """
+    count = len(call.roles.donated)
+    donated, kept = ([leaf for leaves, _ in some for leaf in leaves] for some in (parts[:count], parts[count:]))
+    names = compiled.names(call, [structure for _, structure in parts[:count]])
+    strict = compiled.strictness()
+    marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
+    if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
+        donated = [_trees.without_wrapper(leaf) for leaf in donated]
+        marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
+    why = marked.refusal
+    if why is None:
+        return marked
+    if why.kept is not None:
+        _, kept_names = call.leaves(call.roles.kept)
+        raise _marks.passed_twice(names.name(why.leaf), kept_names.name(why.kept))
+    raise _marks.refusal(donated[why.leaf], why.obstacle, names.name(why.leaf))
+
+
+class RunDonation(_C.Scope):
+    """The donated leaves of one call, which runs of compiled graphs inside this context may consume.
 
     A step knows all live tensors and pending work. A run of a compiled graph knows only its arguments. So this class
-    first checks that no live tensor and no pending work needs the buffers.
+    first checks that no live tensor and no pending work needs the buffers. At the end of the context, donors that no
+    run has consumed are unusable. An exception cancels the donation.
+
+    Attributes:
+        unread: the reason for leaves that no graph has read.
     """
 
-    def __init__(self, donated: DonatedArguments, where: str) -> None:
+    def __init__(self, compiled: Compiled, call: CallArguments, parts: Parts, where: str) -> None:
+        super().__init__()
+        self._compiled, self._arguments, self._parts, self._where = compiled, call, parts, where
         self._refused: dict[int, _C.Reason] = {}
-        self._count = len(donated.leaves)
+        self._count = sum(len(leaves) for leaves, _ in parts[: len(call.roles.donated)])
+        self.unread = NOT_READ
+
+    def enter(self) -> None:
         try:
-            self._call = donated.mark(where, for_compiled_run=True)
+            self._mark()
         except DonationError:
             torch_xla.sync()  # materialises pending arguments, as the lazy backend does
-            self._call = donated.mark(where, for_compiled_run=True)
-        try:
-            self.refuse_shared()
-        except BaseException:
-            self.cancel()
-            raise
+            self._mark()
+        del self._arguments, self._parts  # the function may drop an argument
+        self.refuse_shared()
         for leaf in self._call.constants:
             self._refused[leaf] = _C.Reason("constant")
         # The reason why this call donates nothing; False if it does.
         self._off = _report.no_donation()
-        self.unread = NOT_READ  # the reason for leaves that no graph has read
+
+    def _mark(self) -> None:
+        self._call = mark_donated(self._compiled, self._arguments, self._parts, self._where, for_compiled_run=True)
+
+    def finish(self) -> None:
+        _C.end_call(self._call, {} if self._off else self._refused, self._off or self.unread, notify=not self._off)
+
+    def leave(self, raised: bool) -> None:
+        if raised and hasattr(self, "_call"):
+            _C.cancel_call(self._call)
 
     def refuse_shared(self) -> None:
         """Refuses the leaves whose buffers other live tensors hold. Runs pending work that may read them."""
@@ -110,10 +162,3 @@ class RunDonation:
             yield
         finally:
             _C.disarm_run()
-
-    def cancel(self) -> None:
-        _C.cancel_call(self._call)
-
-    def end(self) -> None:
-        """Ends the call. Donors that no run has consumed are unusable."""
-        _C.end_call(self._call, {} if self._off else self._refused, self._off or self.unread, notify=not self._off)

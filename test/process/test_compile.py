@@ -1,0 +1,130 @@
+"""compile() in processes of their own: the dump of each backend, settings of the environment, and SPMD."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+import torch_xla
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from children import in_process, run_in_child
+from helpers import BACKENDS, each_backend, make
+
+from torch_xla_donate import _C, DonationError, compile, hlo, is_donated
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+each_trace = pytest.mark.parametrize("options", [BACKENDS["pure"], BACKENDS["openxla"]], ids=["pure", "openxla"])
+
+
+@each_backend
+@in_process
+def test_the_dump_shows_the_donors_and_where_their_memory_went(options, dump_folder):
+    @functools.partial(compile, donate_argnums=0, **options)
+    def update(state, delta):
+        return [t + delta.sum() for t in state]
+
+    state, delta = [torch.ones(64, 3).to("xla"), torch.zeros(64, 3).to("xla")], make(3)
+    for _ in range(3):
+        old, state = state, update(state, delta)
+        assert [is_donated(t) for t in (*old, delta)] == [True, True, False]
+    assert [t.sum().item() for t in state] == [192 * 10, 192 * 9]
+    (module,) = [module for module in hlo.read_dump(dump_folder) if module.donors]
+    assert [module.shape_of(donor).dims for donor in module.before.donors] == [(64, 3)] * 2
+    assert len(module.before.parameters) == 3
+    assert {alias.donor for alias in module.after.aliases} == set(module.before.donors)
+
+
+def read_inside(x):
+    return x * x.sum().item()
+
+
+@in_process
+def test_full_graph_is_passed_to_torch_xla():
+    x = make(3)
+    with pytest.raises(RuntimeError, match="Unexpected execution happens inside the compiled function"):
+        compile(read_inside, donate_argnums=0, full_graph=True)(x)
+    assert x.tolist() == [0, 1, 2]
+    assert _C.pending() == []
+
+
+def run_under_a_name():
+    compile(read_inside, donate_argnums=0, name="named_graph")(torch.ones(3).to("xla"))
+
+
+def test_the_name_is_passed_to_torch_xla():
+    done = run_in_child(run_under_a_name, env={"PT_XLA_DEBUG_LEVEL": "2"})
+    assert "Graph Name: named_graph" in done.stderr
+
+
+@each_trace
+@pytest.mark.parametrize(
+    ("env", "consumed"),
+    [
+        ({"XLA_ENABLE_PARAM_ALIASING": "0"}, False),
+        ({"XLA_STABLEHLO_COMPILE": "1"}, False),
+        ({"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"}, True),
+    ],
+    ids=["no aliasing", "stablehlo", "wrapped parameters"],
+)
+@in_process(env=lambda env: env)
+def test_settings_decide_whether_arguments_are_consumed(options, env, consumed):
+    g = compile(lambda *a: [x * (i + 1) for i, x in enumerate(a)], donate_argnums=0, **options)
+    for _ in range(2):
+        xs = [torch.arange(3.0).to("xla") + i for i in range(6)]
+        torch_xla.sync()
+        assert [t.tolist() for t in g(*xs)] == [[(k + i) * (i + 1) for k in range(3)] for i in range(6)]
+        assert [is_donated(t) for t in xs] == [consumed, *[False] * 5]
+
+
+@functools.cache
+def mesh():
+    xr.use_spmd()
+    return xs.Mesh(np.arange(4), (4,), ("d",))
+
+
+def shard(offset, spec=("d", None)):
+    """A sharded tensor, and what `mark_sharding` has returned for it."""
+    cut, t = mesh(), (torch.arange(32.0).reshape(8, 4) + offset).to("xla")
+    wrapper = xs.mark_sharding(t, cut, spec)
+    torch_xla.sync(wait=True)
+    return t, wrapper
+
+
+@each_trace
+@in_process(devices=4)
+def test_sharded_tensors_are_donated_at_every_call(options):
+    g = compile(lambda x, y: (x * 2 + 1, y + 1), donate_argnums=0, **options)
+    for spec in (("d", None), (None, None)):
+        for offset in (0, 3):
+            x, y = shard(offset, spec)[0], shard(offset, spec)[0]
+            a, b = g(x, y)
+            assert torch.equal(a.cpu(), (torch.arange(32.0).reshape(8, 4) + offset) * 2 + 1)
+            assert (is_donated(x), is_donated(y)) == (True, False)
+            assert b.cpu()[0, 0].item() == offset + 1
+
+
+@in_process(devices=4)
+def test_a_sharded_tensor_is_donated_in_its_wrapper_and_named():
+    w, wrapper = shard(0)
+    assert compile(lambda x: x + 1, donate_argnums=0, pure=True)(wrapper).cpu()[0, 1].item() == 2
+    assert is_donated(w)
+    w, _ = shard(0)
+    with pytest.raises(DonationError, match="closes over"):
+        compile(lambda x: x + w, pure=True)(w)
+
+
+@in_process(devices=4)
+def test_float_arguments_are_replicated_under_spmd():
+    w, _ = shard(0)
+    first = w.cpu()
+    f = compile(lambda w, n: w * (1 - n), donate_argnums=0, pure=True, strict=True)
+    for n in (0.5, 0.75):
+        w = f(w, n)
+    assert torch.equal(w.cpu(), first * 0.125)
+    assert len(f._programs) == 1

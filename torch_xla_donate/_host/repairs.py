@@ -1,0 +1,141 @@
+"""Repairs of defects of torch_xla's Python side. csrc/repairs has those of the C++ side.
+
+`test/step/test_repairs.py` shows each defect in stock torch_xla. Once such a test fails with each supported release,
+its repair can go. Numbers are those of pytorch/xla; in parentheses that of the change with which the code came, because
+nobody has reported the defect.
+
+| repair | defect | number | found in |
+| --- | --- | --- | --- |
+| `carried_in_order` | gradient_accumulation returns the carried tensors in another order | (#8608) | 2.8, 2.9 |
+| `accumulation_by_buffer` | under SPMD each iteration gets the first slice if the step has a scan | (#8608) | 2.9 |
+| `with_pure_copies` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
+| `results_apart` | a graph of torch.compile returns one tensor for a value and its clone | (#7902) | 2.9 |
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_xla_donate import _C
+from torch_xla_donate._host.load import xlac
+
+
+def carried_in_order(host: types.ModuleType, carried: Sequence[Any]) -> list[Any]:
+    """The carried tensors that torch_xla's gradient_accumulation returns, in the order in which they were passed.
+
+    torch_xla computes the place of the k-th carried tensor with the wrong sign, which counts from the end.
+    """
+    is_wrong = "carried_tensors_start_idx - body_idx" in inspect.getsource(host._gradient_accumulation_impl)
+    return [carried[-index] for index in range(len(carried))] if is_wrong else list(carried)
+
+
+class _Instead:
+    """A module with other values of some names."""
+
+    def __init__(self, module: types.ModuleType, **values: Any) -> None:
+        self._module = module
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def accumulation_by_buffer(host: types.ModuleType) -> Callable[..., Any]:
+    """A copy of torch_xla's gradient_accumulation that finds the arguments in the traced step by their buffers.
+
+    torch_xla finds them by the id of the tensor that last made a node of the buffer. Under SPMD the backward scan makes
+    other tensors of them. torch_xla then takes the first slice for a constant, and every iteration gets it (2.9.0).
+    """
+
+    def data_nodes(results: Any, inputs: Any = ()) -> tuple[list[int], list[torch.Tensor]]:
+        ids, tensors = xlac()._get_tensors_xla_device_data_node(results, inputs)
+        known = {_C.identity(one)[1]: xlac()._xla_get_tensor_id(one) for one in inputs}
+        return [known.get(_C.identity(one)[1], number) for number, one in zip(ids, tensors)], tensors
+
+    names = {**vars(host)}
+    names["torch_xla"] = _Instead(host.torch_xla, _XLAC=_Instead(xlac(), _get_tensors_xla_device_data_node=data_nodes))
+    for name in ("_gradient_accumulation_impl", "_gradient_accumulation", "gradient_accumulation"):
+        original = names[name]
+        names[name] = types.FunctionType(original.__code__, names, name, original.__defaults__, original.__closure__)
+    copied: Callable[..., Any] = names["gradient_accumulation"]
+    return copied
+
+
+def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy of a functional graph in which a whole copy makes a new value.
+
+    torch_xla's `aten.copy` and `aten._foreach_copy` write into the tensor that a functional graph passes as `self`,
+    so the bridge would trace the rest of the graph with another argument.
+    """
+    aten = torch.ops.aten
+    graph = copy.deepcopy(model.graph)
+
+    def copied(target: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node:
+        dtype = {"dtype": target.meta["val"].dtype}
+        if source.meta["val"].dtype != dtype["dtype"]:
+            source = graph.call_function(aten._to_copy.default, (source,), dtype)
+        expanded = graph.call_function(aten.expand_as.default, (source, target))
+        made = graph.call_function(aten.clone.default, (expanded,))
+        made.meta["val"] = target.meta["val"]
+        return made
+
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(copied(*node.args[:2]))
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten._foreach_copy.default):
+        with graph.inserting_before(node):
+            values = [copied(target, source) for target, source in zip(*node.args[:2], strict=True)]
+        for item in list(node.users):
+            item.replace_all_uses_with(values[item.args[1]])
+            graph.erase_node(item)
+        graph.erase_node(node)
+    return torch.fx.GraphModule(model, graph)
+
+
+def results_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callable[..., Any]:
+    """Wraps a graph's run so that each result is a separate tensor, except results that are aliases in the graph.
+
+    torch_xla's bridge returns one tensor for a value and its clone, also if the value is an argument. A donation of one
+    would consume the other.
+    """
+    inputs = model.graph.find_nodes(op="placeholder")
+    outputs = [_source_of_view(node) for node in model.graph.output_node().args[0]]  # type: ignore[union-attr]
+    merged: set[int] | None = None  # places of results; set by the first run and the same in each
+
+    def run_apart(*args: Any) -> Any:
+        nonlocal merged
+        found = run(*args)
+        results = found if isinstance(found, list | tuple) else [found]
+        if merged is None:
+            node_of = {id(value): node for node, value in zip(inputs, args)}
+            merged = {
+                place
+                for place, (node, value) in enumerate(zip(outputs, results))
+                if isinstance(value, torch.Tensor)
+                and node.op != "placeholder"
+                and node_of.setdefault(id(value), node) is not node
+            }
+        if not merged:
+            return found
+        results = [value.clone() if place in merged else value for place, value in enumerate(results)]
+        return results if isinstance(found, list | tuple) else results[0]
+
+    return run_apart
+
+
+def _source_of_view(node: Any) -> Any:
+    """The node whose memory the result of a node shares in PyTorch; an alias of an input counts as a separate value."""
+    source = node
+    while isinstance(source, torch.fx.Node) and (
+        getattr(source.target, "is_view", False) or source.target is operator.getitem
+    ):
+        source = source.args[0]
+    return node if isinstance(source, torch.fx.Node) and source.op == "placeholder" else source
