@@ -218,6 +218,13 @@ def test_donors_have_codes(make):
     out = used + unused.sum()
     torch_xla.sync()
     report = donation_report(steps=1)
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert (plain["complete"], plain["donated_bytes"]) == (False, 120)
+    assert [donor["reason_code"] for donor in plain["pending"]] == ["unread"]
+    assert {donor["array"]: donor["outcome"] for donor in plain["donors"]} == {
+        "f32[30]": "donated",
+        "f32[10]": "unusable",
+    }
     codes = {donor.name: donor.reason_code for donor in (*report.donors, *report.pending)}
     assert codes == {
         "['used']": None,

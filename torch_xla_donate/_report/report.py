@@ -142,7 +142,7 @@ class DonationReport:
         return f"<pre>{html.escape(str(self))}</pre>"  # for notebooks
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data for ``json.dumps``. docs/report_schema.json is its JSON schema."""
+        """The report as plain data for ``json.dumps``."""
         return {
             "complete": bool(self),
             "donors": [donor.to_dict() for donor in self.donors],
