@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,6 +70,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folder of a test is its mark."""
     for item in items:
         item.add_marker(item.path.parent.name)
+
+
+def _keep_folders_apart(event: str, arguments: tuple[object, ...]) -> None:
+    """A test in `unit/` or `step/` that starts a process fails at the line that starts it."""
+    if event in ("children.run_in_child", "subprocess.Popen", "os.fork", "os.posix_spawn"):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "")
+        if os.path.basename(os.path.dirname(test.partition("::")[0])) in ("unit", "step"):
+            raise RuntimeError(f"{test} starts a process ({event}): move it to test/process/")
+
+
+sys.addaudithook(_keep_folders_apart)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-import torch_xla.runtime as xr
-from children import in_process
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation
-from torch_xla.experimental.scan import scan
 
 
 def test_carried_tensors_come_back_in_another_order(make):
@@ -20,24 +17,6 @@ def test_carried_tensors_come_back_in_another_order(make):
 
     _, *found = gradient_accumulation(step, (make(3, 2, 4),), model, *carried)
     assert [tensor[0].item() for tensor in found] == [0, 206, 103]
-
-
-@in_process(devices=4)
-def test_each_iteration_of_spmd_gets_the_first_slice_with_a_scan() -> None:
-    xr.use_spmd()
-    model = torch.nn.ParameterDict({"rows": torch.arange(28.0).reshape(7, 4), "factors": torch.full((3, 4), 2.0)}).to(
-        "xla"
-    )
-    tokens = torch.tensor([[[0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6]]]).to("xla")
-    torch_xla.sync(wait=True)
-
-    def step(batch):
-        rows = model["rows"][batch[:, :-1]]
-        return scan(lambda carry, x: (carry * x, None), rows, model["factors"])[0].sum()
-
-    gradient_accumulation(step, (tokens,), model)
-    torch_xla.sync(wait=True)
-    assert model["rows"].grad[:, 0].tolist() == [8, 8, 8, 8, 0, 0, 0]  # not [4, 4, 8, 8, 4, 4, 0]
 
 
 def test_a_copy_in_a_graph_of_torch_compile_writes_into_an_argument(make):

@@ -7,8 +7,6 @@ import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from helpers import run_script
-
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
     {"_errors", "_config", "_frames", "_locks", "_numbers", "_text"},
@@ -72,22 +70,6 @@ def test_no_modules_import_each_other_in_a_ring() -> None:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
         raise AssertionError(f"these import each other: {error.args[1]}") from None
-
-
-def test_a_training_process_loads_no_tools() -> None:
-    """They come with the first use: `advise`, the command line, and the text of a report."""
-    source = """
-        import sys, torch_xla
-        before = set(sys.modules)
-        import torch_xla_donate
-        loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-        tools = {"ast", "difflib", "tokenize", "jinja2", "matplotlib", "rich", "click"} & loaded
-        assert not tools, tools
-        assert not [name for name in sys.modules if name.startswith("torch_xla_donate._tools")]
-        assert "advise" in dir(torch_xla_donate) and callable(torch_xla_donate.advise)
-        assert str(torch_xla_donate.donation_report()) and "rich" in sys.modules
-    """
-    run_script(source)
 
 
 def test_only_the_host_folder_knows_torch_xlas_layouts() -> None:
