@@ -427,14 +427,6 @@ def test_a_tensor_in_two_donated_places_is_one_donor(make):
     assert names() == ["x (argument 0 of add), y (argument 1 of add)"]
 
 
-def test_an_inner_compiled_function_donates_nothing_of_its_own(make):
-    inner = torch_xla_donate.compile(lambda x: x * 2, donate_argnums=0)
-    x, y = make(3), make(3)
-    outer = torch_xla_donate.compile(lambda x, y: inner(x) + inner(y) + x, donate_argnums=1)
-    assert outer(x, y).tolist() == [0, 5, 10]
-    assert gone(x, y) == [False, True]
-
-
 def test_after_an_error_in_a_nested_call_the_next_one_donates(make):
     inner = torch_xla_donate.compile(lambda x: x.reshape(7), donate_argnums=0)
     with pytest.raises(RuntimeError):
