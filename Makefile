@@ -98,11 +98,12 @@ format: env  ## let ruff and clang-format rewrite the sources
 llama: build  ## compile Llama's step for TPUs that are not there: bytes per device. LLAMA="--all" for all of the docs
 	$(BIN)/python examples/llama.py $(LLAMA)
 
-bench: build  ## measure; prints tables and writes benchmarks/results/*.json
+bench: build  ## measure; prints tables, writes benchmarks/results/*.json and their numbers in README and docs
 	$(BIN)/python benchmarks/run.py
 
 soak: build  ## 20,000 donating steps; memory and registry must stay flat
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/write_docs.py
 
 FUZZ := cd test && ../$(BIN)/python -m fuzz.run --last ../build/last_program.txt
 FOUR := CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import gc
 import importlib.metadata
@@ -12,8 +13,8 @@ import multiprocessing
 import os
 import platform
 import random
+import re
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import rich.table
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 import torch_xla_donate
 from torch_xla_donate import hlo
@@ -118,10 +120,10 @@ def ratio(samples: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     return spread([one / other for one, other in zip(samples, base)])
 
 
-def shown(found: Mapping[str, float] | None, digits: int = 3) -> str:
-    """A ratio for people: '1.004 (0.998 to 1.010)', the interval being that of the median."""
-    if found is None:
-        return "not available"
+def shown(found: Mapping[str, float], digits: int = 3) -> str:
+    """A ratio for people: '1.004 (0.998 to 1.010)', the interval being that of the median. A base is 1."""
+    if found["low"] == found["high"] == 1:
+        return "1"
     return f"{found['median']:.{digits}f} ({found['low']:.{digits}f} to {found['high']:.{digits}f})"
 
 
@@ -136,38 +138,6 @@ def wall(run: Callable[[], Any]) -> float:
         gc.enable()
 
 
-# perf_event_open(2)
-_SYSCALLS = {"x86_64": 298, "aarch64": 241}
-
-
-class Instructions:
-    """Counts user-space instructions of this thread, and of threads it starts later, where the machine can."""
-
-    def __init__(self) -> None:
-        self._file: int | None = None
-        number = _SYSCALLS.get(platform.machine())
-        if sys.platform != "linux" or number is None:
-            return
-        attributes = bytearray(128)
-        # type=HARDWARE, size, config=INSTRUCTIONS; then flags: inherit, exclude_kernel, exclude_hv.
-        struct.pack_into("IIQ", attributes, 0, 0, len(attributes), 1)
-        struct.pack_into("Q", attributes, 40, 1 << 1 | 1 << 5 | 1 << 6)
-        libc = ctypes.CDLL(None, use_errno=True)
-        found = libc.syscall(number, (ctypes.c_char * len(attributes)).from_buffer(attributes), 0, -1, -1, 0)
-        # Virtual machines often have no such counter.
-        self._file = found if found >= 0 else None
-
-    @property
-    def available(self) -> bool:
-        return self._file is not None
-
-    def read(self) -> int:
-        """Instructions since the counter was made."""
-        if self._file is None:
-            raise RuntimeError("this machine does not let a process count its instructions; ask `available` first")
-        return int(struct.unpack("Q", os.read(self._file, 8))[0])
-
-
 def small_tensors(count: int) -> list[torch.Tensor]:
     made = [torch.ones(2).to("xla") for _ in range(count)]
     step()
@@ -176,67 +146,6 @@ def small_tensors(count: int) -> list[torch.Tensor]:
 
 def compiles() -> int:
     return int(metrics.counter_value("UncachedCompile") or 0)
-
-
-MEASURES = ("wall", "processor", "instructions")
-
-
-def compare(
-    variants: Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]],
-    rounds: int,
-    repeat: int,
-    counter: Instructions,
-) -> dict[str, dict[str, list[float]]]:
-    """Runs ``repeat`` steps of each variant, (preparation, step), a round, after its untimed preparation.
-
-    Each variant runs three steps before, which compile its graphs.
-
-    Returns, for each measure and variant, what a step took: seconds of wall time, seconds of processor time of all
-    threads and of this one ("thread"), and instructions where the machine counts them.
-    """
-    found: dict[str, dict[str, list[float]]] = {
-        measure: {name: [] for name in variants} for measure in (*MEASURES, "thread")
-    }
-
-    def sampled(name: str, prepare: Callable[[], Any], step: Callable[[], Any]) -> Timed:
-        def sample() -> float:
-            prepare()
-            gc.collect()
-            gc.disable()
-            instructions = counter.read() if counter.available else 0
-            processor, thread = time.process_time(), time.thread_time()
-            start = time.perf_counter()
-            for _ in range(repeat):
-                step()
-            taken = (time.perf_counter() - start) / repeat
-            found["thread"][name].append((time.thread_time() - thread) / repeat)
-            found["processor"][name].append((time.process_time() - processor) / repeat)
-            if counter.available:
-                found["instructions"][name].append((counter.read() - instructions) / repeat)
-            gc.enable()
-            return taken
-
-        return sample
-
-    for prepare, step in variants.values():
-        prepare()
-        for _ in range(3):
-            step()
-    warm = compiles()
-    found["wall"] = side_by_side(
-        {name: sampled(name, prepare, step) for name, (prepare, step) in variants.items()}, rounds
-    )
-    if compiles() != warm:
-        raise RuntimeError(f"{compiles() - warm} compilations while measuring; expected none, all graphs are warm")
-    return found
-
-
-def ratios(found: Mapping[str, Mapping[str, list[float]]], one: str, base: str) -> dict[str, Any]:
-    """The ratio of two variants for each of `MEASURES`; None where the machine does not count."""
-    return {
-        measure: ratio(found[measure][one], found[measure][base]) if found[measure][one] else None
-        for measure in MEASURES
-    }
 
 
 def resident() -> int:
@@ -261,8 +170,11 @@ def trim() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-# glibc keeps freed memory for later, the more the larger the arrays were; with a fixed threshold it gives arrays back.
-EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+def keep_no_freed_arrays() -> None:
+    """glibc keeps freed memory, the more the larger the arrays were. With a fixed threshold it gives arrays back."""
+    mmap_threshold = -3  # M_MMAP_THRESHOLD of mallopt(3)
+    if ctypes.CDLL(None).mallopt(mmap_threshold, 1 << 16) != 1:
+        raise RuntimeError("mallopt() refuses a threshold of 64 KiB")
 
 
 class Worker:
@@ -272,13 +184,13 @@ class Worker:
     for each line, and with its memory when there is no more input.
     """
 
-    def __init__(self, variant: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, variant: str, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         self._variant = variant
 
@@ -311,43 +223,89 @@ class Worker:
             pipe.close()
 
 
-def describe(name: str, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The head of a result file: what was run, on what. No host names, no paths."""
+def cpu_model() -> str | None:
+    """Where the kernel has it: /proc/cpuinfo names the model on x86-64, and not on arm64."""
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def commit() -> str | None:
+    """Of the checkout that is measured, with a plus if its sources differ from the commit; None outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(FOLDER.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "csrc", "torch_xla_donate", "examples", "benchmarks/*.py")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def describe(name: str, options: Mapping[str, Any], *packages: str, command: str = "") -> dict[str, Any]:
+    """The head of a result file: what was run, of which commit, on what. No host names, no paths.
+
+    Args:
+        packages: whose versions count besides torch, torch_xla and this package.
+        command: if it is not `python benchmarks/<name>.py`.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     return {
         "benchmark": name,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": command,
+        "commit": commit(),
+        "command": command or f"python benchmarks/{name}.py",
         "options": dict(options),
-        "machine": f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, {platform.machine()}, {platform.system()}",
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": f"{memory:.0f} GiB, {platform.machine()}, {platform.system()}",
         "versions": {
             "torch_xla_donate": torch_xla_donate.__version__,
             "torch": torch.__version__,
-            "torch_xla": importlib.metadata.version("torch_xla"),
+            **{package: importlib.metadata.version(package) for package in ("torch_xla", *packages)},
             "python": platform.python_version(),
         },
     }
 
 
-def finish(results: Path, result: Mapping[str, Any], *tables: Table) -> None:
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of a result, for the console and for the docs. Its first column is text, the others are numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def for_console(self) -> rich.table.Table:
+        shown = rich.table.Table(title=self.title, title_justify="left", caption=self.caption, caption_justify="left")
+        for index, column in enumerate(self.columns):
+            shown.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        for row in self.rows:
+            shown.add_row(*map(escape, row))
+        return shown
+
+    def for_docs(self) -> str:
+        """In Markdown, without the title, which the page has."""
+        rules = ["---"] + ["---:"] * (len(self.columns) - 1)
+        lines = "".join(f"| {' | '.join(row)} |\n" for row in (self.columns, rules, *self.rows))
+        return f"{lines}\n{self.caption}\n" if self.caption else lines
+
+
+def aim(result: Mapping[str, Any]) -> str:
+    return f"Aim: {result['aim']['text']}: {'met' if result['aim']['met'] else 'not met'}."
+
+
+def finish(results: Path, result: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
     """Prints the tables and writes ``results/<benchmark>.json``."""
     # A fixed width: in a pipe rich would use 80 columns and fold numbers.
     console = Console(width=120)
-    for table in tables:
-        console.print(table)
+    for table in tables.values():
+        console.print(table.for_console())
     results.mkdir(parents=True, exist_ok=True)
     path = results / f"{result['benchmark']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-
-
-def table_of(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
-    """A table whose first column is text and whose others are numbers."""
-    table = Table(title=title, title_justify="left", caption=caption or None, caption_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 tiny_option = click.option("--tiny", is_flag=True, help="The smallest sizes: shows that it runs, measures nothing.")

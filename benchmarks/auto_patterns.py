@@ -14,7 +14,6 @@ import click
 import torch
 import torch.nn.functional as F
 import torch_xla.core.xla_model as xm
-from rich.markup import escape
 from torch.utils import _pytree as pytree
 from torch_xla import _XLAC
 
@@ -353,8 +352,22 @@ def measure(pattern: str, variant: str, size: int) -> dict[str, Any]:
         }
 
 
-def mib(count: int) -> str:
-    return f"{count / _common.MIB:.2f}"
+def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
+    kinds = ("aliased", "copied")
+    return {
+        "all": _common.Table(
+            "auto_patterns: MiB that a steady step aliases, and copies",
+            ("pattern", *(f"{kind}: {variant}" for kind in kinds for variant in VARIANTS)),
+            [
+                (
+                    row["pattern"],
+                    *(f"{row[f'{kind}_bytes'][of] / _common.MIB:.2f}" for kind in kinds for of in VARIANTS),
+                )
+                for row in result["rows"]
+            ],
+            _common.aim(result),
+        )
+    }
 
 
 @click.command()
@@ -376,7 +389,7 @@ def main(tiny: bool, results: Path) -> None:
                 },
             }
         )
-    result = _common.describe("auto_patterns", "python benchmarks/auto_patterns.py", {"tiny": tiny})
+    result = _common.describe("auto_patterns", {"tiny": tiny})
     result["step"] = "steady; bytes of the HLO after XLA's optimisation"
     result["rows"] = rows
     result["aim"] = {
@@ -387,24 +400,7 @@ def main(tiny: bool, results: Path) -> None:
             for row in rows
         ),
     }
-    _common.finish(
-        results,
-        result,
-        _common.table_of(
-            "auto_patterns: MiB that a steady step aliases, and copies",
-            ("pattern", "aliased: upstream", "by hand", "auto", "auto / hand", "copied: upstream", "by hand", "auto"),
-            [
-                (
-                    escape(row["pattern"]),
-                    *(mib(row["aliased_bytes"][variant]) for variant in VARIANTS),
-                    f"{row['aliased_bytes']['auto'] / row['aliased_bytes']['by hand']:.1%}",
-                    *(mib(row["copied_bytes"][variant]) for variant in VARIANTS),
-                )
-                for row in rows
-            ],
-            f"Aim: {result['aim']['text']}: {'met' if result['aim']['met'] else 'not met'}.",
-        ),
-    )
+    _common.finish(results, result, tables(result))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,20 @@ def values_of(program: str, way: str) -> dict[str, str]:
         return found
 
 
+def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
+    return {
+        "all": _common.Table(
+            "example_bits: tensors after each step that differ from those with donation disabled",
+            ("example", *WAYS),
+            [
+                (row["example"], *(f"{row[way]['different']} of {row[way]['tensors']}" for way in WAYS))
+                for row in result["rows"]
+            ],
+            _common.aim(result),
+        )
+    }
+
+
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(list(PROGRAMS)), help="These examples; all by default.")
 @click.option("--child", nargs=3, default=None, hidden=True)
@@ -110,20 +125,11 @@ def main(only: tuple[str, ...], child: tuple[str, str, str] | None, tiny: bool, 
             common = plain.keys() & found.keys()
             row[way] = {"tensors": len(common), "different": sum(plain[key] != found[key] for key in common)}
         rows.append(row)
-    result = _common.describe("example_bits", "python benchmarks/example_bits.py", {"tiny": tiny})
+    result = _common.describe("example_bits", {"tiny": tiny})
     result["rows"] = rows
     met = all(row[way]["tensors"] and not row[way]["different"] for row in rows for way in WAYS)
     result["aim"] = {"text": "all bits are equal", "met": met}
-    _common.finish(
-        results,
-        result,
-        _common.table_of(
-            "example_bits: tensors after each step that differ from those with donation disabled",
-            ("example", *WAYS),
-            [(row["example"], *(f"{row[way]['different']} of {row[way]['tensors']}" for way in WAYS)) for row in rows],
-            f"Aim: {result['aim']['text']}: {'met' if met else 'not met'}.",
-        ),
-    )
+    _common.finish(results, result, tables(result))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,18 @@ def trained(loop: str, way: str, keep_order: bool, count: int) -> list[Tensors]:
         return torch.load(path)  # type: ignore[no-any-return]
 
 
+def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
+    count = result["options"]["trainings"]
+    return {
+        "all": _common.Table(
+            "last_bits: trainings whose parameters differ from those without donation",
+            ("training", f"different, of {count}", "by at most"),
+            [(row["way"], str(row["different"]), f"{row['largest']:.1e}") for row in result["rows"]],
+            _common.aim(result),
+        )
+    }
+
+
 @click.command()
 @click.option("--count", default=150, show_default=True, help="Trainings of each kind.")
 @click.option("--child", nargs=3, default=None, hidden=True)
@@ -152,20 +164,11 @@ def main(count: int, child: tuple[str, str, str] | None, tiny: bool, results: Pa
             for one, other in zip(plain[loop], trained(loop, way, keep_order, count))
         ]
         rows.append({"way": name, "different": sum(value != 0 for value in largest), "largest": max(largest)})
-    result = _common.describe("last_bits", "python benchmarks/last_bits.py", {"tiny": tiny, "trainings": count})
+    result = _common.describe("last_bits", {"tiny": tiny, "trainings": count})
     result["rows"] = rows
     kept = sum(row["different"] for row in rows if "order kept" in row["way"])
     result["aim"] = {"text": "with TORCH_XLA_DONATE_KEEP_ORDER=1 all bits are equal", "met": kept == 0}
-    _common.finish(
-        results,
-        result,
-        _common.table_of(
-            f"last_bits: of {count} trainings, those whose parameters differ from those without donation",
-            ("way", "different", "largest difference"),
-            [(row["way"], str(row["different"]), f"{row['largest']:.1e}") for row in rows],
-            f"Aim: {result['aim']['text']}: {'met' if kept == 0 else 'not met'}.",
-        ),
-    )
+    _common.finish(results, result, tables(result))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,46 +28,23 @@ def processor_time(run: Callable[[], Any]) -> float:
 
 
 class Tensors:
-    """``calls`` groups of ``count`` tensors, each group in the form that one call of donate_buffer() is given."""
+    """``calls`` lists of ``count`` tensors, each of which one call of donate_buffer() is given."""
 
-    def __init__(self, form: str, count: int, calls: int) -> None:
+    def __init__(self, count: int, calls: int) -> None:
         self.groups = [[torch.ones(2).to("xla") for _ in range(count)] for _ in range(calls)]
         _common.step()
-        self.form = form
-        self.shape()
 
     def step(self) -> None:
         """Replaces all tensors by the outputs of a step, as a training loop does: their memory is not in a cache."""
         # The old tensors must go before the step, as in such a loop: freed after it, they would leave the allocator in
         # another state for what is measured next.
-        self.arguments = []
         self.groups = [[tensor * 0.999 for tensor in group] for group in self.groups]
         _common.step()
-        self.shape()
-
-    def shape(self) -> None:
-        self.arguments = [shaped(self.form, group) for group in self.groups]
 
 
-def shaped(form: str, tensors: Sequence[torch.Tensor]) -> Any:
-    """The tensors as a list, as a dict of layers, or as a module with layers."""
-    if form == "list":
-        return list(tensors)
-    layers = [tensors[start : start + 4] for start in range(0, len(tensors), 4)]
-    if form == "dict":
-        return {f"layer{i}": {f"part{j}": tensor for j, tensor in enumerate(parts)} for i, parts in enumerate(layers)}
-    root = torch.nn.Module()
-    for i, parts in enumerate(layers):
-        layer = torch.nn.Module()
-        for j, tensor in enumerate(parts):
-            layer.register_buffer(f"part{j}", tensor)
-        root.add_module(f"layer{i}", layer)
-    return root
-
-
-def measure(form: str, count: int, rounds: int, after_step: bool) -> dict[str, Any]:
+def measure(count: int, rounds: int, after_step: bool) -> dict[str, Any]:
     """Both ways over the same tensors, alternating; what they set is taken back outside the clock."""
-    tensors = Tensors(form, count, max(1, CALLS // count) if not after_step else 1)
+    tensors = Tensors(count, max(1, CALLS // count) if not after_step else 1)
     set_buffer_donation = torch_xla._XLAC._set_buffer_donation
     donate_buffer = torch_xla_donate.donate_buffer
 
@@ -77,14 +54,14 @@ def measure(form: str, count: int, rounds: int, after_step: bool) -> dict[str, A
 
     def donate() -> float:
         prepare()
-        arguments = tensors.arguments
+        groups = tensors.groups
 
         def run() -> None:
-            for argument in arguments:
-                donate_buffer(argument)
+            for group in groups:
+                donate_buffer(group)
 
         taken = processor_time(run)
-        for group in tensors.groups:
+        for group in groups:
             torch_xla_donate.cancel_donation(group)
         return taken
 
@@ -108,12 +85,31 @@ def measure(form: str, count: int, rounds: int, after_step: bool) -> dict[str, A
     samples = _common.side_by_side({"donate_buffer": donate, "private": private}, rounds)
     number = count * len(tensors.groups)
     return {
-        "form": form,
         "tensors": count,
         "state": "after a step" if after_step else "warm",
         "donate_buffer_ns": statistics.median(samples["donate_buffer"]) / number * 1e9,
         "set_buffer_donation_ns": statistics.median(samples["private"]) / number * 1e9,
         "ratio": _common.ratio(samples["donate_buffer"], samples["private"]),
+    }
+
+
+def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
+    return {
+        "all": _common.Table(
+            "mark_cost: processor time per tensor",
+            ("memory", "tensors", "`donate_buffer`, ns", "`_set_buffer_donation`, ns", "ratio (95%)"),
+            [
+                (
+                    row["state"],
+                    f"{row['tensors']:,}",
+                    f"{row['donate_buffer_ns']:,.0f}",
+                    f"{row['set_buffer_donation_ns']:,.0f}",
+                    _common.shown(row["ratio"], 2),
+                )
+                for row in result["rows"]
+            ],
+            _common.aim(result),
+        )
     }
 
 
@@ -125,42 +121,20 @@ def main(tiny: bool, results: Path) -> None:
     counts = (1, 3) if tiny else (1, 100, 10_000)
     rounds = {1: 41, 100: 101, 10_000: 15}
     rows = [
-        measure(form, count, 2 if tiny else rounds[count], after_step)
-        for form in ("list", "dict", "module")
+        measure(count, 2 if tiny else rounds[count], after_step)
         for count in counts
         for after_step in (False, True)
-        # The graph of 10,000 tensors takes half a minute to compile; one form shows what a cold cache costs.
-        if not (after_step and (count == 1 or form != "list"))
+        if not (after_step and count == 1)
     ]
-    result = _common.describe("mark_cost", "python benchmarks/mark_cost.py", {"tiny": tiny})
+    result = _common.describe("mark_cost", {"tiny": tiny})
     result["clock"] = "processor time of the calling thread"
     result["rows"] = rows
     result["aim"] = {
-        "text": "list: under a third of _set_buffer_donation() per tensor",
+        "text": "under a third of `_set_buffer_donation` for each tensor",
         "limit": AIM,
-        "met": all(row["ratio"]["median"] < AIM for row in rows if row["form"] == "list"),
+        "met": all(row["ratio"]["median"] < AIM for row in rows),
     }
-    _common.finish(
-        results,
-        result,
-        _common.table_of(
-            "mark_cost: processor time per tensor",
-            ("donate_buffer() of", "tensors", "memory", "ns", "_set_buffer_donation() ns", "ratio (95%)"),
-            [
-                (
-                    row["form"],
-                    f"{row['tensors']:,}",
-                    row["state"],
-                    f"{row['donate_buffer_ns']:.0f}",
-                    f"{row['set_buffer_donation_ns']:.0f}",
-                    _common.shown(row["ratio"]),
-                )
-                for row in rows
-            ],
-            f"Aim: list under {AIM:.2f}: {'met' if result['aim']['met'] else 'not met'}. "
-            "Only the ratio carries over to other machines.",
-        ),
-    )
+    _common.finish(results, result, tables(result))
 
 
 if __name__ == "__main__":

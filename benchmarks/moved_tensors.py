@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ PATTERNS: dict[str, tuple[Callable[[int], State], Update]] = {
     "KV caches": (keys_and_values, cache),
 }
 IN_PLACE = "AdamW in place"
+HEADS = {"lazy": "`compile`", "pure": "`pure=True`", "auto": "`auto_donate`"}
 WAYS = ("stock", "marks", "lazy", "pure", "openxla", "auto")
 
 
@@ -165,6 +166,20 @@ def measure(pattern: str, way: str, size: int) -> dict[str, int]:
         return {**found, "copies": entry.count(" copy(")}
 
 
+def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
+    def cell(found: Mapping[str, int] | None) -> str:
+        return "" if found is None else f"{found['moved']} of {found['tensors']}, {found['copies']}"
+
+    return {
+        "all": _common.Table(
+            "moved_tensors: tensors that move in a steady step, copies in its HLO",
+            ("pattern", *(HEADS.get(way, way) for way in WAYS)),
+            [(row["pattern"], *(cell(row["ways"].get(way)) for way in WAYS)) for row in result["rows"]],
+            _common.aim(result),
+        )
+    }
+
+
 @click.command()
 @_common.tiny_option
 @_common.results_option
@@ -176,27 +191,14 @@ def main(tiny: bool, results: Path) -> None:
         ways = ("stock", "auto") if pattern == IN_PLACE else WAYS
         rows.append({"pattern": pattern, "ways": {way: measure(pattern, way, size) for way in ways}})
     donated = [found for row in rows for way, found in row["ways"].items() if way != "stock"]  # type: ignore[attr-defined]
-    result = _common.describe("moved_tensors", "python benchmarks/moved_tensors.py", {"tiny": tiny})
+    result = _common.describe("moved_tensors", {"tiny": tiny})
     result["step"] = f"the most tensors that moved in one of {STEADY} steady steps, and the copies in its HLO"
     result["rows"] = rows
     result["aim"] = {
         "text": "no tensor moves and nothing is compiled in a steady step, in every way of donating",
         "met": all(found["moved"] == found["compiled"] == 0 for found in donated),
     }
-
-    def cell(found: dict[str, int] | None) -> str:
-        return "" if found is None else f"{found['moved']} of {found['tensors']}, {found['copies']}"
-
-    _common.finish(
-        results,
-        result,
-        _common.table_of(
-            "moved_tensors: tensors that move in a steady step, copies in its HLO",
-            ("pattern", *WAYS),
-            [(row["pattern"], *(cell(row["ways"].get(way)) for way in WAYS)) for row in rows],  # type: ignore[attr-defined]
-            f"Aim: {result['aim']['text']}: {'met' if result['aim']['met'] else 'not met'}.",
-        ),
-    )
+    _common.finish(results, result, tables(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs the benchmarks, each in a separate process; all of them, or those named. Then draws the figure of the docs."""
+"""Runs the benchmarks, each in a separate process; all of them, or those named. Then writes the tables of the docs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import click
 BENCHMARKS = (
     "mark_cost",
     "call_cost",
-    "step_overhead",
-    "auto_cost",
-    "auto_instructions",
+    "step_cost",
     "auto_patterns",
     "example_bits",
     "last_bits",
     "moved_tensors",
-    "peak_memory",
     "jax_side_by_side",
+    "demo",
 )
 
 
@@ -36,7 +34,7 @@ def main(names: tuple[str, ...], tiny: bool, results: Path) -> None:
         if subprocess.run([*command, "--tiny"] if tiny else command, check=False).returncode != 0:
             failed.append(name)
     if not tiny and results == _common.RESULTS:
-        subprocess.run([sys.executable, str(_common.FOLDER / "figures.py")], check=True)
+        subprocess.run([sys.executable, str(_common.FOLDER / "write_docs.py")], check=True)
     if failed:
         raise click.ClickException(f"failed: {', '.join(failed)}")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from _measure import WARM_UP, Result
-from _tpu import Reuse, print_reuse
+from _tpu import print_reuse
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -81,7 +81,7 @@ def compare(demo: Demo, out: Path) -> int:
 
     same = _print_values(console, runs)
     _print_hlo(console, runs)
-    on_v6e = print_reuse(console, {run.mode: run.step for run in runs})
+    reuse = print_reuse(console, {run.mode: run.step for run in runs})
     console.print()
     _print_costs(console, demo, runs)
     for run in runs:
@@ -91,7 +91,8 @@ def compare(demo: Demo, out: Path) -> int:
             console.print()
     picture, numbers = (out / f"{demo.script.stem}{suffix}" for suffix in (".png", ".json"))
     _draw(demo, runs, picture)
-    numbers.write_text(json.dumps([_numbers(run, on_v6e[run.mode]) for run in runs], indent=1) + "\n", encoding="utf-8")
+    found = [{**_numbers(run), **reuse[run.mode]} for run in runs]
+    numbers.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     console.print(f"memory over the steps: {picture}", soft_wrap=True)
     console.print(f"all numbers:           {numbers}", soft_wrap=True)
     return 0 if same else 1
@@ -237,7 +238,7 @@ def _mib(count: int) -> str:
     return f"{count / _MIB:.1f} MiB"
 
 
-def _numbers(run: Run, on_v6e: Reuse | None) -> dict[str, object]:
+def _numbers(run: Run) -> dict[str, object]:
     """The numbers of a run, for tests and scripts."""
     result = run.result
     return {
@@ -250,7 +251,6 @@ def _numbers(run: Run, on_v6e: Reuse | None) -> dict[str, object]:
         "aliases": len(run.step.aliases),
         "donated_bytes": run.step.donated_bytes,
         "aliased_bytes": run.step.aliased_bytes,
-        "v6e": None if on_v6e is None else dataclasses.asdict(on_v6e),
         "planned_bytes": run.planned_bytes,
         "peak_bytes": result.peak,
         "step_seconds": result.step_seconds,

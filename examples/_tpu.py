@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.table import Table
@@ -72,16 +72,16 @@ def count_copies(text: str) -> tuple[int, int]:
     return counts[False, False], counts[True, False]
 
 
-def print_reuse(console: Console, steps: Mapping[str, hlo.DumpedModule]) -> dict[str, Reuse | None]:
-    """Prints a table of the steps, each with its name; what the TPU compiler made of each."""
+def print_reuse(console: Console, steps: Mapping[str, hlo.DumpedModule]) -> dict[str, dict[str, object]]:
+    """Prints a table of the steps, each with its name; what the compilers made of each, for a file of results."""
     table = Table(title="Donors of a step, and copies of arrays", title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
     for column in ("donors", "aliased on CPU", "on v6e", "copies on CPU", "on v6e", "written back"):
         table.add_column(column, justify="right")
-    found = {}
+    found: dict[str, dict[str, object]] = {}
     for name, step in steps.items():
         cpu, tpu = on_cpu(step), on_tpu(step)
-        found[name] = tpu
+        found[name] = {"cpu": asdict(cpu), "v6e": None if tpu is None else asdict(tpu)}
         on_v6e = (MISSING, "", "") if tpu is None else (str(tpu.aliases), str(tpu.copies), str(tpu.written_back))
         table.add_row(name, str(len(step.donors)), str(cpu.aliases), on_v6e[0], str(cpu.copies), *on_v6e[1:])
     console.print(table)

@@ -194,11 +194,8 @@ def main(tokens: int, sequences: int, batch: int, layers: int, width: int, conte
             advance = functools.partial(progress.advance, task)
             result, steps[mode] = run(mode, size, batch, tokens, sequences, dump, advance)
             results.append(result)
-    on_v6e = print_reuse(console, steps)
-    numbers = [
-        {**dataclasses.asdict(result), "v6e": reuse and dataclasses.asdict(reuse)}
-        for result, reuse in zip(results, on_v6e.values())
-    ]
+    reuse = print_reuse(console, steps)
+    numbers = [{**dataclasses.asdict(result), **reuse[result.mode]} for result in results]
     (out / "kv_cache.json").write_text(json.dumps(numbers) + "\n", encoding="utf-8")
     sys.exit(0 if show(console, results, tokens) else 1)
 

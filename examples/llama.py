@@ -253,7 +253,7 @@ def main(
         sys.path.insert(0, str(RESULTS.parents[1]))
         from _common import describe
 
-        found = {**describe("llama", "python examples/llama.py --all", {}), "rows": rows}
+        found = {**describe("llama", {}, "jax", command="python examples/llama.py --all"), "rows": rows}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         model.draw(rows, FIGURE)
 

@@ -1,41 +1,42 @@
-"""Tests in separate processes: a real Python function runs in a forked child of the fork server."""
+"""Tests in separate processes: a function runs in a child that the standard library's fork server forks.
+
+The server has imported what `preload.py` lists. A child is a `multiprocessing` process until it calls `_child`, which
+sets the environment, and ends the process by `os._exit`: neither torch_xla's nor multiprocessing's exit handlers run.
+"""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import faulthandler
 import functools
+import importlib.util
 import inspect
-import json
+import multiprocessing
 import os
 import pickle
-import random
+import resource
+import runpy
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType, TracebackType
 from typing import Any
+from unittest import mock
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
 Environment = Mapping[str, "str | None"]
 
 # An interpreter reads them before it runs a line of Python, or torch while it is imported. A forked child is too late.
 _TOO_LATE = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "MKL_", "OPENBLAS_", "TORCH_LOGS", "PJRT_DYNAMIC_PLUGINS")
-# Python's own filters, as of an interpreter without options.
-_DEFAULT_FILTERS = [
-    ("default", None, DeprecationWarning, "__main__", 0),
-    ("ignore", None, DeprecationWarning, None, 0),
-    ("ignore", None, PendingDeprecationWarning, None, 0),
-    ("ignore", None, ImportWarning, None, 0),
-    ("ignore", None, ResourceWarning, None, 0),
-]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["preload", "children"])
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ def in_process(
     function: Callable[..., None] | None = None,
     *,
     env: Environment | Callable[..., Environment] | None = None,
-    devices: int | None = None,
-    flags: tuple[str, ...] = (),
-    timeout: float = 300.0,
+    **options: Any,
 ) -> Any:
     """Decorator of a test: its body runs in a forked child, and its failure is this test's failure.
 
@@ -66,30 +65,19 @@ def in_process(
     of a module travel by name. A test with a `dump_folder` finds XLA's dump there, from the first step on.
 
     Args:
-      env: set before torch_xla's runtime starts and before torch_xla_donate is imported; None removes a variable. A
-        function gets the test's arguments that it names.
-      devices: the number of virtual CPU devices.
-      flags: added to XLA_FLAGS.
-      timeout: seconds. A child that needs longer is killed. The test fails with its stack and its forks' stacks.
+      env: as of `run_in_child`, or a function of the test's arguments that it names.
+      options: devices, flags and timeout, as of `run_in_child`.
     """
     if function is None:
-        return functools.partial(in_process, env=env, devices=devices, flags=flags, timeout=timeout)
+        return functools.partial(in_process, env=env, **options)
 
     @functools.wraps(function)
     def test(**kwargs: Any) -> None:
         __tracebackhide__ = True
-        environment = env
+        environment: Any = env
         if callable(env):
             environment = env(**{name: kwargs[name] for name in inspect.signature(env).parameters})
-        run_in_child(
-            function,
-            env=environment,  # type: ignore[arg-type]
-            devices=devices,
-            flags=flags,
-            dump=kwargs.get("dump_folder"),
-            timeout=timeout,
-            kwargs=kwargs,
-        )
+        run_in_child(function, kwargs=kwargs, env=environment, dump=kwargs.get("dump_folder"), **options)
 
     test.__in_process__ = function  # type: ignore[attr-defined]
     return test
@@ -112,50 +100,62 @@ def run_in_child(
 
     Args:
       args, kwargs: the function's arguments, which are pickled.
-      env, devices, flags, timeout: as of `in_process`.
+      env: set before torch_xla's runtime starts and before torch_xla_donate is imported; None removes a variable.
+      devices: the number of virtual CPU devices.
+      flags: added to XLA_FLAGS.
       dump: the folder for XLA's dump.
+      timeout: seconds. A child that needs longer is killed. The test fails with its stack and its forks' stacks.
       exit_code: None: the function has to return. A number: the child has to end with it. An uncaught exception
         gives 1 and its traceback on stderr, a signal its negative number.
     """
     __tracebackhide__ = True
-    call = {
-        "function": function.__qualname__,
-        "module": function.__module__,
-        "file": inspect.getfile(function),
-        "argv": [inspect.getfile(function)],
-        "arguments": _pickled(function, args, kwargs or {}),
-        "filters": pickle.dumps(list(warnings.filters)),
-        "seed": random.randrange(2**32),
-    }
-    return _run(call, env, devices, flags, dump, timeout, exit_code, function.__qualname__)
+    name = function.__qualname__
+    environment = _environment(env, devices, flags, dump)
+    arguments = pickle.dumps((args, dict(kwargs or {}), list(warnings.filters)))
+    call = (inspect.getfile(function), function.__module__, name, arguments)
+    if multiprocessing.parent_process() is not None:
+        raise RuntimeError("a child cannot start children")
+    sys.audit("children.run_in_child", name)
+    with tempfile.TemporaryDirectory() as folder:
+        status = _run(Path(folder), environment, call, timeout)
+        files = [Path(folder, name) for name in ("stdout", "stderr", "outcome")]
+        stdout, stderr, outcome = (file.read_bytes() if file.exists() else b"" for file in files)
+    output = [text.decode(encoding="utf-8", errors="replace") for text in (stdout, stderr)]
+    shown = "--- stdout of the child\n{}\n--- stderr of the child\n{}".format(*output)
+    if status is None:
+        pytest.fail(f"{name} still ran after {timeout} s\n{shown}", pytrace=False)
+    skipped, value = pickle.loads(outcome) if outcome and status == 0 else (None, None)
+    if skipped is not None:
+        pytest.skip(skipped)
+    if exit_code is None and (status != 0 or not outcome):
+        pytest.fail(f"{name} did not return: {_ended(status)}\n{shown}", pytrace=False)
+    if exit_code is not None and status != exit_code:
+        pytest.fail(f"found {_ended(status)}, expected exit code {exit_code}\n{shown}", pytrace=False)
+    return Ended(status, *output, value)
 
 
-def run_file(
-    path: str | os.PathLike[str],
-    *argv: str,
-    env: Environment | None = None,
-    devices: int | None = None,
-    flags: tuple[str, ...] = (),
-    dump: str | os.PathLike[str] | None = None,
-    timeout: float = 300.0,
-    exit_code: int = 0,
-) -> Ended:
+def run_file(path: str | os.PathLike[str], *argv: str, exit_code: int = 0, **options: Any) -> Ended:
     """Runs a Python file as `__main__` in a forked child, with the warning filters of `python path argv`.
 
-    For programs that are files, such as examples and benchmarks. `atexit` does not run.
+    For programs that are files, such as examples and benchmarks. `atexit` does not run. The options are those of
+    `run_in_child`.
     """
     __tracebackhide__ = True
-    call = {
-        "function": None,
-        "file": os.fspath(path),
-        "argv": [os.fspath(path), *argv],
-        "filters": pickle.dumps(_DEFAULT_FILTERS),
-        "seed": None,
-    }
-    return _run(call, env, devices, flags, dump, timeout, exit_code, os.fspath(path))
+    return run_in_child(_program, os.fspath(path), *argv, exit_code=exit_code, **options)
 
 
-def child_environment(
+def _program(path: str, *argv: str) -> None:
+    sys.argv[:] = [path, *argv]
+    sys.path.insert(0, os.path.dirname(path))
+    # Python's own filters, as of an interpreter without options.
+    warnings.resetwarnings()
+    for category in (ResourceWarning, ImportWarning, PendingDeprecationWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    runpy.run_path(path, run_name="__main__")
+
+
+def _environment(
     env: Environment | None, devices: int | None, flags: tuple[str, ...], dump: str | os.PathLike[str] | None
 ) -> dict[str, str]:
     """This process's environment without XLA_FLAGS, with what a child asks for."""
@@ -181,139 +181,118 @@ def child_environment(
     return environment
 
 
-def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    if "<locals>" in function.__qualname__ or "<lambda>" in function.__qualname__:
-        raise TypeError(f"{function.__qualname__} is not at the top of its module: a child cannot import it")
+def _run(folder: Path, environment: dict[str, str], call: tuple[str, str, str, bytes], timeout: float) -> int | None:
+    """Runs a call in a child and ends all processes of its group; its exit code, or None after a timeout."""
+    # Threads of OpenBLAS would not survive the fork. The plugins and options of a developer's pytest are not for it.
+    server = {"OPENBLAS_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    server["PYTHONPATH"] = os.pathsep.join((os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")))
+    with mock.patch.dict(os.environ, server):
+        forkserver.ensure_running()
+    # Each process that the child forks holds the other end: it is closed when the last has ended.
+    forks, alive = _context.Pipe(duplex=False)
+    child = _context.Process(target=_child, args=(folder, environment, call, alive))
+    child.start()
+    assert child.pid is not None
+    alive.close()
     try:
-        return pickle.dumps((args, dict(kwargs)))
-    except Exception as error:
-        raise TypeError(
-            f"an argument of {function.__qualname__} cannot be pickled ({error}); pass a name, a path or a function "
-            "of a module's top level"
-        ) from error
-
-
-def _run(
-    call: dict[str, Any],
-    env: Environment | None,
-    devices: int | None,
-    flags: tuple[str, ...],
-    dump: str | os.PathLike[str] | None,
-    timeout: float,
-    exit_code: int | None,
-    name: str,
-) -> Ended:
-    __tracebackhide__ = True
-    environment = child_environment(env, devices, flags, dump)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "request").write_bytes(pickle.dumps({**call, "path": sys.path}))
-        status = _server().run(Path(folder), environment, timeout)
-        stdout, stderr = (_text(Path(folder, stream)) for stream in ("stdout", "stderr"))
-        # A child that was killed while it wrote its outcome has none.
-        outcome: dict[str, Any] = {}
-        if status is not None and status >= 0 and Path(folder, "outcome").exists():
-            outcome = pickle.loads(Path(folder, "outcome").read_bytes())
-    shown = f"--- stdout of the child\n{stdout}\n--- stderr of the child\n{stderr}"
-    if status is None:
-        pytest.fail(f"{name} still ran after {timeout} s\n{shown}", pytrace=False)
-    if "skipped" in outcome:
-        pytest.skip(outcome["skipped"])
-    if exit_code is None:
-        if "failure" in outcome:
-            # The same traceback is on stderr, where programs show it.
-            pytest.fail(f"in a child:\n{outcome['failure']}\n{shown}", pytrace=False)
-        if not outcome.get("returned"):
-            pytest.fail(f"{name} did not return: {_ended(status)}\n{shown}", pytrace=False)
-    elif status != exit_code:
-        pytest.fail(f"found {_ended(status)}, expected exit code {exit_code}\n{shown}", pytrace=False)
-    value = outcome.get("value")
-    return Ended(status, stdout, stderr, None if value is None else pickle.loads(value))
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        child.join(timeout)
+        status = child.exitcode
+        if status is None:
+            # faulthandler writes the stack of each thread to stderr, and the stacks of two processes must not mix.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGABRT)
+                child.join(10)
+                os.killpg(child.pid, signal.SIGABRT)
+                forks.poll(10)
+        return status
+    finally:
+        child.kill()  # it may not have its group yet
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        child.close()
+        forks.close()
 
 
 def _ended(status: int) -> str:
     return f"exit code {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
 
 
-class _Server:
-    """The connection to a fork server; it starts with the first child."""
-
-    def __init__(self) -> None:
-        self._control, other = socket.socketpair()
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PJRT_DEVICE": "CPU"}
-        environment.pop("XLA_FLAGS", None)
-        self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "fork_server.py"), str(other.fileno())],
-            pass_fds=[other.fileno()],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            # A Ctrl-C at the terminal ends pytest, and pytest ends the server.
-            start_new_session=True,
-        )
-        other.close()
-
-    def run(self, folder: Path, environment: dict[str, str], timeout: float) -> int | None:
-        """Runs the request in a folder; the exit code, or None after a timeout."""
-        request = {"folder": str(folder), "env": environment, "cwd": os.getcwd()}
-        self._control.sendall(json.dumps(request).encode() + b"\n")
-        # The server may still be importing.
-        self._control.settimeout(300)
-        self._line()
-        self._control.settimeout(timeout)
-        try:
-            return os.waitstatus_to_exitcode(int(self._line()))
-        except TimeoutError:
-            # faulthandler writes the stack of each thread to stderr, also in processes that the child has forked.
-            self._end(signal.SIGABRT)
-            return None
-        except BaseException:
-            self._end(signal.SIGKILL)
-            raise
-
-    def _end(self, first: signal.Signals) -> None:
-        for ending in (first, signal.SIGKILL):
-            self._control.sendall(f"{int(ending)}\n".encode())
-            self._control.settimeout(10)
-            with contextlib.suppress(TimeoutError):
-                self._line()
-                return
-        raise RuntimeError("the child cannot be killed")
-
-    def _line(self) -> str:
-        received = b""
-        while not received.endswith(b"\n"):
-            byte = self._control.recv(1)
-            if not byte:
-                global _running
-                _running = None
-                self._process.wait()
-                with self._log:
-                    self._log.seek(0)
-                    raise RuntimeError(f"the fork server ended\n{self._log.read()}")
-            received += byte
-        return received.decode()
-
-    def close(self) -> None:
-        self._control.close()
-        self._log.close()
-        self._process.wait(timeout=30)
+# --- In the child ---
 
 
-_running: _Server | None = None
-in_child = False  #: set in the children
+def _child(folder: Path, environment: dict[str, str], call: tuple[str, str, str, bytes], alive: object) -> None:
+    own, code = os.getpid(), 1
+    os.setsid()
+    try:
+        _prepare(folder, environment)
+        outcome = _outcome(*call)
+        if os.getpid() == own:  # and not a process that the test has forked
+            (folder / "outcome").write_bytes(outcome)
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+    except BaseException as error:
+        error.__traceback__ = _without_this_file(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
-def _server() -> _Server:
-    global _running
-    if in_child:
-        raise RuntimeError("a child cannot start children")
-    if _running is None:
-        _running = _Server()
-        atexit.register(_running.close)
-    return _running
+def _prepare(folder: Path, environment: dict[str, str]) -> None:
+    import torch_xla
+
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        with open(folder / name, "ab") as file:
+            os.dup2(file.fileno(), descriptor)
+    # Keeps the output before a crash.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update(environment)
+    # torch_xla does this when it is imported.
+    torch_xla._setup_xla_flags()
+    faulthandler.enable()
+    # A program in the background of a shell ignores SIGINT, and so do the processes that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _outcome(file: str, module: str, name: str, arguments: bytes) -> bytes:
+    """Calls the function; pickles the reason of a skip, or the value."""
+    sys.argv[:] = [file]
+    function: Any = _module(module, file)
+    for part in name.split("."):
+        function = getattr(function, part)
+    # Their classes may be of modules that are imported here.
+    args, kwargs, filters = pickle.loads(arguments)
+    warnings.resetwarnings()
+    warnings.filters.extend(filters)  # type: ignore[attr-defined]
+    try:
+        # `in_process` leaves its wrapper in the module.
+        return pickle.dumps((None, getattr(function, "__in_process__", function)(*args, **kwargs)))
+    except pytest.skip.Exception as skipped:
+        return pickle.dumps((str(skipped.msg), None))
+
+
+def _module(name: str, file: str) -> ModuleType:
+    """The module of a file, imported under the name that it has in pytest's process: pickles refer to it."""
+    if name in sys.modules:
+        return sys.modules[name]
+    found = (finder.find_spec(name, [os.path.dirname(file)]) for finder in sys.meta_path)
+    spec = next(spec for spec in found if spec is not None)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _without_this_file(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback from the test's own frame on."""
+    entry = traceback
+    while entry is not None and entry.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        entry = entry.tb_next
+    return entry or traceback

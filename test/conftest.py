@@ -32,8 +32,6 @@ for profile, examples in (("short", 60), ("long", 300)):
 hypothesis.settings.load_profile("short")
 pytest.register_assert_rewrite("helpers")
 
-import tiers
-
 if TYPE_CHECKING:
     import torch
 
@@ -66,15 +64,11 @@ def _first_random_test(_: None) -> None:
     does not name frozen objects."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for name, meaning in tiers.TIERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The folder of a test is its mark."""
     for item in items:
-        item.add_marker(tiers.tier(item))
+        item.add_marker(item.path.parent.name)
 
 
 @pytest.fixture(autouse=True, scope="session")

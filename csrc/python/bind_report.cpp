@@ -21,7 +21,6 @@
 #include "python/callbacks.h"
 #include "registry/registry.h"
 #include "step/graph_arrays.h"
-#include "step/size_pairing.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -198,10 +197,6 @@ void BindReport(py::module_& m) {
   m.def(
       "graph_text", [](const std::string& graph) { return DonationRegistry::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
-  py::class_<FreeOutputs>(m, "FreeOutputs", "The outputs of a graph that no donor takes, by XLA's rule: equal sizes.")
-      .def(py::init<const std::vector<ArraySize>&>(), py::arg("sizes"))
-      .def("count", &FreeOutputs::Count, py::arg("size"), "How many outputs of this size are left.")
-      .def("sizes", &FreeOutputs::Sizes, "The sizes of the outputs that are left, sorted.");
   m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
         "Of an array as XLA writes it, with its sharding; None if the text cannot be parsed.");
   m.def(

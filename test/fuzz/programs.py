@@ -60,7 +60,18 @@ class Machine:
     def small(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.remainder(tensor, MODULUS)
 
-    # --- operations: each takes three numbers ---
+    # --- operations: each takes three numbers. VALUES and WRITES have more of them. ---
+
+    def operation(self, name: str, a: int, b: int, c: int) -> None:
+        if name in VALUES:
+            made = VALUES[name](self, self.any(a), b, c)
+            if made is not None:
+                self.put(made, c)
+        elif name in WRITES:
+            with torch.no_grad():
+                WRITES[name](self, self.any(a), b, c)
+        else:
+            getattr(self, f"op_{name}")(a, b, c)
 
     def op_upload(self, a: int, b: int, c: int) -> None:
         shape, dtype = SHAPES[a % len(SHAPES)], DTYPES[b % len(DTYPES)]
@@ -75,14 +86,6 @@ class Machine:
     def op_scalar(self, a: int, b: int, c: int) -> None:
         self.put(torch.tensor(float(a % MODULUS), device=self.device), c)
 
-    def op_add(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        self.put(self.small(x + self.like(x, b)), c)
-
-    def op_mul(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        self.put(self.small(x * self.like(x, b)), c)
-
     def op_update(self, a: int, b: int, c: int) -> None:
         """x = f(x, y): the pattern that automatic donation is for."""
         i = a % len(self.tensors)
@@ -94,41 +97,6 @@ class Machine:
         if squares:
             self.put(self.small(squares[a % len(squares)] @ squares[b % len(squares)]), c)
 
-    def op_add_in_place(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        with torch.no_grad():
-            x.add_(self.like(x, b)).remainder_(MODULUS)
-
-    def op_mul_in_place(self, a: int, b: int, c: int) -> None:
-        with torch.no_grad():
-            self.any(a).mul_(c % 5).remainder_(MODULUS)
-
-    def op_fill_in_place(self, a: int, b: int, c: int) -> None:
-        with torch.no_grad():
-            self.any(a).fill_(c % MODULUS)
-
-    def op_copy_in_place(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        with torch.no_grad():
-            # Of a computed value: a plain copy shares the buffer in stock torch_xla, which then destroys the source.
-            x.copy_(self.like(x, b) + 1).remainder_(MODULUS)
-
-    def op_row(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        if x.dim():
-            self.put(x[b % x.shape[0]], c)
-
-    def op_slice(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        if x.dim() and x.shape[-1] > 1:
-            self.put(x[..., : 1 + b % (x.shape[-1] - 1)], c)
-
-    def op_assign_row(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        with torch.no_grad():
-            if x.dim():
-                x[b % x.shape[0]] = c % MODULUS
-
     def op_assign_slice(self, a: int, b: int, c: int) -> None:
         x = self.any(a)
         with torch.no_grad():
@@ -136,46 +104,10 @@ class Machine:
                 row = b % x.shape[0]
                 x[row] = self.small(x[(row + c) % x.shape[0]] + 1)
 
-    def op_index_copy(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        with torch.no_grad():
-            if x.dim():
-                x.index_copy_(0, torch.tensor([b % x.shape[0]], device=self.device), self.small(x[:1] + c))
-
-    def op_transpose(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        if x.dim() >= 2:
-            self.put(x.transpose(0, -1), c)
-
-    def op_flat(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        if x.is_contiguous():
-            self.put(x.view(-1), c)
-
-    def op_detach(self, a: int, b: int, c: int) -> None:
-        self.put(self.any(a).detach(), c)
-
-    def op_data(self, a: int, b: int, c: int) -> None:
-        self.put(self.any(a).data, c)
-
-    def op_clone(self, a: int, b: int, c: int) -> None:
-        self.put(self.any(a).clone(), c)
-
-    def op_cast(self, a: int, b: int, c: int) -> None:
-        self.put(self.any(a).to(DTYPES[b % len(DTYPES)]), c)
-
-    def op_sum(self, a: int, b: int, c: int) -> None:
-        self.put(self.small(self.any(a).sum()), c)
-
     def op_set_data(self, a: int, b: int, c: int) -> None:
         x = self.any(a)
         if not x._is_view():
             x.data = self.small(self.like(x, b).detach() + 3)
-
-    def op_parameter(self, a: int, b: int, c: int) -> None:
-        x = self.any(a)
-        if x.is_floating_point():
-            self.put(x.detach().clone().requires_grad_(), c)
 
     def op_loss(self, a: int, b: int, c: int) -> None:
         """Keeps a graph, whose saved tensors a later backward() reads."""
@@ -261,7 +193,7 @@ class Machine:
         outcomes = []
         for name, a, b, c in program:
             try:
-                getattr(self, f"op_{name}")(a, b, c)
+                self.operation(name, a, b, c)
                 outcomes.append("")
             except RuntimeError as error:
                 outcomes.append(type(error).__name__)
@@ -289,6 +221,33 @@ def _value(tensor: torch.Tensor) -> tuple[str, Any]:
     return str(tensor.dtype), tensor.detach().cpu().tolist()
 
 
-OPERATIONS = tuple(sorted(name[3:] for name in vars(Machine) if name.startswith("op_")))
+#: Of a tensor and two numbers: a new value, or None where there is none.
+VALUES: dict[str, Callable[[Machine, torch.Tensor, int, int], torch.Tensor | None]] = {
+    "add": lambda m, x, b, c: m.small(x + m.like(x, b)),
+    "mul": lambda m, x, b, c: m.small(x * m.like(x, b)),
+    "sum": lambda m, x, b, c: m.small(x.sum()),
+    "row": lambda m, x, b, c: x[b % x.shape[0]] if x.dim() else None,
+    "slice": lambda m, x, b, c: x[..., : 1 + b % (x.shape[-1] - 1)] if x.dim() and x.shape[-1] > 1 else None,
+    "transpose": lambda m, x, b, c: x.transpose(0, -1) if x.dim() >= 2 else None,
+    "flat": lambda m, x, b, c: x.view(-1) if x.is_contiguous() else None,
+    "detach": lambda m, x, b, c: x.detach(),
+    "data": lambda m, x, b, c: x.data,
+    "clone": lambda m, x, b, c: x.clone(),
+    "cast": lambda m, x, b, c: x.to(DTYPES[b % len(DTYPES)]),
+    "parameter": lambda m, x, b, c: x.detach().clone().requires_grad_() if x.is_floating_point() else None,
+}
+#: In place.
+WRITES: dict[str, Callable[[Machine, torch.Tensor, int, int], object]] = {
+    "add_in_place": lambda m, x, b, c: x.add_(m.like(x, b)).remainder_(MODULUS),
+    "mul_in_place": lambda m, x, b, c: x.mul_(c % 5).remainder_(MODULUS),
+    "fill_in_place": lambda m, x, b, c: x.fill_(c % MODULUS),
+    # Of a computed value: a plain copy shares the buffer in stock torch_xla, which then destroys the source.
+    "copy_in_place": lambda m, x, b, c: x.copy_(m.like(x, b) + 1).remainder_(MODULUS),
+    "assign_row": lambda m, x, b, c: x.__setitem__(b % x.shape[0], c % MODULUS) if x.dim() else None,
+    "index_copy": lambda m, x, b, c: (
+        x.index_copy_(0, torch.tensor([b % x.shape[0]], device=m.device), m.small(x[:1] + c)) if x.dim() else None
+    ),
+}
+OPERATIONS = tuple(sorted([*VALUES, *WRITES, *(name[3:] for name in vars(Machine) if name.startswith("op_"))]))
 # Steps and updates more often than the rest: without them nothing is donated.
 WEIGHTED = OPERATIONS + ("step", "update") * 4 + ("add", "delete", "assign_slice", "add_in_place") * 2

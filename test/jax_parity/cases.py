@@ -6,6 +6,7 @@ programs are written for this table.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -510,7 +511,7 @@ def _(side: Side) -> Observations:
     return {"deleted": side.gone(x, y), "value": side.values(z)}
 
 
-def _prints(side: Side, times: int) -> Observations:
+def _prints(side: Side, times: int = 1) -> Observations:
     def f(x: Any, y: Any) -> Any:
         for _ in range(times):
             side.print("x", x)
@@ -522,28 +523,14 @@ def _prints(side: Side, times: int) -> Observations:
     return {"printed": printed.split("\n")[:-1], "deleted": side.gone(x)}
 
 
-@case(
-    "a donated argument is printed inside",
-    "debugging_primitives_test::test_can_stage_out_debug_print_with_donate_argnums",
-)
-def _(side: Side) -> Observations:
-    return _prints(side, 1)
-
-
-@case(
-    "a donated argument is printed inside, in order",
-    "debugging_primitives_test::test_can_stage_out_ordered_print_with_donate_argnums",
-)
-def _(side: Side) -> Observations:
-    return _prints(side, 1)
-
-
-@case(
-    "a donated argument is printed inside, twice",
-    "debugging_primitives_test::test_can_stage_out_prints_with_donate_argnums",
-)
-def _(side: Side) -> Observations:
-    return _prints(side, 2)
+for how, name, times in (
+    ("", "test_can_stage_out_debug_print_with_donate_argnums", 1),
+    (", in order", "test_can_stage_out_ordered_print_with_donate_argnums", 1),
+    (", twice", "test_can_stage_out_prints_with_donate_argnums", 2),
+):
+    case(f"a donated argument is printed inside{how}", f"debugging_primitives_test::{name}")(
+        functools.partial(_prints, times=times)
+    )
 
 
 def _nans(side: Side, place: Callable[[Any], Any]) -> Observations:
@@ -556,22 +543,12 @@ def _nans(side: Side, place: Callable[[Any], Any]) -> Observations:
     return {"error": error, "deleted inside": kept, "deleted outside": side.gone(x)}
 
 
-@case(
-    "a NaN in a step that donates, while NaNs are looked for",
-    "debug_nans_test::testDebugNansJitWithDonation",
+case("a NaN in a step that donates, while NaNs are looked for", "debug_nans_test::testDebugNansJitWithDonation")(
+    lambda side: _nans(side, lambda x: x)
 )
-def _(side: Side) -> Observations:
-    return _nans(side, lambda x: x)
-
-
-@case(
-    "the same with a split array",
-    "debug_nans_test::testDebugNansJitWithDonationSharded",
-    spmd=True,
+case("the same with a split array", "debug_nans_test::testDebugNansJitWithDonationSharded", spmd=True)(
+    lambda side: _nans(side, side.split)
 )
-def _(side: Side) -> Observations:
-    return _nans(side, side.split)
-
 
 # --- export_test, layout_test, memories_test, xla_transform_test ---
 
@@ -730,16 +707,17 @@ def _(side: Side) -> Observations:
     return {"deleted": side.gone(x, y), "values": side.values(out)}
 
 
-@case("the lowered function knows the number, split arrays", "pjit_test::testLowerDonateArgnumsAvailable", spmd=True)
-def _(side: Side) -> Observations:
-    lowered = side.compile(lambda *args: side.split(args[0] * 2), donate_argnums=(0,)).lower(*_pjit(side, 2))
+def _knows_its_donors(side: Side, **options: Any) -> Observations:
+    lowered = side.compile(lambda inp, *rest: side.split(inp * 2), **options).lower(*_pjit(side, 2))
     return {"lowered": side.flags(lowered)}
 
 
-@case("the same by name", "pjit_test::testLowerDonateArgnumsAvailableWithNames", spmd=True)
-def _(side: Side) -> Observations:
-    lowered = side.compile(lambda inp: side.split(inp * 2), donate_argnames=("inp",)).lower(*_pjit(side, 2))
-    return {"lowered": side.flags(lowered)}
+case("the lowered function knows the number, split arrays", "pjit_test::testLowerDonateArgnumsAvailable", spmd=True)(
+    functools.partial(_knows_its_donors, donate_argnums=(0,))
+)
+case("the same by name", "pjit_test::testLowerDonateArgnumsAvailableWithNames", spmd=True)(
+    functools.partial(_knows_its_donors, donate_argnames=("inp",))
+)
 
 
 @case("a copy on the device outlives its source", "pjit_test::test_device_put_copy_donate")

@@ -16,52 +16,19 @@ class Side:
     """One of the two. Arrays, and the functions that `compile` makes, are the library's own."""
 
     name: str
-
-    def compile(self, f: Any, **options: Any) -> Any:
-        """`jax.jit`, or our `compile`."""
-        raise NotImplementedError
-
-    def array(self, *shape: int, value: float = 1.0, dtype: str = "float32") -> Any:
-        """A computed array, filled with a value."""
-        raise NotImplementedError
-
-    def split(self, array: Any, axis: int | None = 0) -> Any:
-        """The array split over the devices along an axis, or (None) whole on each; also inside a function."""
-        raise NotImplementedError
-
-    def leaves(self, tree: Any) -> list[Any]:
-        raise NotImplementedError
-
-    def map(self, f: Callable[..., Any], *trees: Any) -> Any:
-        raise NotImplementedError
-
-    def is_gone(self, array: Any) -> bool:
-        raise NotImplementedError
-
-    def to_numpy(self, array: Any) -> Any:
-        raise NotImplementedError
-
-    def cast(self, array: Any, dtype: str) -> Any:
-        raise NotImplementedError
-
-    def copied(self, array: Any) -> Any:
-        """The array put on its device once more."""
-        raise NotImplementedError
-
-    def seen_from_outside(self, array: Any) -> Any:
-        """Something on the host that shares the array's memory."""
-        raise NotImplementedError
-
-    def print(self, label: str, array: Any) -> None:
-        """Prints `label: value` from inside a compiled function."""
-        raise NotImplementedError
-
-    def debug_nans(self) -> contextlib.AbstractContextManager[Any]:
-        raise NotImplementedError
-
-    def settle(self) -> None:
-        """Waits until everything has run and is reported."""
-        raise NotImplementedError
+    compile: Callable[..., Any]  #: `jax.jit`, or our `compile`
+    array: Callable[..., Any]  #: (*shape, value=1.0, dtype="float32"): a computed array, filled with a value
+    split: Callable[..., Any]  #: (array, axis=0): split over the devices, or (None) whole on each; also in a function
+    leaves: Callable[[Any], list[Any]]
+    map: Callable[..., Any]  #: (f, *trees)
+    is_gone: Callable[[Any], bool]
+    to_numpy: Callable[[Any], Any]
+    cast: Callable[[Any, str], Any]
+    copied: Callable[[Any], Any]  #: the array put on its device once more
+    seen_from_outside: Callable[[Any], Any]  #: something on the host that shares the array's memory
+    print: Callable[[str, Any], None]  #: prints `label: value` from inside a compiled function
+    debug_nans: Callable[[], contextlib.AbstractContextManager[Any]]
+    settle: Callable[[], None]  #: waits until everything has run and is reported
 
     # Shared by both sides.
 
@@ -104,50 +71,24 @@ class Jax(Side):
         jax.config.update("jax_platforms", "cpu")
         self.jax = jax
         self.mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+        self.compile, self.leaves, self.map = jax.jit, jax.tree.leaves, jax.tree.map
+        self.is_gone = lambda array: array.is_deleted()
+        self.to_numpy = np.asarray
+        self.cast = lambda array, dtype: array.astype(dtype)
+        self.copied = lambda array: jax.device_put(array, jax.devices()[0], may_alias=False)
+        self.seen_from_outside = lambda array: np.asarray(memoryview(array))
+        self.print = lambda label, array: jax.debug.print(label + ": {}", array)
+        self.debug_nans = lambda: jax.debug_nans(True)
+        self.settle = jax.effects_barrier
+        self.array = lambda *shape, value=1.0, dtype="float32": jax.numpy.full(shape, value, dtype)
+        self.split = self._split
 
-    def compile(self, f: Any, **options: Any) -> Any:
-        return self.jax.jit(f, **options)
-
-    def array(self, *shape: int, value: float = 1.0, dtype: str = "float32") -> Any:
-        return self.jax.numpy.full(shape, value, dtype)
-
-    def split(self, array: Any, axis: int | None = 0) -> Any:
+    def _split(self, array: Any, axis: int | None = 0) -> Any:
         spec = self.jax.P(*([None] * axis), "x") if axis is not None else self.jax.P()
         sharding = self.jax.sharding.NamedSharding(self.mesh, spec)
         if isinstance(array, self.jax.core.Tracer):
             return self.jax.lax.with_sharding_constraint(array, sharding)
         return self.jax.device_put(array, sharding)
-
-    def leaves(self, tree: Any) -> list[Any]:
-        return list(self.jax.tree.leaves(tree))
-
-    def map(self, f: Callable[..., Any], *trees: Any) -> Any:
-        return self.jax.tree.map(f, *trees)
-
-    def is_gone(self, array: Any) -> bool:
-        return bool(array.is_deleted())
-
-    def to_numpy(self, array: Any) -> Any:
-        return np.asarray(array)
-
-    def cast(self, array: Any, dtype: str) -> Any:
-        return array.astype(dtype)
-
-    def copied(self, array: Any) -> Any:
-        return self.jax.device_put(array, self.jax.devices()[0], may_alias=False)
-
-    def seen_from_outside(self, array: Any) -> Any:
-        return np.asarray(memoryview(array))
-
-    def print(self, label: str, array: Any) -> None:
-        self.jax.debug.print(label + ": {}", array)
-
-    def debug_nans(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self.jax.debug_nans(True)
-        return context
-
-    def settle(self) -> None:
-        self.jax.effects_barrier()
 
 
 class Ours(Side):
@@ -159,18 +100,23 @@ class Ours(Side):
         import torch_xla.distributed.spmd as xs
         import torch_xla.runtime as xr
         from torch.utils import _pytree as pytree
+        from torch_xla.utils import dlpack
 
         import torch_xla_donate
 
-        self.torch, self.torch_xla, self.pytree, self.package = torch, torch_xla, pytree, torch_xla_donate
+        self.torch, self.torch_xla, self.package = torch, torch_xla, torch_xla_donate
         if spmd:
             xr.use_spmd()
             self.xs, self.mesh = xs, xs.Mesh(np.arange(DEVICES), (DEVICES,), ("x",))
+        self.compile, self.debug_nans = torch_xla_donate.compile, torch_xla_donate.debug_nans
+        self.leaves, self.map, self.is_gone = pytree.tree_leaves, pytree.tree_map, torch_xla_donate.is_donated
+        self.to_numpy = lambda array: array.cpu().numpy()
+        self.cast = lambda array, dtype: array.to(getattr(torch, dtype))
+        self.seen_from_outside = lambda array: torch.utils.dlpack.from_dlpack(dlpack.to_dlpack(array)).numpy()
+        self.print = lambda label, array: print(f"{label}: {array.item()}")
+        self.array, self.split, self.copied, self.settle = self._array, self._split, self._copied, self._settle
 
-    def compile(self, f: Any, **options: Any) -> Any:
-        return self.package.compile(f, **options)
-
-    def array(self, *shape: int, value: float = 1.0, dtype: str = "float32") -> Any:
+    def _array(self, *shape: int, value: float = 1.0, dtype: str = "float32") -> Any:
         # A 0-d array is computed: one from the host would be in a buffer that torch_xla shares.
         made = self.torch.full(shape or (1,), value, dtype=getattr(self.torch, dtype)).to("xla")
         if not shape:
@@ -178,43 +124,15 @@ class Ours(Side):
         self.torch_xla.sync(wait=True)
         return made
 
-    def split(self, array: Any, axis: int | None = 0) -> Any:
-        spec = tuple("x" if i == axis else None for i in range(array.ndim))
-        self.xs.mark_sharding(array, self.mesh, spec)
+    def _split(self, array: Any, axis: int | None = 0) -> Any:
+        self.xs.mark_sharding(array, self.mesh, tuple("x" if i == axis else None for i in range(array.ndim)))
         return array
 
-    def leaves(self, tree: Any) -> list[Any]:
-        return self.pytree.tree_leaves(tree)
-
-    def map(self, f: Callable[..., Any], *trees: Any) -> Any:
-        return self.pytree.tree_map(f, *trees)
-
-    def is_gone(self, array: Any) -> bool:
-        return self.package.is_donated(array)
-
-    def to_numpy(self, array: Any) -> Any:
-        return array.cpu().numpy()
-
-    def cast(self, array: Any, dtype: str) -> Any:
-        return array.to(getattr(self.torch, dtype))
-
-    def copied(self, array: Any) -> Any:
+    def _copied(self, array: Any) -> Any:
         made = array.clone()
         self.torch_xla.sync(wait=True)
         return made
 
-    def seen_from_outside(self, array: Any) -> Any:
-        from torch_xla.utils import dlpack
-
-        return self.torch.utils.dlpack.from_dlpack(dlpack.to_dlpack(array)).numpy()
-
-    def print(self, label: str, array: Any) -> None:
-        print(f"{label}: {array.item()}")
-
-    def debug_nans(self) -> contextlib.AbstractContextManager[Any]:
-        context: contextlib.AbstractContextManager[Any] = self.package.debug_nans()
-        return context
-
-    def settle(self) -> None:
+    def _settle(self) -> None:
         self.torch_xla.sync(wait=True)
         self.package.donation_report()

@@ -98,8 +98,8 @@ def test_a_wheel_is_complete_and_runs_the_quickstart(sources, environment, tmp_p
     assert expected <= found
     assert sum(name.startswith("torch_xla_donate/_C.") and name.endswith(".so") for name in found) == 1
     # AND without the checks of `make build`
-    (module,) = (site / "torch_xla_donate").glob("_C*.so")
-    assert b"__glibcxx_assert_fail" not in module.read_bytes()
+    (module,), (ours,) = ((place / "torch_xla_donate").glob("_C*.so") for place in (site, ROOT))
+    assert b"__glibcxx_assert_fail" not in module.read_bytes() and b"__glibcxx_assert_fail" in ours.read_bytes()
     # AND the pages that its messages name
     assert {f"torch_xla_donate/docs/{page.name}" for page in (sources / "docs").glob("*.md")} <= found
     shown = run([pip[0], "-m", "torch_xla_donate", "explain", "errors"], cwd=tmp_path)

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_xla
+import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.distributed_checkpoint as xc
 import torch_xla.runtime as xr
 from children import in_process
+from helpers import make, pointer
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_xla_donate import DonatedBufferError, donate_buffer, hlo, is_donated
+from torch_xla_donate import _C, DonatedBufferError, donate_buffer, hlo, is_donated
 
 State = dict[str, torch.Tensor]
 
@@ -34,6 +36,63 @@ def test_the_first_step_after_loading_has_donors_and_aliases(tmp_path, dump_fold
     assert len(step.after.aliases) == 2
     assert step.after.donors == ()
     assert updated["b"].tolist() == [-0.5] * 4
+
+
+# --- Each way to save. torchax, once imported, breaks torch.distributed.checkpoint: so these are in processes. ---
+
+SAVERS: dict[str, Callable[[State, Path], object]] = {
+    "torch.save": torch.save,
+    "torch.save of a copy": lambda state, path: torch.save({k: v.cpu() for k, v in state.items()}, path),
+    "xm.save": xm.save,
+    "distributed": lambda state, path: dcp.save(state, checkpoint_id=path),
+}
+
+
+def loaded(saver: str, path: Path) -> dict[str, list[float]]:
+    if saver == "distributed":
+        state = {"w": torch.zeros(4), "b": torch.zeros(2)}
+        dcp.load(state, checkpoint_id=path)
+    else:
+        state = torch.load(path)
+    return {key: tensor.cpu().tolist() for key, tensor in state.items()}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@in_process
+def test_a_checkpoint_before_the_step_leaves_the_donation_and_a_late_one_raises(saver, tmp_path):
+    save, state = SAVERS[saver], {"w": make(4), "b": make(2)}
+    expected = {"w": [0, 1, 2, 3], "b": [0, 1]}
+    first = pointer(state["w"])
+    # WHEN the state is saved before it is marked, when it is marked, and when its step has been traced
+    save(state, tmp_path / "before")
+    donate_buffer(state)
+    save(state, tmp_path / "marked")
+    updated = {name: value + 1 for name, value in state.items()}
+    save(state, tmp_path / "traced")
+    # THEN all have the old values, and the step donates
+    assert _C.sizes()["pending"] == 2
+    torch_xla.sync()
+    assert all(is_donated(value) for value in state.values())
+    for moment in ("before", "marked", "traced"):
+        assert loaded(saver, tmp_path / moment) == expected
+    # AND what the step has consumed cannot be saved, nor loaded
+    check_is_too_late(lambda: save(state, tmp_path / "late"))
+    if saver in ("xm.save", "torch.save of a copy"):
+        assert not (tmp_path / "late").exists()
+    with pytest.raises((RuntimeError, FileNotFoundError, CheckpointException)):
+        loaded(saver, tmp_path / "late")
+    # AND the results can be saved while the step may still be running
+    save(updated, tmp_path / "results")
+    assert loaded(saver, tmp_path / "results") == {"w": [1, 2, 3, 4], "b": [1, 2]}
+    assert pointer(updated["w"]) == first
+    # AND what a distributed checkpoint was loaded into is donated
+    if saver == "distributed":
+        dcp.load(updated, checkpoint_id=tmp_path / "before")
+        torch_xla.sync()
+        donate_buffer(updated)
+        again = updated["w"] + 1
+        torch_xla.sync()
+        assert is_donated(updated["w"]) and again.tolist() == [1, 2, 3, 4]
 
 
 # --- Of sharded tensors, in a process group ---

@@ -62,19 +62,18 @@ def divmod_loudly(number: int, by: int) -> tuple[int, int]:
     return divmod(number, by)
 
 
-def test_a_failed_assertion_is_shown_as_pytest_shows_it():
+def test_a_failed_assertion_shows_its_values():
     message = failed(fail, "assertion", [1, 2, 4])
     assert "assert found == [1, 2, 3]" in message
     assert "assert [1, 2, 4] == [1, 2, 3]" in message
-    assert "At index 2 diff: 4 != 3" in message
     assert "printed before" in message
-    assert "test_children.py:" in message
-    assert "fork_server.py" not in message
+    assert '/test_children.py", line ' in message
+    assert "/children.py" not in message
 
 
 def test_an_error_has_its_traceback():
     message = failed(fail, "of ours", [])
-    assert ">       raise Failure(error)" in message
+    assert "    raise Failure(error)\n" in message
     assert "Failure: of ours" in message
 
 
@@ -83,7 +82,7 @@ def test_an_expected_error_ends_with_1_and_its_traceback():
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback (most recent call last):\n")
     assert "Failure: of ours" in done.stderr.splitlines()[-1]
-    assert "fork_server.py" not in done.stderr
+    assert "/children.py" not in done.stderr
 
 
 @pytest.mark.parametrize(("how", "code"), [("0", 0), ("3", 3), ("words", 1), ("_exit", 0), ("signal", -signal.SIGSEGV)])
@@ -162,15 +161,7 @@ def has_ended(pid: int) -> bool:
     return bool(ready)
 
 
-def test_a_function_or_value_that_cannot_travel_is_refused():
-    def local():
-        pass
-
-    for function in (local, lambda: None):
-        with pytest.raises(TypeError, match="is not at the top of its module: a child cannot import it"):
-            run_in_child(function)
-    with pytest.raises(TypeError, match="an argument of fail cannot be pickled .*; pass a name, a path or a function"):
-        run_in_child(fail, lambda: None)
+def test_a_variable_that_is_read_before_a_child_begins_is_refused():
     with pytest.raises(ValueError, match="PYTHONPATH is read before a forked child begins; use run_script"):
         run_in_child(fail, env={"PYTHONPATH": "x"})
 

@@ -12,12 +12,10 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime as xr
 from children import run_in_child
-from helpers import make, pointer
+from helpers import BACKENDS, compiles, make, pointer
 
 import torch_xla_donate
 from torch_xla_donate import donate_buffer, is_donated
-
-OPTIONS = {"pure": {"pure": True}, "openxla": {"backend": "openxla"}}
 
 
 class Runs(NamedTuple):
@@ -35,7 +33,7 @@ def run_all(folder: Path, kind: str, order: str, readonly: bool) -> Runs:
     xr.initialize_cache(str(folder), readonly=readonly)
     new = [(step, run_once(folder, kind, donate=step == "d")) for step in order]
     counters = {name: metrics.counter_value(name) for name in metrics.counter_names() if name.startswith("Persistent")}
-    return Runs(new, counters, metrics.counter_value("UncachedCompile"))
+    return Runs(new, counters, compiles())
 
 
 def run_once(folder: Path, kind: str, *, donate: bool) -> list[str]:
@@ -50,7 +48,7 @@ def run_once(folder: Path, kind: str, *, donate: bool) -> list[str]:
         out = f(t)
         torch_xla.sync(wait=True)
     else:
-        out = torch_xla_donate.compile(f, donate_argnums=0 if donate else None, **OPTIONS[kind])(t)
+        out = torch_xla_donate.compile(f, donate_argnums=0 if donate else None, **BACKENDS[kind])(t)
     assert out.tolist() == [2 * i + 1 for i in range(8)]
     assert is_donated(t) == donate == (pointer(out) == first)
     if not donate:

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
+from helpers import BACKENDS
 from torch_xla import _XLAC
 
 import torch_xla_donate
 from torch_xla_donate import _C, debug_nans, donation_report, is_donated, scan
 
-OPTIONS = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
-BACKENDS = pytest.mark.parametrize("backend", OPTIONS)
+ANY = pytest.mark.parametrize("backend", BACKENDS)
 GRAPHS = pytest.mark.parametrize("backend", ["pure", "openxla"])
 
 
@@ -21,10 +21,10 @@ def on(device, *values):
 
 
 def compiled(f, backend, **options):
-    return torch_xla_donate.compile(f, **OPTIONS[backend], **options)
+    return torch_xla_donate.compile(f, **BACKENDS[backend], **options)
 
 
-@BACKENDS
+@ANY
 @in_process(devices=4)
 def test_a_function_runs_on_the_device_of_its_arguments(backend):
     step = compiled(lambda x, y: x * 2 + y, backend, donate_argnums=0)
@@ -37,7 +37,7 @@ def test_a_function_runs_on_the_device_of_its_arguments(backend):
     assert compiled(lambda x: x + 1, backend)(on(2, 1) * 2).tolist() == [3]
 
 
-@BACKENDS
+@ANY
 @in_process(devices=4)
 def test_aliases_and_pending_readers_are_found_on_that_device(backend):
     x = on(3, 1, 2)
@@ -53,33 +53,28 @@ def test_aliases_and_pending_readers_are_found_on_that_device(backend):
 
 @GRAPHS
 @in_process(devices=4)
-def test_arguments_on_two_devices_are_refused(backend):
+def test_tensors_on_two_devices_are_refused(backend):
     x, y = on(0, 1), on(3, 1)
     step = compiled(lambda x, y: (x + 1, y + 1), backend, donate_argnums=0)
     with pytest.raises(ValueError, match=r"one device, but x \(argument 0 .*\) is on xla:0, and y \(.*\) is on xla:3"):
         step(x, y)
+    torch_xla.sync()
+    with pytest.raises(ValueError, match=r"on xla:0|xla:3 and xla:0"):
+        compiled(lambda y: (x + 1, y + 1), backend)(y)
+    with pytest.raises(ValueError, match="init and xs have tensors on xla:3 and xla:0"):
+        scan(lambda carry, item: (carry + item, carry), y, x)
     assert (_C.pending(), x.tolist(), y.tolist()) == ([], [1], [1])
     assert [result.tolist() for result in compiled(lambda x, y: (x + 1, y + 1), "lazy")(x, y)] == [[2], [2]]
 
 
 @GRAPHS
 @in_process(devices=4)
-def test_a_closed_over_tensor_of_another_device_is_refused(backend):
-    x, y = on(3, 1), on(0, 1)
-    torch_xla.sync()
-    with pytest.raises(ValueError, match=r"on xla:0|xla:3 and xla:0"):
-        compiled(lambda x: (x + 1, y + 1), backend)(x)
-    with pytest.raises(ValueError, match="init and xs have tensors on xla:3 and xla:0"):
-        scan(lambda carry, item: (carry + item, carry), x, y)
-    assert (x.tolist(), y.tolist()) == ([1], [1])
-
-
-@GRAPHS
-@in_process(devices=4)
-def test_gradients_inside_run_on_that_device(backend):
+def test_gradients_and_checks_run_on_that_device(backend):
     weight = torch.ones(2, 2, device="xla:3", requires_grad=True)
     step = compiled(lambda x, w: torch.autograd.grad((x @ w).sum(), w)[0], backend)
     assert step(torch.ones(1, 2, device="xla:3"), weight).tolist() == [[1, 1], [1, 1]]
+    with debug_nans(), pytest.raises(FloatingPointError, match="1 NaN of 1 value"):
+        compiled(lambda x: x / 0 - x / 0, backend)(on(3, 1))
 
 
 @in_process(devices=4)
@@ -99,7 +94,7 @@ def test_a_scan_runs_on_the_device_of_its_arguments():
     assert (carry.tolist(), str(carry.device)) == ([5], "xla:3")
 
 
-@BACKENDS
+@ANY
 @in_process(devices=4)
 def test_the_current_device_is_restored_after_an_error(backend):
     def fail(x):
@@ -108,13 +103,6 @@ def test_the_current_device_is_restored_after_an_error(backend):
     with pytest.raises(KeyError):
         compiled(fail, backend, donate_argnums=0)(on(3, 1))
     assert (_XLAC._xla_get_default_device(), _C.pending()) == ("xla:0", [])
-
-
-@GRAPHS
-@in_process(devices=4)
-def test_outputs_on_that_device_are_checked(backend):
-    with debug_nans(), pytest.raises(FloatingPointError, match="1 NaN of 1 value"):
-        compiled(lambda x: x / 0 - x / 0, backend)(on(3, 1))
 
 
 @in_process(devices=4)

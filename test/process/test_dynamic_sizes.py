@@ -137,7 +137,7 @@ def test_a_pending_size_keeps_its_input(size_of, value):
 
 
 @in_process(env=DYNAMIC)
-def test_sizes_that_are_gone_hold_nothing():
+def test_a_dropped_size_keeps_no_input():
     t = make()
     with auto_donate():
         for _ in range(3):

@@ -44,48 +44,35 @@ from torch_xla_donate import (
 BUILD = _host.Build("2.9.1+cu128", "2.9.0", True, "GNU 12")
 
 
-def test_the_versions_of_the_build_are_accepted():
-    _host.check_versions("2.9.1+cu128", "2.9.0", BUILD)
+def test_versions_of_the_builds_minor_are_accepted():
+    """Also previews and local builds: the first use compares their layouts, as it does with a stock wheel."""
+    for version in ("2.9.1+cu128", "2.9.0", "2.9.0.dev20250901", "2.9.1+local", "2.9rc1", "2.9.0a0+git7bcbafe"):
+        _host.check_versions(version, version, BUILD)
     _host.check_versions("2.9.0", "2.9.1", BUILD)
 
 
-@pytest.mark.parametrize("version", ["2.9.0.dev20250901", "2.9.1+local", "2.9rc1", "2.9.0a0+git7bcbafe"])
-def test_previews_and_local_builds_count_by_their_minor(version):
-    """The first use then compares their layouts, as it does with a stock wheel."""
-    _host.check_versions(version, version, BUILD)
-
-
-@pytest.mark.parametrize("version", ["nightly", "2", "", "2.x", "v2.9", None])
-def test_a_version_without_numbers_is_refused(version):
-    for torch_version, torch_xla_version, package in ((version, "2.9.0", "torch"), ("2.9.1", version, "torch_xla")):
-        with pytest.raises(ImportError) as raised:
-            _host.check_versions(torch_version, torch_xla_version, BUILD)
-        assert f"{package} says that its version is {version!r}, expected one such as '2.9.1'" in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "torch_xla_version", "text"),
-    [
-        ("2.10.0", "2.10.0", r"supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.10.0 is installed"),
-        ("2.6.0", "2.6.0", r"supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.6.0 is installed"),
-        ("2.8.0", "2.9.0", r"torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
+def test_other_builds_are_refused_with_what_to_do():
+    other_abi = dataclasses.replace(BUILD, cxx11_abi=False)
+    for torch_version, torch_xla_version, build, text in [
+        ("2.10.0", "2.10.0", BUILD, "supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.10.0 is installed"),
+        ("2.6.0", "2.6.0", BUILD, "supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.6.0 is installed"),
+        ("2.8.0", "2.9.0", BUILD, "torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
+        ("2.9.1", "2.9.0", other_abi, r"C\+\+11 ABI off.*Rebuild"),
         (
             "2.8.0+cpu",
             "2.8.1",
+            BUILD,
             r"was built against torch 2.9.1\+cu128 and torch_xla 2.9.0, but torch 2.8.0\+cpu and torch_xla 2.8.1 are "
             r"installed. Rebuild torch_xla_donate in this environment: pip install --no-build-isolation",
         ),
-    ],
-)
-def test_other_versions_are_refused_with_what_to_do(torch_version, torch_xla_version, text):
-    with pytest.raises(ImportError, match=text):
-        _host.check_versions(torch_version, torch_xla_version, BUILD)
-
-
-def test_another_abi_is_refused():
-    other = dataclasses.replace(BUILD, cxx11_abi=False)
-    with pytest.raises(ImportError, match=r"C\+\+11 ABI off.*Rebuild"):
-        _host.check_versions("2.9.1", "2.9.0", other)
+    ]:
+        with pytest.raises(ImportError, match=text):
+            _host.check_versions(torch_version, torch_xla_version, build)
+    for version in ("nightly", "2", "", "2.x", "v2.9", None):
+        for versions, package in (((version, "2.9.0"), "torch"), (("2.9.1", version), "torch_xla")):
+            with pytest.raises(ImportError) as raised:
+                _host.check_versions(*versions, BUILD)
+            assert f"{package} says that its version is {version!r}, expected one such as '2.9.1'" in str(raised.value)
 
 
 def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
@@ -185,6 +172,14 @@ def test_uninstalling_gives_libtorch_its_slots_back():
     c[1] = k
     assert _C.sizes()["outdated"] == 1
     assert c[:, 0].tolist() == [1, 1, 0, 0]
+    # An overwrite is seen again, too.
+    torch_xla.sync()
+    donate_buffer(c)
+    new = c + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(c)
+    c.zero_()
+    assert c[0].tolist() == [0] * 4 and new[0].tolist() == [2] * 4
 
 
 @in_process
@@ -409,69 +404,39 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_bfloat16(contexts):
-    torch.set_default_dtype(torch.bfloat16)
+AMBIENTS = {
+    "bfloat16": lambda contexts: torch.set_default_dtype(torch.bfloat16),
+    "the device": lambda contexts: torch.set_default_device("xla"),
+    "the meta device": lambda contexts: contexts.enter_context(torch.device("meta")),
+    "fake tensors": lambda contexts: contexts.enter_context(FakeTensorMode()),
+    "a dispatch mode": lambda contexts: contexts.enter_context(Mode()),
+    "inference mode": lambda contexts: contexts.enter_context(torch.inference_mode()),
+    "XLA_USE_BF16": lambda contexts: os.environ.update(XLA_USE_BF16="1"),
+}
 
 
-def on_the_device(contexts):
-    torch.set_default_device("xla")
-
-
-def on_the_meta_device(contexts):
-    contexts.enter_context(torch.device("meta"))
-
-
-def in_fake_tensors(contexts):
-    contexts.enter_context(FakeTensorMode())
-
-
-def in_a_dispatch_mode(contexts):
-    contexts.enter_context(Mode())
-
-
-def in_inference_mode(contexts):
-    contexts.enter_context(torch.inference_mode())
-
-
-def with_xla_use_bf16(contexts):
-    os.environ["XLA_USE_BF16"] = "1"
-
-
-AMBIENTS = [
-    in_bfloat16,
-    on_the_device,
-    on_the_meta_device,
-    in_fake_tensors,
-    in_a_dispatch_mode,
-    in_inference_mode,
-    with_xla_use_bf16,
-]
-
-
-@pytest.mark.parametrize("automatic", [False, True])
 @pytest.mark.parametrize("ambient", AMBIENTS)
 @in_process
-def test_the_layouts_are_right_in_any_ambient_mode(ambient, automatic):
-    host = torch.arange(4.0)
+def test_the_layouts_are_right_in_any_ambient_mode(ambient):
+    t = torch.arange(4.0).to("xla") + 0
+    torch_xla.sync()
+    out = t + 1
     with contextlib.ExitStack() as contexts:
-        if automatic:
-            t = host.to("xla") + 0
-            torch_xla.sync()
-            out = t + 1
-            del t
-            ambient(contexts)
-            set_auto_donate(True)
-            torch_xla.sync()
-        else:
-            t = host.to("xla")
-            out = t + 1
-            ambient(contexts)
-            donate_buffer(t)
-            torch_xla.sync()
-        assert not seen
+        AMBIENTS[ambient](contexts)
+        donate_buffer(t)
+        torch_xla.sync()
     assert [donor.outcome for donor in donation_report().donors] == ["donated"]
+    t, out = out, out + 1
+    del t
+    with contextlib.ExitStack() as contexts:
+        AMBIENTS[ambient](contexts)
+        _host.hooks._verified = False
+        set_auto_donate(True)
+        torch_xla.sync()
+    assert not seen
+    assert [donor.outcome for donor in donation_report().donors] == ["donated"] * 2
     assert not donation_report().auto_refusals
-    assert out.cpu().tolist() == [1, 2, 3, 4]
+    assert out.cpu().tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("first", ["donate_buffer", "compile"])
@@ -559,8 +524,9 @@ def test_a_slot_that_another_library_patched_is_an_import_error():
     assert not _C.installed()
 
 
-@pytest.mark.parametrize("where", ["atexit.register(last)", "threading.Thread(target=late).start()"])
-@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize(
+    ("where", "automatic"), [("atexit.register(last)", True), ("threading.Thread(target=late).start()", False)]
+)
 def test_the_layouts_are_right_where_the_interpreter_is_ending(where, automatic):
     done = run_script(f"""
         import atexit, threading
@@ -594,3 +560,47 @@ def test_a_fresh_tensor_may_be_sharded_as_replicated():
     with pytest.raises(RuntimeError, match="element type int32 set, sharding set, clone flag empty, alias id"):
         _C.verify_layouts(probe, number, False)
     _C.verify_layouts(probe, number, _XLAC._get_xla_sharding_type(probe) is not None)
+
+
+# --- Errors of the extension module ---
+
+
+@in_process
+def test_a_lock_that_cannot_be_released_raises():
+    """An exception from a C++ destructor would end the process."""
+
+    class Lock:
+        def acquire(self):
+            pass
+
+        def release(self):
+            raise ValueError("not released")
+
+    class Failing(_C.Scope):
+        def leave(self, raised):
+            raise KeyError("not left")
+
+    scope = _C.Scope(Lock())
+    with pytest.raises(ValueError, match="not released"), scope:
+        pass
+    assert scope.depth == 0
+    # The first error counts; the second one goes to sys.unraisablehook.
+    with pytest.raises(KeyError, match="not left"), Failing(Lock()):
+        pass
+
+
+@in_process
+def test_the_texts_of_errors_are_bounded():
+    """A message with an address or a number in it is another text each time."""
+    before = sum(_C.hook_errors().values())
+    for number in range(200):
+        _C.note_error(f"error {number}")
+        _C.note_auto_refusal(_C.Reason("failed", f"error {number}"))
+    assert len(_C.hook_errors()) <= 65 and sum(_C.hook_errors().values()) == before + 200
+    assert len(_C.auto_refusals()) <= 65
+
+
+@in_process
+def test_there_is_no_executor_before_the_first_step():
+    with pytest.raises(RuntimeError, match="no executor has passed the barrier"):
+        _C.verify_executor(False, True)

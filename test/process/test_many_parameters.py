@@ -9,7 +9,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
-from helpers import pointer
+from helpers import BACKENDS, pointer
 
 from torch_xla_donate import (
     DonatedBufferError,
@@ -92,7 +92,7 @@ def test_outcomes_warnings_and_pairs_are_as_without_a_tuple(dump_folder):
     assert len(partly.after.donors) == 2
 
 
-@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 @in_process(env=WRAPPED)
 def test_compiled_functions_donate_elements_of_the_tuple(dump_folder, options):
     step = compile(lambda a, b, c: (a + c, b * c), donate_argnums=(0, 1), **options)

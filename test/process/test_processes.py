@@ -14,12 +14,12 @@ import torch
 import torch_xla
 import torch_xla.distributed.parallel_loader as parallel_loader
 from children import in_process, run_in_child
-from helpers import make, pointer
+from helpers import BACKENDS, make, pointer
 
-import torch_xla_donate
 from torch_xla_donate import (
     _C,
     DonationError,
+    compile,
     donate_buffer,
     donation_report,
     hlo,
@@ -72,10 +72,10 @@ def test_compiled_functions_donate_on_every_device_of_a_launch():
     together, turns = threading.Barrier(2), threading.Lock()
 
     def rank_main(rank):
-        for options in ({}, {"pure": True}, {"backend": "openxla"}):
+        for options in BACKENDS.values():
             # torch.compile itself refuses to compile on two threads at once: "symbolically trace".
             compiling = turns if "backend" in options else contextlib.nullcontext()
-            step = torch_xla_donate.compile(lambda x: x + 1, donate_argnums=0, **options)
+            step = compile(lambda x: x + 1, donate_argnums=0, **options)
             for size in (4, 5, 6):  # each has a separate graph
                 x = ranks.make(*[float(rank)] * size)
                 first = pointer(x)
@@ -98,8 +98,9 @@ def test_a_trace_on_one_device_leaves_other_devices_alone():
     started, stepped = threading.Event(), threading.Event()
 
     def rank_main(rank):
-        x = ranks.make(1.0, 2.0)
+        x, marked = ranks.make(1.0, 2.0), ranks.make(3.0)
         if rank == 0:
+            donate_buffer(marked)
 
             def f(x):
                 y = x * 2
@@ -107,14 +108,21 @@ def test_a_trace_on_one_device_leaves_other_devices_alone():
                 stepped.wait()
                 return y + 1
 
-            step = torch_xla_donate.compile(f, donate_argnums=0, pure=True)
+            step = compile(f, donate_argnums=0, pure=True)
             assert step(x).tolist() == [3, 5] and is_donated(x)
+            # The steps on the other device have left the mark.
+            assert _C.sizes()["pending"] == 1 and not is_donated(marked)
+            out = marked + 1
+            torch_xla.sync()
+            assert is_donated(marked) and out.tolist() == [4]
         else:
             started.wait()
-            donate_buffer(x)
-            y = x * 3
-            torch_xla.sync()
-            assert is_donated(x) and y.tolist() == [3, 6]
+            for _ in range(3):
+                donate_buffer(x)
+                old, x = x, x * 3
+                torch_xla.sync()
+                assert is_donated(old)
+            assert x.tolist() == [27, 54]
             torch.rand(3)
             stepped.set()
 
@@ -126,7 +134,7 @@ def test_reads_of_a_traced_function_are_refused_on_every_device():
     def rank_main(rank):
         x = ranks.make(1.0, 2.0)
         for f in (lambda x: x * x.sum().item(), lambda x: x[x.nonzero()], lambda x: x + torch.rand(2).to("xla")):
-            step = torch_xla_donate.compile(f, donate_argnums=0, pure=True)
+            step = compile(f, donate_argnums=0, pure=True)
             with pytest.raises(DonationError, match="is declared pure"):
                 step(x)
         assert x.tolist() == [1, 2] and not is_donated(x)
@@ -136,70 +144,34 @@ def test_reads_of_a_traced_function_are_refused_on_every_device():
 
 @in_process(env=TWO_DEVICES)
 def test_a_strict_donation_raises_in_the_thread_that_made_it():
-    def rank_main(rank):
-        t = ranks.make(*[1.0] * (3 + rank))
-        for _ in range(10):
-            donate_buffer(t, strict=True)
-            total = t.sum()
-            with pytest.raises(DonationError) as raised:
-                torch_xla.sync(wait=True)
-            assert f"f32[{3 + rank}]" in str(raised.value)
-            assert f"f32[{4 - rank}]" not in str(raised.value)
-            del total, raised
-
-    ranks.launch(rank_main)
-
-
-@in_process(env=TWO_DEVICES)
-def test_a_postponed_error_waits_for_its_own_device():
+    """Also if it is postponed."""
     postponed, other = threading.Event(), threading.Event()
 
-    def useless_step(rank):
+    def unusable_step(rank):
         t = ranks.make(*[1.0] * (3 + rank))
         donate_buffer(t, strict=True)
         _total = t.sum()
         torch_xla.sync(wait=True)
 
+    def raises_of_its_own(rank, call, *arguments):
+        with pytest.raises(DonationError) as raised:
+            call(*arguments)
+        assert f"f32[{3 + rank}]" in str(raised.value)
+        assert f"f32[{4 - rank}]" not in str(raised.value)
+
     def rank_main(rank):
+        for _ in range(10):
+            raises_of_its_own(rank, unusable_step, rank)
         if rank == 0:
             with notices.postpone_notices():
-                useless_step(rank)
+                unusable_step(rank)
             postponed.set()
             other.wait()
-            with pytest.raises(DonationError, match=r"f32\[3\]"):
-                notices.warn_or_raise()
+            raises_of_its_own(rank, notices.warn_or_raise)
         else:
             postponed.wait()
-            with pytest.raises(DonationError, match=r"f32\[4\]") as raised:
-                useless_step(rank)
-            assert "f32[3]" not in str(raised.value)
+            raises_of_its_own(rank, unusable_step, rank)
             other.set()
-
-    ranks.launch(rank_main)
-
-
-@in_process(env=TWO_DEVICES)
-def test_steps_on_one_device_leave_the_marks_of_another_pending():
-    marked, stepped = threading.Event(), threading.Event()
-
-    def rank_main(rank):
-        t = ranks.make(1.0, 2.0)
-        if rank == 0:
-            donate_buffer(t)
-            marked.set()
-            stepped.wait()
-            assert _C.sizes()["pending"] == 1 and not is_donated(t)
-            out = t + 1
-            torch_xla.sync()
-            assert is_donated(t) and out.tolist() == [2, 3]
-        else:
-            marked.wait()
-            for _ in range(5):
-                donate_buffer(t)
-                old, t = t, t + 1
-                torch_xla.sync()
-                assert is_donated(old)
-            stepped.set()
 
     ranks.launch(rank_main)
 
@@ -251,7 +223,7 @@ def test_the_loaders_steps_leave_marks_that_they_do_not_read(batches_per_executi
 def test_donated_batches_leave_the_data_set_as_it_was(pure):
     data = torch.arange(4 * 4096.0).reshape(4, 4096)
     expected = data.clone()
-    step = torch_xla_donate.compile(lambda batch: batch * 2, donate_argnums=0, pure=pure)
+    step = compile(lambda batch: batch * 2, donate_argnums=0, pure=pure)
     for number, (batch,) in enumerate(loader(data)):
         where = pointer(batch)
         doubled = step(batch)
@@ -286,7 +258,7 @@ def test_random_numbers_of_a_loader_are_not_of_the_function():
     started.set()
     expected = list(batches())
     started.clear(), drawn.clear()
-    step = torch_xla_donate.compile(f, donate_argnums=0, pure=True)
+    step = compile(f, donate_argnums=0, pure=True)
     # One at a time: else the first batch waits for the second.
     on_device = parallel_loader.MpDeviceLoader(batches(), torch_xla.device(), device_prefetch_size=1)
     for batch, wanted in zip(on_device, expected):

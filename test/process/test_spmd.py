@@ -17,6 +17,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process, run_in_child
+from helpers import BACKENDS
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from torch_xla_donate import _C, DonationWarning, compile, donate_buffer, donation_report, hlo, is_donated
@@ -233,7 +234,7 @@ def test_the_reason_names_the_shardings(measured: Any) -> None:
 
 
 @in_process(devices=4)
-def test_of_two_rivals_one_stays_with_a_reason():
+def test_of_two_donors_for_one_output_the_unused_has_a_reason():
     first, second, third = make((8, 4), ROWS), make((8, 4), COLUMNS), make((4, 2))  # 32 bytes on each device
     out = shard(first + second + third.sum(), ROWS)
     donate_buffer({"first": first, "second": second, "third": third})
@@ -395,7 +396,7 @@ def check(f: Callable[..., Any], donor_spec: Spec | None, other_spec: Spec | Non
 
 
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
+@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
 @in_process(devices=4)
 def test_compiled_functions_donate_sharded_arguments_or_say_why(dump_folder, options):
     results = []
@@ -492,3 +493,68 @@ def test_a_tensor_that_is_sharded_and_marked_again_donates():
     torch_xla.sync(wait=True)  # a warning would be an error
     assert is_donated(t)
     assert torch.equal(out.cpu(), values(8, 16) * 2)
+
+
+# --- Views, overwrites, returned arguments and pairs ---
+
+
+@in_process(devices=4)
+def test_views_of_sharded_tensors_keep_their_value():
+    for spec in (ROWS, COLUMNS, WHOLE):
+        t = make((8, 8), spec)
+        t.add_(1)
+        torch_xla.sync(wait=True)
+        copy = values(8, 8) + 1
+        before = t[1:5]
+        donate_buffer(t)
+        taken = [t[1], t.t(), before[0], before.detach(), before.data, t.split(2)[1]]
+        expected = [copy[1], copy.t(), copy[1], copy[1:5], copy[1:5], copy[2:4]]
+        result = t * 2
+        torch_xla.sync(wait=True)
+        assert is_donated(t)
+        for view, value in zip(taken, expected):
+            assert torch.equal(view.cpu(), value), (spec, view.shape)
+        assert torch.equal(result.cpu(), copy * 2)
+
+
+@in_process(devices=4)
+def test_a_sharded_tensor_is_usable_again_after_an_overwrite():
+    for overwrite in (torch.Tensor.zero_, lambda t: t.fill_(0), lambda t: torch.zeros(8, out=t)):
+        t = make((8,), (("a", "b"),))
+        donate_buffer(t)
+        new = t + 1
+        torch_xla.sync(wait=True)
+        assert is_donated(t)
+        overwrite(t)
+        torch_xla.sync()
+        assert t.cpu().tolist() == [0.0] * 8
+        assert torch.equal(new.cpu(), values(8) + 1)
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@in_process(devices=4)
+def test_a_sharded_argument_that_is_returned_is_kept():
+    for options in BACKENDS.values():
+        for spec in (None, (("a", "b"),)):
+            torch._dynamo.reset()
+            g = compile(lambda s: {"p": s["p"], "t": s["t"] * 2, "q": s["q"] + 1}, donate_argnums=0, **options)
+            for other in (lambda w: w, torch.Tensor.detach, lambda w: w.data):
+                w, q = make((8,), spec), make((8,), spec)
+                result = g({"p": w, "t": other(w), "q": q})
+                torch_xla.sync()
+                found = [result[key].cpu() for key in "ptq"]
+                expected = [values(8), values(8) * 2, values(8) + 1]
+                assert all(map(torch.equal, found, expected)), (options, spec)
+                assert is_donated(q) and not is_donated(w)
+                assert torch.equal(w.cpu(), values(8))
+
+
+@in_process(devices=4)
+def test_a_pair_of_sharded_tensors_is_kept():
+    spec = (("a", "b"),)
+    a, b = make((8,), spec), make((8,), spec)
+    x, y = shard(a + 1, spec), shard(b + 2, spec)
+    donate_buffer([a, b], into=[y, x])
+    torch_xla.sync(wait=True)
+    assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
+    assert torch.equal(x.cpu(), values(8) + 1) and torch.equal(y.cpu(), values(8) + 2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from children import in_process
 
 from torch_xla_donate import _C
 
@@ -23,18 +22,13 @@ def number_of(t) -> int:
     return torch_xla._XLAC._xla_get_tensor_id(t)
 
 
-@pytest.mark.parametrize(
-    "function", ["has_graph", "has_value", "holds", "identity", "is_donated", "state", "updated_in_place"]
-)
-def test_what_is_no_tensor_is_named_by_its_type(function):
-    with pytest.raises(TypeError, match="expected a torch.Tensor, got int"):
-        getattr(_C, function)(3)
-
-
-@pytest.mark.parametrize("function", ["cancel", "order_parameters"])
-def test_a_list_with_something_else_in_it_is_refused(function):
-    with pytest.raises(TypeError, match="expected a torch.Tensor, got NoneType"):
-        getattr(_C, function)([uploaded(1, 2), None])
+def test_an_argument_that_is_no_tensor_is_named_by_its_type():
+    for function in ("has_graph", "has_value", "holds", "identity", "is_donated", "state", "updated_in_place"):
+        with pytest.raises(TypeError, match="expected a torch.Tensor, got int"):
+            getattr(_C, function)(3)
+    for function in ("cancel", "order_parameters"):
+        with pytest.raises(TypeError, match="expected a torch.Tensor, got NoneType"):
+            getattr(_C, function)([uploaded(1, 2), None])
 
 
 def test_an_array_is_given_to_a_pending_tensor_only():
@@ -42,31 +36,19 @@ def test_an_array_is_given_to_a_pending_tensor_only():
         _C.give_array(torch.zeros(3), uploaded(1, 2, 3))
 
 
-def test_a_tensor_elsewhere_is_no_probe():
+def test_only_three_uploaded_integers_are_a_probe_of_the_layouts():
     with pytest.raises(RuntimeError, match="an XLA tensor is a N3c1010TensorImplE, expected N9torch_xla13XLATensor"):
         _C.verify_layouts(torch.zeros(3, dtype=torch.int32), 0)
-
-
-def test_the_probe_of_another_number_is_named():
-    probe = uploaded(0, 0, 0)
-    number = number_of(probe)
+    number = number_of(probe := uploaded(0, 0, 0))
     with pytest.raises(RuntimeError, match=f"a lazy tensor has id {number}, torch_xla says {number + 1}"):
         _C.verify_layouts(probe, number + 1)
-
-
-@pytest.mark.parametrize(
-    ("make_probe", "message"),
-    [
-        (lambda: uploaded(0.0, 0.0, 0.0, dtype=torch.float32), FIELDS),
-        (lambda: uploaded(0, 0, 0) + 1, PENDING),
-        (lambda: uploaded(0, 0, 0, 0), r"device data describes itself as 's32\[4\]', expected a text that starts with"),
-    ],
-    ids=["float", "pending", "four"],
-)
-def test_a_probe_that_is_not_three_uploaded_integers(make_probe, message):
-    probe = make_probe()
-    with pytest.raises(RuntimeError, match=message):
-        _C.verify_layouts(probe, number_of(probe))
+    for probe, message in [
+        (uploaded(0.0, 0.0, 0.0, dtype=torch.float32), FIELDS),
+        (uploaded(0, 0, 0, 0), r"device data describes itself as 's32\[4\]', expected a text that starts with"),
+        (uploaded(0, 0, 0) + 1, PENDING),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            _C.verify_layouts(probe, number_of(probe))
 
 
 def test_a_switch_that_the_executor_does_not_have_is_a_mismatch():
@@ -97,44 +79,3 @@ def test_an_error_while_a_scope_is_left_is_raised_once():
     with pytest.raises(ValueError, match="not left"), Failing():
         pass
     assert calls == [False]
-
-
-@in_process
-def test_a_lock_that_cannot_be_released_raises():
-    """An exception from a C++ destructor would end the process."""
-
-    class Lock:
-        def acquire(self):
-            pass
-
-        def release(self):
-            raise ValueError("not released")
-
-    class Failing(_C.Scope):
-        def leave(self, raised):
-            raise KeyError("not left")
-
-    scope = _C.Scope(Lock())
-    with pytest.raises(ValueError, match="not released"), scope:
-        pass
-    assert scope.depth == 0
-    # The first error counts; the second one goes to sys.unraisablehook.
-    with pytest.raises(KeyError, match="not left"), Failing(Lock()):
-        pass
-
-
-@in_process
-def test_the_texts_of_errors_are_bounded():
-    """A message with an address or a number in it is another text each time."""
-    before = sum(_C.hook_errors().values())
-    for number in range(200):
-        _C.note_error(f"error {number}")
-        _C.note_auto_refusal(_C.Reason("failed", f"error {number}"))
-    assert len(_C.hook_errors()) <= 65 and sum(_C.hook_errors().values()) == before + 200
-    assert len(_C.auto_refusals()) <= 65
-
-
-@in_process()
-def test_there_is_no_executor_before_the_first_step():
-    with pytest.raises(RuntimeError, match="no executor has passed the barrier"):
-        _C.verify_executor(False, True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -25,10 +27,6 @@ def donated(make):
     return t
 
 
-def _set_item(t):
-    t[0] = 1
-
-
 USES = {
     "add": lambda t: t + 1,
     "add from the left": lambda t: 1 + t,
@@ -44,7 +42,7 @@ USES = {
     "foreach in place": lambda t: torch._foreach_mul_([t], 2),
     "stack": lambda t: torch.stack([t, t]),
     "add in place": lambda t: t.add_(1),
-    "set an item": _set_item,
+    "set an item": lambda t: t.__setitem__(0, 1),
     "index copy": lambda t: t.index_copy_(0, torch.zeros(1, dtype=torch.int64, device="xla"), t[:1]),
     "out=": lambda t: torch.add(t, 1, out=torch.empty(4, 4, device="xla")),
     "str": str,
@@ -88,88 +86,22 @@ def test_every_use_raises_at_its_line_and_pending_work_survives(make, donated, n
     assert donated.result[0].tolist() == [0, 2, 4, 6]
 
 
-def test_the_message_names_the_line_of_the_donation(make):
-    t = make(2)
-    donate_buffer(t)
-    line = test_the_message_names_the_line_of_the_donation.__code__.co_firstlineno + 2
-    _ = t + 1
+def test_the_message_names_the_line_of_the_donation_and_the_leaf(make):
+    state, module = {"layer": [make(2)]}, torch.nn.Linear(2, 3).to("xla")
     torch_xla.sync()
-    with pytest.raises(DonatedBufferError, match=re.escape(f"{__file__}:{line} ")):
-        t.cpu()
-
-
-def test_the_message_names_the_leaf_of_a_pytree(make):
-    state = {"layer": [make(2)]}
     donate_buffer(state)
-    _ = state["layer"][0] + 1
-    torch_xla.sync()
-    with pytest.raises(DonatedBufferError, match=r"f32\[2\] tensor \"\['layer'\]\[0\]\" was donated at"):
-        state["layer"][0].cpu()
-
-
-def test_the_message_names_the_parameter_of_a_module(make):
-    module = torch.nn.Linear(2, 3).to("xla")
-    torch_xla.sync()
+    line = inspect.currentframe().f_lineno - 1
     donate_buffer(module)
-    _ = [p.detach() * 2 for p in module.parameters()]
+    _ = state["layer"][0] + 1, [p.detach() * 2 for p in module.parameters()]
     torch_xla.sync()
+    leaf = r"f32\[2\] tensor \"\['layer'\]\[0\]\" was donated at " + re.escape(f"{__file__}:{line} ")
+    with pytest.raises(DonatedBufferError, match=leaf):
+        state["layer"][0].cpu()
     with pytest.raises(DonatedBufferError, match="'weight' was donated at"):
         module(make(1, 2))
-
-
-SIBLINGS = {
-    "detach": lambda t: t.detach(),
-    ".data": lambda t: t.data,
-    "Parameter": lambda t: torch.nn.Parameter(t),
-    "view": lambda t: t.view(-1),
-    "slice": lambda t: t[1:],
-    "row": lambda t: t[0],
-    "transpose": lambda t: t.t(),
-    "whole slice": lambda t: t[:],
-    "chunk": lambda t: t.chunk(2)[1],
-    "diagonal": lambda t: t.diagonal(),
-}
-
-
-@pytest.mark.parametrize("materialised", [False, True], ids=["pending", "materialised"])
-@pytest.mark.parametrize("sibling", SIBLINGS.values(), ids=SIBLINGS.keys())
-def test_tensors_that_share_the_storage_raise_too(make, sibling, materialised):
-    t = make(4, 4)
-    other = sibling(t)
-    if materialised:
-        torch_xla.sync()
-    donate_buffer(t)
-    out = t * 2
-    torch_xla.sync()
-    with pytest.raises(DonatedBufferError, match="was donated at"):
-        other.cpu()
-    with pytest.raises(DonatedBufferError, match="was donated at"):
-        _ = other + 1
-    torch_xla.sync(wait=True)
-    assert out[0].tolist() == [0, 2, 4, 6]
-
-
-def test_state_dict_entries_raise_too():
-    module = torch.nn.Linear(2, 2).to("xla")
-    torch_xla.sync()
-    entries = module.state_dict()
-    donate_buffer(module)
-    _ = [p.detach() * 2 for p in module.parameters()]
-    torch_xla.sync()
-    for entry in entries.values():
+    for entry in module.state_dict().values():
         with pytest.raises(DonatedBufferError):
             entry.cpu()
-
-
-def test_views_of_an_unusable_donor_keep_their_value(make, recwarn):
-    t = make(8)
-    view = t[2:5]
-    torch_xla.sync()
-    donate_buffer(t)
-    total = t.sum()
-    torch_xla.sync(wait=True)
-    assert view.tolist() == [2, 3, 4]
-    assert total.item() == 28
 
 
 def test_metadata_still_works(donated):
@@ -181,20 +113,6 @@ def test_metadata_still_works(donated):
     assert not donated.requires_grad
     assert torch.empty_like(donated, device="meta").shape == (4, 4)
     assert is_donated(donated)
-
-
-@pytest.mark.parametrize("source", ["xla", "cpu"])
-def test_copying_a_new_value_in_makes_the_tensor_usable_again(make, donated, source):
-    donated.copy_(torch.full((4, 4), 3.0, device=source))
-    assert not is_donated(donated)
-    assert (donated + 1).tolist() == [[4.0] * 4] * 4
-    donate_buffer_after_sync = donated
-    torch_xla.sync()
-    donate_buffer(donate_buffer_after_sync)
-    out = donated * 2
-    torch_xla.sync()
-    assert is_donated(donated)
-    assert out[0].tolist() == [6.0] * 4
 
 
 def test_backward_through_a_donated_tensor_is_an_error(make):
@@ -225,33 +143,7 @@ def test_backward_before_the_step_is_right(make):
     assert new.tolist() == [0, -1, -2]
 
 
-def test_the_error_is_caught_as_a_runtime_error(donated):
-    with pytest.raises(RuntimeError):
-        donated.cpu()
-
-
 def test_other_threads_get_the_error_too(donated):
-    import threading
-
-    caught = []
-
-    def use():
-        try:
-            donated.cpu()
-        except DonatedBufferError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1
-
-
-def test_a_step_with_a_failed_use_in_it_still_runs(make, donated):
-    kept = make(3) * 3
-    for _ in range(3):
-        with pytest.raises(DonatedBufferError):
-            _ = kept + donated.sum()
-        kept = kept + 1
-        torch_xla.sync()
-    assert kept.tolist() == [3, 6, 9]
+    with ThreadPoolExecutor(1) as other, pytest.raises(RuntimeError, match="was donated at") as raised:
+        other.submit(donated.cpu).result()
+    assert type(raised.value) is DonatedBufferError

@@ -32,8 +32,8 @@ def holders_of(buffers: Sequence[int]) -> dict[int, str]:
         if names
     }
     missing = {*buffers} - found.keys()
-    for text, saved in _Graphs(named.values()).saving(missing):
-        found.update(dict.fromkeys(saved, text))
+    for name, saved in _Graphs(named.values()).saving(missing):
+        found.update(dict.fromkeys(saved, graph_text(name)))
         missing -= saved
     return found
 
@@ -50,12 +50,20 @@ def references(buffers: set[int], named: Mapping[int, Named]) -> dict[int, list[
     return {buffer: list(names.values()) for buffer, names in found.items()}
 
 
-def other_holders(known: Mapping[int, int], named: Mapping[int, Named]) -> dict[int, list[str]]:
-    """The holders of each buffer beside those with names: graphs of autograd, and what else refers to its tensors.
+def graph_text(name: Name) -> str:
+    """The text for the graph of autograd of a tensor."""
+    return f"grad_fn of {name.holder(with_path=True)}"
+
+
+def other_holders(known: Mapping[int, int], named: Mapping[int, Named]) -> tuple[dict[int, list[Name]], set[int]]:
+    """The holders of buffers beside those with names.
 
     Args:
         known: for each buffer the number of its `references`.
         named: the tensors with names.
+
+    Returns:
+        For each buffer the tensors whose graphs of autograd save it, and the buffers that something else refers to.
     """
     tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
     counted, objects = Counter[int](), Counter[int]()
@@ -66,17 +74,18 @@ def other_holders(known: Mapping[int, int], named: Mapping[int, Named]) -> dict[
         counted[buffer] += sys.getrefcount(tensor) - ours
         objects[buffer] += 1
     graphs = _Graphs(named.values())
-    found: dict[int, list[str]] = {buffer: [] for buffer in known}
-    for text, saved in graphs.saving(set(known)):
+    found: dict[int, list[Name]] = {buffer: [] for buffer in known}
+    for name, saved in graphs.saving(set(known)):
         for buffer in saved:
-            found[buffer].append(text)
-    for buffer, texts in found.items():
+            found[buffer].append(name)
+    unknown = set()
+    for buffer, names in found.items():
         # A graph refers to a tensor only if Python does not.
-        of_graphs = objects[buffer] - min(known[buffer], 1) if texts else 0
-        is_all = counted[buffer] <= known[buffer] + of_graphs and not (texts and graphs.are_more)
-        if not is_all or not (known[buffer] or texts):
-            texts.append(UNKNOWN)
-    return found
+        of_graphs = objects[buffer] - min(known[buffer], 1) if names else 0
+        is_all = counted[buffer] <= known[buffer] + of_graphs and not (names and graphs.are_more)
+        if not is_all or not (known[buffer] or names):
+            unknown.add(buffer)
+    return found, unknown
 
 
 def _is_tensor(leaf: object) -> bool:
@@ -95,8 +104,8 @@ class _Graphs:
         self._nodes_left = _NODES
         self.are_more = False
 
-    def saving(self, buffers: set[int]) -> Iterator[tuple[str, set[int]]]:
-        """The graphs that save some of these buffers, until all are taken out of the set."""
+    def saving(self, buffers: set[int]) -> Iterator[tuple[Name, set[int]]]:
+        """The tensors whose graphs save some of these buffers, until all are taken out of the set."""
         named = 0
         for named_tensor in self._names:
             tensor = named_tensor.tensor()
@@ -111,7 +120,7 @@ class _Graphs:
             saved = {_C.holds(leaf) for leaf in self._saved(tensor.grad_fn)} & buffers
             if saved:
                 named += 1
-                yield f"grad_fn of {named_tensor.names[0].holder(with_path=True)}", saved
+                yield named_tensor.names[0], saved
 
     def _saved(self, node: Any) -> Iterator[torch.Tensor]:
         """The tensors that a graph saves."""

@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch_xla_donate._frames import is_internal
 
 _DEPTH = 8  # containers between a variable and a tensor
 OBJECTS = 250_000  # visited in one walk
-_FIRST = 64  # children of a container in its first turn
+_TURN = 256  # children of a container in one turn
 _LONGEST = 100  # characters of a key in a path
 
 
@@ -194,15 +194,11 @@ class Walk:
         """Follows the variables."""
         while self._parts and self.visited < OBJECTS:
             part = self._parts.popleft()
-            first = part.start
-            try:
-                children = part.take(OBJECTS - self.visited)
-            except RuntimeError:  # another thread changes it
-                continue
+            children = list(itertools.islice(part.children, min(_TURN, OBJECTS - self.visited)))
             self.visited += len(children)
-            if first + len(children) == part.start:
+            if len(children) == _TURN:
                 self._parts.append(part)
-            for position, (key, child) in enumerate(children, first):
+            for position, (key, child) in children:
                 text = None if issubclass(type(child), _PLAIN) else part.text(position, key)
                 if text is not None:
                     slot = _cell(key, child) if part.is_closure else (part.owner.number, text)
@@ -242,29 +238,31 @@ class _Owner(NamedTuple):
     number: int
 
 
-@dataclasses.dataclass
 class _Part:
-    """A container that the walk reads from `start` on.
+    """A container whose children the walk reads in turns.
 
     depth: of its children.
     text: what a child's path adds to the owner's, from its position and its key; None to skip the child.
     """
 
-    container: Any
-    owner: _Owner
-    depth: int
-    text: Callable[[int, Any], str | None]
-    start: int = 0
-    is_closure: bool = False
+    def __init__(
+        self,
+        container: Any,
+        owner: _Owner,
+        depth: int,
+        text: Callable[[int, Any], str | None],
+        is_closure: bool = False,
+    ) -> None:
+        self.owner, self.depth, self.text, self.is_closure = owner, depth, text, is_closure
+        self.children = enumerate(_entries(container))
 
-    def take(self, most: int) -> list[tuple[Any, Any]]:
-        """The next children with their keys. Each time more, as a dictionary can only be read from its beginning."""
-        first, self.start = self.start, self.start + min(self.start + _FIRST, most)
-        kind = type(self.container)
-        if issubclass(kind, dict):  # a copy, as other threads may change it
-            return list(itertools.islice(dict.items(self.container), first, self.start))
-        read = list.__getitem__ if issubclass(kind, list) else tuple.__getitem__
-        return list(enumerate(read(self.container, slice(first, self.start)), first))
+
+def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys and values of a dictionary, or the numbers and items of a list or tuple. Calls no code of its class."""
+    kind = type(container)
+    if issubclass(kind, dict):  # a copy, as other threads may change it
+        return list(itertools.islice(dict.items(container), OBJECTS))
+    return enumerate(list.__iter__(container) if issubclass(kind, list) else tuple.__iter__(container))
 
 
 def _parts_of(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
-from torch_xla_donate._tools.dump import DumpedStep, read_steps, signature_of
+from torch_xla_donate._tools.dump import DumpedStep, donor_of, read_steps, signature_of
 from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.memory import with_undonated
 from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
@@ -248,17 +248,9 @@ def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary
     known = {donor.parameter: donor for donor in step.donors}
     donors = []
     for outcome in compiled.donors:
-        number = number_of[outcome.donor]
-        donors.append(
-            dataclasses.replace(
-                known.get(number) or StepDonor(number, "", 0, "unknown"),  # of a module that CPU compiled otherwise
-                array=str(outcome.shape),
-                bytes=outcome.shape.padded_bytes,
-                output=None if outcome.output is None else output_of[outcome.output],
-                reason=outcome.reason,
-                copied_bytes=0,
-            )
-        )
+        donor = donor_of(outcome, number_of[outcome.donor], output_of, {})
+        here = known.get(donor.parameter, donor)  # CPU may have compiled the module otherwise
+        donors.append(dataclasses.replace(donor, kind=here.kind, name=here.name, where=here.where))
     return dataclasses.replace(
         step,
         file="",

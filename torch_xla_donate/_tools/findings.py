@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_donate import _C, _frames
 from torch_xla_donate._report.explain import split_sharding
-from torch_xla_donate._report.holders import other_holders, references
+from torch_xla_donate._report.holders import UNKNOWN, graph_text, other_holders, references
 from torch_xla_donate._report.reasons import sentence
 from torch_xla_donate._report.walk import Name, Named
 from torch_xla_donate._tools.hints import HintKind
@@ -33,6 +33,7 @@ class Finding:
 
     names: of the first array, or of all in `kept_gradient`.
     holders: the texts of what holds the arrays, the one that holds the most of them first.
+    graphs: of these the tensors whose graphs of autograd hold them, by text.
     automatic: whether the step donates free inputs anyway.
     """
 
@@ -44,6 +45,7 @@ class Finding:
     automatic: bool = False
     detail: str = ""
     holders: tuple[str, ...] = ()
+    graphs: dict[str, Name] = dataclasses.field(default_factory=dict)
     runs: int = 0
 
     def merge(self, other: Finding) -> None:
@@ -152,11 +154,12 @@ def _held(
     if not inputs:
         return {}
     names_of = references({raw.buffer for raw in inputs}, now)
-    others = other_holders({buffer: len(names) for buffer, names in names_of.items()}, now)
+    graphs, unknown = other_holders({buffer: len(names) for buffer, names in names_of.items()}, now)
     held_by = Counter(root for names in names_of.values() for root in {name.root for name in names})
     groups: dict[Key, tuple[Finding, list[Name], list[str]]] = {}
     for raw in inputs:
-        names, texts = names_of[raw.buffer], sorted(others[raw.buffer])
+        names, graph_of = names_of[raw.buffer], {graph_text(name): name for name in graphs[raw.buffer]}
+        texts = [*sorted(graph_of), *([UNKNOWN] if raw.buffer in unknown else [])]
         if names:
             names.sort(key=lambda name: -held_by[name.root])
             own = names[:1]
@@ -164,10 +167,11 @@ def _held(
         else:
             old = before.get(raw.tensor)  # type: ignore[arg-type]
             own = old.names if old is not None else []
-            kind: HintKind = "kept_graph" if all(text.startswith("grad_fn of") for text in texts) else "held_input"
+            kind: HintKind = "held_input" if raw.buffer in unknown else "kept_graph"
             key = Key(kind, site, "", "", ", ".join(texts))
         finding, named, unnamed = groups.setdefault(key, (Finding([*own]), [], []))
         finding.add(raw.array)
+        finding.graphs.update(graph_of)
         named += names
         unnamed += texts
     for finding, named, unnamed in groups.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -138,7 +137,8 @@ def _hint(key: Key, finding: Finding) -> Hint:
             edit += ", or donate_argnums of torch_xla_donate.compile for a step that is a function"
     elif key.kind == "kept_graph":
         edit = _detach(finding)
-        where = _where(finding.holders[0], key.site) or where
+        kept = finding.graphs[finding.holders[0]]
+        where = f"{kept.file}:{kept.assigned()}" if kept.code is not None else where
     elif key.kind == "kept_gradient":
         edit = "optimizer.zero_grad(set_to_none=True) after the last use of the gradients"
     elif key.kind == "held_input":
@@ -164,11 +164,10 @@ def _hint(key: Key, finding: Finding) -> Hint:
 def _detach(finding: Finding) -> str:
     """The call for graphs that variables keep alive. The inputs are then free, which `auto_donate` donates."""
     also = "" if finding.automatic else f" and {_AUTO_DONATE}"
-    found = [re.fullmatch(r"grad_fn of variable '(\w+)' at .*", holder) for holder in finding.holders]
-    variables = [variable[1] for variable in found if variable is not None]
-    if len(variables) < len(found):
-        return f"keep the .detach() of {'it' if len(found) == 1 else 'each'}{also}"
-    statements = ", ".join(f"{variable} = {variable}.detach()" for variable in variables)
+    names = [finding.graphs[text] for text in finding.holders]
+    if any(name.path or name.code is None for name in names):
+        return f"keep the .detach() of {'it' if len(names) == 1 else 'each'}{also}"
+    statements = ", ".join(f"{name.variable} = {name.variable}.detach()" for name in names)
     return f"{statements} before the step ends{also}"
 
 
@@ -176,10 +175,3 @@ def _listed(texts: Sequence[str]) -> str:
     first, more = texts[:1], texts[1:]
     shown = ", ".join([*more[:_SHOWN], *(["..."] if len(more) > _SHOWN else [])])
     return "".join(first) + (f" and {len(more)} more: {shown}" if more else "")
-
-
-def _where(holder: str, site: str) -> str:
-    """``file:line`` of the variable that holds something. The holder has only the file's name."""
-    place = re.search(r" at (.*):(\d+)$", holder)
-    file = site.rpartition(":")[0]
-    return f"{file}:{place[2]}" if place is not None and file.rpartition("/")[2] == place[1] else ""
