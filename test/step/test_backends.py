@@ -129,6 +129,7 @@ def test_every_kind_of_callable_donates(make, options):
         x = make(3)
         assert compile(f, donate_argnums=0, **options)(x).tolist() == [0, 3, 6], f
         assert is_donated(x), (f, last_reasons())
+    assert compile(torch.neg, donate_argnums=0, **options)(make(3)).tolist() == [0, -1, -2]
 
 
 @each_backend
