@@ -317,7 +317,7 @@ def test_leaves_of_a_class_without_keys_are_donated_and_numbered(make, options):
     assert _C.pending() == [] and not is_donated(state.first)
 
 
-def test_structures_that_differ_only_deep_inside_have_their_own_names(make):
+def test_structures_that_differ_deep_inside_have_own_names(make):
     f = torch_xla_donate.compile(lambda s: [t + 1 for t in s["m"].values()], donate_argnums=0)
     for key in ("first", "second"):
         f({"m": {key: make(2)}})
@@ -372,7 +372,7 @@ def test_strict_raises_at_the_call_with_the_result(make, reads):
         assert gone(x, y) == [False, True]
 
 
-def test_the_environment_makes_calls_strict_unless_an_argument_says_otherwise(make, monkeypatch):
+def test_the_environment_makes_calls_strict_by_default(make, monkeypatch):
     monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "1")
     with pytest.raises(DonationError, match="not read by the step"):
         torch_xla_donate.compile(lambda x: None, donate_argnums=0)(make(2))

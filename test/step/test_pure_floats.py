@@ -220,7 +220,7 @@ def test_special_values_and_computed_numbers_keep_their_precision(make):
         assert torch.equal(f(x, n, m).cpu(), x.cpu() + (n * m - 1) / 3)
 
 
-def test_ints_bools_strings_enums_and_static_floats_are_traced_apart(make):
+def test_ints_bools_strings_enums_and_static_floats_are_static(make):
     traces = []
 
     class Rate(float, enum.Enum):
@@ -246,7 +246,7 @@ def test_ints_bools_strings_enums_and_static_floats_are_traced_apart(make):
     assert [str(value) for value in traces] == ["0.25", "0.05", "0.0", "-0.0"]
 
 
-def test_numpy_floats_are_numbers_too(make):
+def test_numpy_floats_share_the_trace_and_promote_as_numbers(make):
     traces = []
 
     @compile(pure=True)
@@ -264,7 +264,7 @@ def test_numpy_floats_are_numbers_too(make):
     assert len(traces) == 1
 
 
-def test_a_default_is_a_constant_and_an_argument_an_input(make):
+def test_a_default_float_is_a_constant_and_an_argument_an_input(make):
     traces = []
 
     @compile(pure=True)
@@ -328,7 +328,7 @@ def test_a_use_on_the_host_is_refused_with_the_remedy(make):
         compile(lambda x, n: x.long().add(x.long(), alpha=n), pure=True)(x, 0.5)
 
 
-def test_floats_in_a_donated_argument_and_among_results_are_those_of_the_call(make):
+def test_donated_and_returned_floats_are_those_of_the_call(make):
     @compile(donate_argnums=0, pure=True, strict=True)
     def f(state, n):
         new = {**state, "w": state["w"] * n, "v": state["v"] + state["decay"]}

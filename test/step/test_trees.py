@@ -292,7 +292,7 @@ def test_an_executable_refuses_equal_values_of_other_types(make):
         compiled(x, True)
 
 
-def test_an_executable_accepts_nan_and_arrays_as_before(make):
+def test_an_executable_accepts_nan_and_equal_arrays(make):
     x, array = make(3), numpy.ones(2)
     compiled = torch_xla_donate.compile(lambda t, n, a: t + a.size).lower(x, float("nan"), array).compile()
     assert compiled(x, float("nan"), array.copy()).tolist() == [2, 3, 4]
