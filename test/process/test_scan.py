@@ -88,7 +88,7 @@ def test_under_spmd_the_backward_scan_reads_all_arguments():
 
 @pytest.mark.parametrize("options", [None, {}, {"pure": True}], ids=["plain", "lazy", "pure"])
 @in_process
-def test_an_error_of_a_scan_that_the_program_keeps_does_not_end_the_process(options):
+def test_a_kept_error_of_a_scan_does_not_end_the_process(options):
     """An error of torch_xla, which the program still has at the next sync."""
 
     # torch_xla lowers the mask of a dropout that is an output to another type than it expects.

@@ -129,6 +129,7 @@ def test_every_kind_of_callable_donates(make, options):
         x = make(3)
         assert compile(f, donate_argnums=0, **options)(x).tolist() == [0, 3, 6], f
         assert is_donated(x), (f, last_reasons())
+    assert compile(torch.neg, donate_argnums=0, **options)(make(3)).tolist() == [0, -1, -2]
 
 
 @each_backend
@@ -256,19 +257,20 @@ def test_an_error_takes_the_marks_back_and_loses_nothing(make, options):
 
 
 @each_backend
-def test_a_nested_call_is_a_part_of_the_outer_one(make, options):
+def test_a_nested_call_donates_nothing_of_its_own(make, options):
+    """It is a part of the outer call, which may donate an argument of both."""
     inner = compile(lambda x: x + 1, donate_argnums=0, **options)
 
-    def both(x):
-        return inner(x), x * 2
+    def both(x, y):
+        return inner(x) + inner(y) + x
 
-    outers = [compile(both, **options), compile(both)]
+    outers = [(compile(both, donate_argnums=1, **options), True), (compile(both), False)]
     if options == BACKENDS["openxla"]:
-        outers.append(torch.compile(both, backend="openxla"))
-    for outer in outers:
-        x = make(3)
-        assert outer(x)[0].tolist() == [1, 2, 3]
-        assert not is_donated(x)
+        outers.append((torch.compile(both, backend="openxla"), False))
+    for outer, donates in outers:
+        x, y = make(3), make(3)
+        assert outer(x, y).tolist() == [2, 5, 8]
+        assert (is_donated(x), is_donated(y)) == (False, donates)
 
 
 @each_backend

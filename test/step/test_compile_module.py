@@ -75,7 +75,7 @@ def test_the_mode_counts_in_a_pure_module(make):
     assert not torch.equal(compiled.train()(x).cpu(), x.cpu())
 
 
-def test_it_is_a_part_of_other_modules(linear, make):
+def test_a_compiled_module_inside_another_module(linear, make):
     whole = torch.nn.Sequential(compile(linear), torch.nn.ReLU()).to("xla")
     assert list(whole.state_dict()) == ["0.weight", "0.bias"]
     whole.load_state_dict({"0.weight": torch.eye(3), "0.bias": torch.zeros(3)})

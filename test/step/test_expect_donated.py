@@ -318,7 +318,7 @@ def test_a_call_counts_as_one_step_unless_it_fails(make, options):
     assert value.shape == (20,)
 
 
-def test_nothing_is_left_behind(make):
+def test_a_closed_tally_counts_no_steps(make):
     value = make(10)
     with expect_donated():
         value = step(value)

@@ -206,7 +206,7 @@ def test_a_graph_of_another_function_consumes_nothing(make):
     assert last_reasons() == ["torch.compile did not compile the whole function, and the rest may read it"]
 
 
-def test_what_the_backward_pass_needs_stays(make):
+def test_an_argument_that_backward_needs_is_not_consumed(make):
     w = make(3).requires_grad_()
     needed, free = give_away(lambda x, w: x * w), give_away(lambda x, w: (x + 1) * w)
     for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-import gc
+import itertools
 import math
 import re
 
@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import compiles, error_of
+from helpers import assert_keeps_nothing, compiles, error_of
 
-from torch_xla_donate import _C, DonationError, compile, donation_report, is_donated, scan
+from torch_xla_donate import DonationError, compile, donation_report, is_donated, scan
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 OTHERS = [torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -220,7 +220,7 @@ def test_special_values_and_computed_numbers_keep_their_precision(make):
         assert torch.equal(f(x, n, m).cpu(), x.cpu() + (n * m - 1) / 3)
 
 
-def test_ints_bools_strings_enums_and_static_floats_are_traced_apart(make):
+def test_ints_bools_strings_enums_and_static_floats_are_static(make):
     traces = []
 
     class Rate(float, enum.Enum):
@@ -246,7 +246,7 @@ def test_ints_bools_strings_enums_and_static_floats_are_traced_apart(make):
     assert [str(value) for value in traces] == ["0.25", "0.05", "0.0", "-0.0"]
 
 
-def test_numpy_floats_are_numbers_too(make):
+def test_numpy_floats_share_the_trace_and_promote_as_numbers(make):
     traces = []
 
     @compile(pure=True)
@@ -264,7 +264,7 @@ def test_numpy_floats_are_numbers_too(make):
     assert len(traces) == 1
 
 
-def test_a_default_is_a_constant_and_an_argument_an_input(make):
+def test_a_default_float_is_a_constant_and_an_argument_an_input(make):
     traces = []
 
     @compile(pure=True)
@@ -328,19 +328,23 @@ def test_a_use_on_the_host_is_refused_with_the_remedy(make):
         compile(lambda x, n: x.long().add(x.long(), alpha=n), pure=True)(x, 0.5)
 
 
-def test_a_float_that_is_returned_is_that_of_the_call(make):
-    @compile(donate_argnums=0, pure=True)
+def test_donated_and_returned_floats_are_those_of_the_call(make):
+    @compile(donate_argnums=0, pure=True, strict=True)
     def f(state, n):
-        return {"w": state["w"] * n, "lr": state["lr"]}, n, n * 2, n > 0.5
+        new = {**state, "w": state["w"] * n, "v": state["v"] + state["decay"]}
+        return new, n, n * 2, n > 0.5
 
-    state = {"w": make(3), "lr": 0.1}
+    state = {"w": make(3), "decay": 0.5, "v": make(5)}
     for value in (0.25, 0.75):
+        old = state
         state, same, twice, larger = f(state, value)
+        assert is_donated(old["w"]) and is_donated(old["v"])
         assert same == value and type(same) is float
-        assert state["lr"] == 0.1
+        assert state["decay"] == 0.5
         assert twice.dtype == torch.float32 and twice.item() == 2 * value
         assert larger.dtype == torch.bool and larger.item() is (value > 0.5)
         assert type(twice) is torch.Tensor
+    assert torch.equal(state["v"].cpu(), torch.arange(5) + 1.0)
 
 
 def test_gradients_flow_beside_a_number(make):
@@ -391,40 +395,11 @@ def test_the_floats_of_a_call_are_uploaded_at_once_if_they_are_read(make):
     assert (torch.tensor(0.3, device="xla") + torch.tensor(1.001, device="xla")).item() == pytest.approx(1.301)
 
 
-def test_a_donated_argument_may_hold_floats(make):
-    @compile(donate_argnums=0, pure=True, strict=True)
-    def f(state):
-        return {**state, "w": state["w"] * state["decay"], "v": state["v"] + state["decay"]}
-
-    state = {"w": make(3), "decay": 0.5, "v": make(5)}
-    for _ in range(3):
-        old = state
-        state = f(state)
-        assert is_donated(old["w"]) and is_donated(old["v"])
-    assert state["decay"] == 0.5
-    assert torch.equal(state["v"].cpu(), torch.arange(5) + 1.5)
-
-
-def test_three_thousand_rates_leave_no_memory(make):
-    @compile(donate_argnums=0, pure=True)
-    def f(state, n):
-        return state * n
-
-    def alive():
-        gc.collect()
-        torch_xla.core.xla_model.wait_device_ops()
-        return metrics.counter_value("CreateXlaTensor") - metrics.counter_value("DestroyXlaTensor")
-
-    state = make(4)
-    for step in range(10):
-        state = f(state, 1.0 + step * 1e-6)
-    before, compiled, sizes = alive(), compiles(), _C.sizes()
-    for step in range(3000):
-        state = f(state, 1.0 - step * 1e-9)
-    assert alive() == before
+def test_two_thousand_rates_leave_no_memory(make):
+    f = compile(lambda state, x, n: state * n + x, donate_argnums=0, pure=True)
+    rates = itertools.count()
+    assert_keeps_nothing(lambda state, x: f(state, x, 1.0 - next(rates) * 1e-9), make(10), make)
     assert len(f._programs) == 1
-    assert compiles() == compiled
-    assert all(count <= sizes[name] + 2 * 64 for name, count in _C.sizes().items())
 
 
 def test_lower_takes_the_float_as_an_input(make):

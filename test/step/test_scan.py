@@ -326,7 +326,7 @@ def test_bodies_without_a_hash_scan_but_not_as_pure_bodies(make, kind):
         scan(kind(), init, make(4, 3), is_fn_pure=True)
 
 
-def test_bodies_are_not_kept(make):
+def test_a_scan_keeps_no_body_alive(make):
     def run(is_fn_pure):
         def body(carry, x):
             return carry + x, carry

@@ -282,15 +282,6 @@ def test_a_pure_body_of_a_scan_sees_the_type_of_each_key(make):
         assert carry[key].tolist() == [FACTORS[type(key)] ** 2] * 3
 
 
-def test_a_trace_that_only_changes_the_type_of_a_key_is_refused(make):
-    def rename(tree):
-        tree[True] = tree.pop(1)
-        return tree[True] + 1
-
-    with pytest.raises(RuntimeError, match="changes what tree"):
-        torch_xla_donate.compile(rename, pure=True)({1: make(3)})
-
-
 def test_an_executable_refuses_equal_values_of_other_types(make):
     x = make(3)
     compiled = torch_xla_donate.compile(scaled).lower({1: x}).compile()
@@ -301,7 +292,7 @@ def test_an_executable_refuses_equal_values_of_other_types(make):
         compiled(x, True)
 
 
-def test_an_executable_accepts_nan_and_arrays_as_before(make):
+def test_an_executable_accepts_nan_and_equal_arrays(make):
     x, array = make(3), numpy.ones(2)
     compiled = torch_xla_donate.compile(lambda t, n, a: t + a.size).lower(x, float("nan"), array).compile()
     assert compiled(x, float("nan"), array.copy()).tolist() == [2, 3, 4]
