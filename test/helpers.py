@@ -1,4 +1,4 @@
-"""Fresh processes for the tests: state of torch_xla that is global, or set by the environment."""
+"""What tests of all folders share: tensors and their pointers, a fresh interpreter, the backends of `compile`."""
 
 from __future__ import annotations
 
@@ -71,11 +71,6 @@ def run_script(
     if exit_code is not None and child.returncode != exit_code:
         pytest.fail(f"found exit code {child.returncode}, expected {exit_code}\n{_shown(stdout, stderr)}")
     return subprocess.CompletedProcess(child.args, child.returncode, stdout, stderr)
-
-
-def dump_env(folder: str | os.PathLike[str], *flags: str) -> dict[str, str]:
-    """The environment that makes XLA dump HLO text to `folder`; `flags` are added to XLA_FLAGS."""
-    return {"XLA_FLAGS": " ".join((f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text", *flags))}
 
 
 def _shown(stdout: str, stderr: str) -> str:

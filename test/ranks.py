@@ -89,10 +89,6 @@ def write_rows_in_place(rank: int) -> None:
     assert cache[:, 0].tolist() == [i + rank for i in range(6)], rank
 
 
-if __name__ == "__main__":
-    torch_xla.launch(donate_to_a_compiled_function)
-
-
 def halve(rank):
     """Steps that donate nothing."""
     x = torch.ones(128, 64).to("xla")
@@ -100,3 +96,7 @@ def halve(rank):
     for _ in range(4):
         x = x * 0.5
         torch_xla.sync()
+
+
+if __name__ == "__main__":
+    torch_xla.launch(donate_to_a_compiled_function)

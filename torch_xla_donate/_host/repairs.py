@@ -1,8 +1,8 @@
 """Repairs of defects of torch_xla's Python side. csrc/repairs has those of the C++ side.
 
 `test_repairs.py` in `test/step/` and `test/process/` shows each defect in stock torch_xla. Once such a test fails with
-each supported release, its repair can go. Numbers are those of pytorch/xla; in parentheses that of the change with which
-the code came, because nobody has reported the defect.
+each supported release, its repair can go. Numbers are those of pytorch/xla; in parentheses that of the change with
+which the code came, because nobody has reported the defect.
 
 | repair | defect | number | found in |
 | --- | --- | --- | --- |
