@@ -17,7 +17,7 @@ from torch.utils import _python_dispatch
 from torch_xla import _XLAC
 from torch_xla._dynamo import dynamo_bridge
 
-from torch_xla_donate import _C, _host, _marks, _modes, _report, _trace
+from torch_xla_donate import _C, _host, _marks, _report, _trace
 
 # Entering and leaving, of this package, of torch's modes and of contextlib, and what they call.
 FUNCTIONS: set[str] = {

@@ -1,4 +1,4 @@
-"""Defects of stock torch_xla that `csrc/repairs/` and `_host/repairs.py` mend. If a test fails, a release has mended it.
+"""Defects of stock torch_xla that `csrc/repairs/` and `_host/repairs.py` mend. A test that fails tells of a mended one.
 
 `step/test_repairs.py` has those that need no process.
 """
