@@ -35,8 +35,13 @@ class Number(torch.Tensor):
     origin: tuple[str, ...]
     refuse: Callable[[Sequence[Number]], Exception]
 
-    def __hash__(self) -> int:
+    def _read(self, *_: object, **__: object) -> Any:
         raise self.refuse([self])
+
+    # Those of a float that torch.Tensor lacks, or answers without the value; and NumPy's way to the value.
+    __hash__ = __round__ = __trunc__ = __divmod__ = __rdivmod__ = _read  # type: ignore[assignment]
+    __array__ = __array_ufunc__ = _read  # type: ignore[assignment]
+    is_integer = as_integer_ratio = hex = conjugate = _read
 
 
 def number(tensor: torch.Tensor, origin: tuple[str, ...], refuse: Callable[[Sequence[Number]], Exception]) -> Number:
