@@ -2,10 +2,12 @@
 #include "features/auto_donors.h"
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "features/outdated_tensors.h"
@@ -126,7 +128,13 @@ void ProposeAutoDonors(DonorSet& step) {
   step.Live();
   const Gate& gate = step.Context().gate;
   if (AutoDonates() && gate.verdict == Gate::Verdict::kDonate) {
-    step.OfferInputs(FindReachOrSayWhy(step));
+    std::optional<Liveness> reach;
+    try {
+      reach = FindReachOrSayWhy(step);
+    } catch (const std::exception& error) {  // the step still donates its marks
+      Tallies::Get().NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
+    }
+    step.OfferInputs(std::move(reach));
   } else if (AutoDonates()) {
     Tallies::Get().NoteAutoRefusal(gate.reason);
   }

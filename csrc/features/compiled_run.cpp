@@ -100,6 +100,7 @@ void OrderForDonors(GraphContext& context) {
       graph, context.roots, device, context.collection.hash, abi::IsSpmd(device), false, std::vector<PlanInput>(count)};
   for (std::size_t i = 0; i < count; ++i) {
     facts.inputs[i].is_marked = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
+    facts.inputs[i].is_barred = !facts.inputs[i].is_marked;
   }
   GraphArrays arrays = facts.Measure();
   arrays.movable.assign(context.roots.size(), false);

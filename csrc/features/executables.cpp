@@ -26,7 +26,6 @@ std::atomic<void*> list_arena{nullptr};  // the executor's only one
 
 struct Note {
   std::uint64_t number;
-  bool looked_at = false;  // it had donors in a run
   bool described = false;  // a logged run has its header
 };
 struct Record {
@@ -51,6 +50,7 @@ Record& TheRecord() {
 
 struct ThreadState {
   bool has_new_graphs = false;
+  std::unordered_set<std::uint64_t> looked_at;  // the executables whose runs on this thread had donors
   bool inspecting = false;
   std::optional<abi::CompiledGraph> inspected;
   std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
@@ -135,7 +135,7 @@ void NoteExecutable(RunContext& context) {
     const Executable executable = abi::ExecutableOf(context.run);
     if (is_looked_at || is_recorded) {
       const std::lock_guard<std::mutex> lock(TheRecord().mutex);
-      if (is_looked_at && !std::exchange(TheRecord().Of(executable).looked_at, true)) {
+      if (is_looked_at && state.looked_at.insert(TheRecord().Of(executable).number).second) {
         state.has_new_graphs = true;
       }
       for (const auto& record : state.records) {

@@ -67,12 +67,12 @@ void phases::TensorMade() {
   Reach("TensorMade");
 }
 
-void phases::BeforeGraph(GraphContext& graph) noexcept {
+void phases::BeforeGraph(GraphContext& graph) {
   DropDryRun();
   graph.after_backward_thread = graph.is_step && TakeBackwardThread();
   BeginPlan(graph);
   try {
-    CloseGate(graph);  // before the token, so that its reason is reported
+    CloseGate(graph);  // before the token, so that its reason is reported; if it throws, the step may keep the token
     DropCollectivesToken(graph);
     Reach("BeforeGraph");
   } catch (const std::exception& error) {

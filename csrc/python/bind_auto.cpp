@@ -18,7 +18,7 @@
 namespace torch_xla_donate {
 
 namespace {
-constexpr const char* kUses[] = {"updated_in_place", "marked", "free", "held", "read later", "other"};  // by InputUse
+constexpr const char* kUses[] = {"updated_in_place", "marked", "free", "held", "read_later", "other"};  // by InputUse
 }  // namespace
 
 void BindAuto(py::module_& m) {

@@ -2,9 +2,8 @@
 // installed.
 //
 // Threads: any, without locks. Each takes the GIL, except where its comment says otherwise.
-// Errors: each passes on the exceptions of Python, except where its comment says that it runs no bytecode. Python runs
-// a
-//   signal handler, which may raise, before the next bytecode.
+// Errors: each passes on the exceptions of Python, except where its comment says that it runs no bytecode. Before the
+//   next bytecode Python runs a signal handler, which may raise.
 #pragma once
 
 #include <torch/csrc/python_headers.h>

@@ -233,13 +233,13 @@ DonorSet::Donation DonorSet::Plan() {
   const DonorChoice& choice = *result.choice;
   Donation donation;
   ska::flat_hash_map<const lazy::BackendData*, Steps::Offer> offer_of;
-  std::vector<DonorPtr> inputs;
+  std::vector<DonorPtr> automatic_donors;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
     DonorArray array = choice.prototypes[i];
     array.device = context_.collection.device;  // another device may have had this graph before
     array.buffer = graph.parameters_data[choice.pairs.chosen[i]];
-    inputs.push_back(std::make_shared<Donor>(std::move(array)));
-    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(), Steps::Offer{inputs.back()});
+    automatic_donors.push_back(std::make_shared<Donor>(std::move(array)));
+    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(), Steps::Offer{automatic_donors.back()});
   }
   donation.move = PrepareMove(choice.pairs.output_order, context_.roots, live_, context_.collection);
   std::vector<std::size_t> place_of(context_.roots.size());
@@ -262,8 +262,8 @@ DonorSet::Donation DonorSet::Plan() {
       found->second.preferred_output = place_of[*output];
     }
   }
-  if (facts.sharded && !inputs.empty()) {
-    donation.on_success = [result, inputs = std::move(inputs)] { DonorPlanner::Get().Learn(result, inputs); };
+  if (facts.sharded && !automatic_donors.empty()) {
+    donation.on_success = [result, donors = std::move(automatic_donors)] { DonorPlanner::Get().Learn(result, donors); };
   }
   donation.offers.reserve(offer_of.size());
   PutFirst(choice.pairs.parameter_order, graph, context_.collection);

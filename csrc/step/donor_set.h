@@ -10,10 +10,9 @@
 //
 // Ownership: a DonorSet lives inside RunPostOrder. The thread's step, the guard on the executor's stack and the run
 //   share a Claim. The last of them restores infos and releases arrays.
-// Threads: belongs to one thread. The end of a run, on another thread, only settles the step.
+// Threads: belongs to one thread. The end of a run, on another thread, only records its outcome.
 // Errors: if the planner fails, the marks are donated in the order of the graph. If Commit() throws, for lack of
-// memory,
-//   it has changed at most the order of the graph's parameters, which the graph's hash has, too.
+//   memory, it has changed at most the order of the graph's parameters, which the graph's hash has, too.
 #pragma once
 
 #include <functional>

@@ -3,8 +3,9 @@
 //
 // Ownership: a context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all functions, but another thread may call those given to OnEnd().
-// Errors: ListBegins(), AtBarrier(), CheckRun() and AtStart() may throw. Then the step does not begin, or the graph
-//   does not run. The report shows an exception in another phase, and the step continues.
+// Errors: ListBegins(), TensorMade(), AtBarrier(), CheckRun(), AtStart() and AfterStep() may throw, and the caller of
+//   torch_xla gets the exception. After an exception in ProposeDonors() or DryRunEnded() the step refuses its marks and
+//   continues. The report shows an exception in another phase, and the step continues.
 #pragma once
 
 #include <algorithm>
@@ -90,7 +91,7 @@ namespace phases {
 bool ListBegins(void* arena, const lazy::BackendDevice* device);
 // The program makes a tensor while the hooks watch, outside a list.
 void TensorMade();
-void BeforeGraph(GraphContext& graph) noexcept;
+void BeforeGraph(GraphContext& graph);
 void GraphKnown(GraphContext& graph) noexcept;
 // Only for steps, after the marks have been proposed.
 void ProposeDonors(DonorSet& donors);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -78,7 +79,7 @@ enum class InputUse {
   kMarked,          // a donor that the program has marked
   kFree,            // nothing can reach it after the step, and an output can take its memory
   kHeld,            // the same, but a live tensor holds it
-  kReadLater,       // the same, but pending work reads it; a plan counts it as kOther
+  kReadLater,       // the same, but pending work reads it; only the planner sees it, a StepPlan has kOther
   kOther,           // no output can take its memory
 };
 

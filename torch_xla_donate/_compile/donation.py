@@ -123,7 +123,7 @@ class RunDonation(_C.Scope):
         """The arguments of a graph that its run may consume."""
         return () if self._off else self._fit(arguments)
 
-    def spared(self, arguments: Sequence[Any]) -> tuple[int, ...]:
+    def undonated(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """The arguments that the run would consume if the user had not disabled donation."""
         return self._fit(arguments) if _C.disabled() else ()
 

@@ -81,7 +81,7 @@ class Graph:
                 break
         if self._refusal:
             return variant.run(*args)
-        donors = positions or donation.spared(args)
+        donors = positions or donation.undonated(args)
         places = variant.places if positions else [(None, None)] * len(donors)
         with donation.consumed([args[i] for i in donors], variant.name, places):
             return variant.run(*args)

@@ -101,7 +101,7 @@ class PureCompiled(Compiled):
             return program.run(call.leaves)
         if program.returned:
             _C.keep_returned([call.leaves[i] for i in program.returned])
-        donors = program.donors or program.usable(donation.spared(call.leaves))
+        donors = program.donors or program.usable(donation.undonated(call.leaves))
         with donation.consumed([call.leaves[i] for i in donors], program.name, program.places(donors)):
             return program.run(call.leaves)
 
