@@ -71,7 +71,6 @@ class _Run(TypedDict):
     has_donors: bool
     header: str
     memory: str
-    live_bytes: int | None
     stack: list[tuple[str, str, int]]
 
 class _Sizes(TypedDict):

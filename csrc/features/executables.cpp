@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <iterator>
-#include <limits>
 #include <map>
 #include <unordered_set>
 #include <utility>
@@ -13,7 +12,6 @@
 #include "registry/tallies.h"
 #include "registry/weak_keys.h"
 #include "step/donor_set.h"
-#include "step/graph_arrays.h"
 
 namespace torch_xla_donate {
 
@@ -22,7 +20,6 @@ namespace {
 using Executable = std::shared_ptr<const abi::HostCachedComputation>;
 
 std::atomic<bool> looks{false}, logs{false};
-std::atomic<void*> list_arena{nullptr};  // the executor's only one
 
 struct Note {
   std::uint64_t number;
@@ -61,28 +58,6 @@ ThreadState& State() {
   return state;
 }
 
-// Outputs of a run have no value before it, and donated buffers have none after theirs.
-std::optional<std::int64_t> LiveBytes(const abi::Executor::Async& run) {
-  void* arena = list_arena.load(std::memory_order_relaxed);
-  if (arena == nullptr) {
-    return std::nullopt;
-  }
-  std::int64_t bytes = 0;
-  std::unordered_set<const lazy::BackendData*> seen;
-  const auto add = [&](const lazy::BackendDataPtr& buffer) {
-    if (buffer != nullptr && buffer->HasValue() && seen.insert(buffer.get()).second) {
-      bytes += SizeOf(abi::DescribeBuffer(*buffer), /*unsharded=*/false).value_or(0);
-    }
-  };
-  for (const auto& tensor : abi::TensorsSince(arena, run.device, std::numeric_limits<std::int64_t>::min())) {
-    add(abi::BufferOf(*tensor));
-  }
-  for (const lazy::BackendDataPtr& parameter : run.parameters_data) {
-    add(parameter);
-  }
-  return bytes;
-}
-
 // Without the texts a later run describes the executable.
 void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
   try {
@@ -96,7 +71,7 @@ void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
 
 void Log(const RunContext& context, const Executable& executable) {
   const bool has_donors = context.claim != nullptr || context.recorded;
-  LoggedRun run{0, context.graph, has_donors, "", "", LiveBytes(context.run), State().stack};
+  LoggedRun run{0, context.graph, has_donors, "", "", State().stack};
   Record& record = TheRecord();
   std::unique_lock<std::mutex> lock(record.mutex);
   Note& note = record.Of(executable);
@@ -204,8 +179,6 @@ std::size_t NotedExecutables() {
   const std::lock_guard<std::mutex> lock(TheRecord().mutex);
   return TheRecord().notes.size();
 }
-
-void NoteArena(void* arena) { list_arena = arena; }
 
 void NoteStack() {
   if (logs.load(std::memory_order_relaxed)) {

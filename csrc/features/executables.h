@@ -1,7 +1,7 @@
 // The one record of which executables ran. Three clients read it:
 //   - the warning of copies: whether a graph with donors has run for the first time;
 //   - lower(), and dumps in tests: the texts of the graphs that a thread runs, or of one that it does not run;
-//   - `python -m torch_xla_donate verify`: each run, with its stack and the bytes that are live.
+//   - `python -m torch_xla_donate verify`: each run, with its stack.
 // Without a client, a run passes at the cost of a test.
 //
 // Ownership: executables are noted weakly, but a GraphRecord holds its own. The log holds texts and numbers, no tensor.
@@ -59,13 +59,12 @@ class GraphRecord : public std::enable_shared_from_this<GraphRecord> {
 // ---- The log of runs ----
 
 struct LoggedRun {
-  std::uint64_t executable;                // counted from 1, in the order of their first runs
-  std::string graph;                       // its hash in the registry's steps; empty if XLA was offered no donor
-  bool has_donors;                         // whether the registry has a step for it
-  std::string header;                      // the first line of its optimised HLO; only one run of it has the line
-  std::string memory;                      // XLA's statistics of its memory; the same
-  std::optional<std::int64_t> live_bytes;  // of all live arrays on its device, as one device counts them
-  std::vector<StackFrame> stack;           // of the Python call that runs it, innermost first
+  std::uint64_t executable;       // counted from 1, in the order of their first runs
+  std::string graph;              // its hash in the registry's steps; empty if XLA was offered no donor
+  bool has_donors;                // whether the registry has a step for it
+  std::string header;             // the first line of its optimised HLO; only one run of it has the line
+  std::string memory;             // XLA's statistics of its memory; the same
+  std::vector<StackFrame> stack;  // of the Python call that runs it, innermost first
 };
 // From now on logs each run. Cannot be switched off.
 void LogRuns();
@@ -77,7 +76,6 @@ std::size_t NotedExecutables();
 
 // ---- Phases of a step ----
 
-void NoteArena(void* arena);
 // A thread without locks waits, so Python's stack can be read.
 void NoteStack();
 // Whether InspectNextRun() will stop the run.

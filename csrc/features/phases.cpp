@@ -49,7 +49,6 @@ bool phases::ListBegins(void* arena, const lazy::BackendDevice* device) {
   if (AutoDonates() || (Watches(kMarks) && Marks::Get().HasPending(device))) {
     OutdatedTensors::Get().BringUpToDate(device);  // before the list, which must not have old values
   }
-  NoteArena(arena);
   const bool has_placeholders = HasPlaceholders();
   EndReuse();
   if (Watches(kRegistry)) {

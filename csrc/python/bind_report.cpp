@@ -123,7 +123,6 @@ py::list TakeRuns() {
     item["has_donors"] = run.has_donors;
     item["header"] = run.header;
     item["memory"] = run.memory;
-    item["live_bytes"] = run.live_bytes;
     item["stack"] = StackList(run.stack);
     result.append(item);
   }
@@ -217,8 +216,7 @@ void BindReport(py::module_& m) {
         return BadOutputDicts(bad);
       },
       "The outputs of this thread's runs since the last call that hold a NaN, or an infinity if a mode checks for "
-      "them. "
-      "Waits for the runs.");
+      "them. Waits for the runs.");
 }
 
 }  // namespace torch_xla_donate
