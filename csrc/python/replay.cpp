@@ -34,23 +34,13 @@ Replay::Replay(const py::list& structures, const py::list& leaves, std::vector<D
                py::object names)
     : donated_(std::move(donated)), graph_(std::move(graph)), names_(std::move(names)) {
   for (const py::handle structure : structures) {
-    if (!py::isinstance<py::tuple>(structure)) {
-      possible_ = false;
-      return;
-    }
-    const auto tokens = py::reinterpret_borrow<py::tuple>(structure);
-    for (std::size_t i = 0; i < tokens.size(); ++i) {
-      Token token{tokens[i].is_none() ? nullptr : reinterpret_cast<PyTypeObject*>(py::object(tokens[i]).ptr()), {}, 0};
-      if (token.type == &PyDict_Type) {
-        token.keys = tokens[++i];
-        // Other keys may be equal without being the same, so they have a token of another class.
-        possible_ = possible_ && PyTuple_CheckExact(token.keys.ptr());
-      } else if (token.type != nullptr) {
-        token.count = py::cast<py::ssize_t>(tokens[++i]);
-      }
-      tokens_.push_back(std::move(token));
-    }
+    possible_ = possible_ && ReadTokens(structure);
   }
+  std::size_t places = 0;
+  for (const Token& token : tokens_) {
+    places += token.type == nullptr ? 1 : 0;
+  }
+  possible_ = possible_ && places == leaves.size() && !donated_.empty();
   std::size_t tensors = 0;
   ska::flat_hash_set<const lazy::BackendData*> buffers;
   for (const py::handle item : leaves) {
@@ -77,7 +67,33 @@ Replay::Replay(const py::list& structures, const py::list& leaves, std::vector<D
     }
     leaves_.push_back(std::move(leaf));
   }
-  possible_ = possible_ && buffers.size() == tensors && !donated_.empty();
+  possible_ = possible_ && buffers.size() == tensors;
+}
+
+// False for the structure of a tree that is not one of builtin containers, or whose keys may be equal to others.
+bool Replay::ReadTokens(py::handle structure) {
+  if (!PyTuple_CheckExact(structure.ptr())) {
+    return false;
+  }
+  const py::ssize_t size = PyTuple_GET_SIZE(structure.ptr());
+  for (py::ssize_t i = 0; i < size; ++i) {
+    PyObject* type = PyTuple_GET_ITEM(structure.ptr(), i);
+    if (type == Py_None) {
+      tokens_.push_back({nullptr, {}, 0});
+      continue;
+    }
+    PyObject* content = ++i < size ? PyTuple_GET_ITEM(structure.ptr(), i) : Py_None;
+    if (type == reinterpret_cast<PyObject*>(&PyDict_Type) && PyTuple_CheckExact(content)) {
+      tokens_.push_back({&PyDict_Type, py::reinterpret_borrow<py::object>(content), 0});
+    } else if ((type == reinterpret_cast<PyObject*>(&PyList_Type) ||
+                type == reinterpret_cast<PyObject*>(&PyTuple_Type)) &&
+               PyLong_CheckExact(content)) {
+      tokens_.push_back({reinterpret_cast<PyTypeObject*>(type), {}, PyLong_AsSsize_t(content)});
+    } else {
+      return false;
+    }
+  }
+  return true;
 }
 
 // NOLINTBEGIN(misc-no-recursion): as deep as the structures, which Flatten() limits

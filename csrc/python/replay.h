@@ -63,6 +63,7 @@ class Replay {
     bool requires_grad = false;
   };
 
+  bool ReadTokens(py::handle structure);
   bool Collect(PyObject* tree, std::size_t& token, const py::list& leaves, std::size_t& count) const;
   bool AreAlike(PyObject** leaves, std::vector<abi::Resolution>& resolved) const;
 
