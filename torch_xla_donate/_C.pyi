@@ -145,6 +145,27 @@ class Call:
     @property
     def constants(self) -> list[int]: ...
 
+class Begun:
+    @property
+    def call(self) -> Call: ...
+    @property
+    def leaves(self) -> list[Any]: ...
+    @property
+    def armed(self) -> bool: ...
+
+class Replay:
+    def __init__(
+        self,
+        structures: list[Hashable],
+        leaves: list[Any],
+        donated: Sequence[tuple[int, int | None, int | None]],
+        graph: str,
+        names: _Names,
+    ) -> None: ...
+    @property
+    def possible(self) -> bool: ...
+    def begin(self, arguments: list[Any], where: str, strict: int) -> Begun | None: ...
+
 class CompiledGraph:
     @property
     def text(self) -> str: ...

@@ -59,15 +59,6 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   return false;
 }
 
-std::shared_ptr<CallSite> SiteOf(const std::string& where, int strict, py::object names) {
-  auto site = std::make_shared<CallSite>();
-  site->where = where;
-  site->strict = static_cast<Strictness>(strict);
-  site->min_bytes = Marks::Get().WarnMinBytes();
-  site->names = Share(std::move(names));
-  return site;
-}
-
 // Marks leaves that have no obstacle. `items` has their tensors.
 void Commit(const std::vector<Marks::Leaf>& resolved, PyObject** items, const std::shared_ptr<const CallSite>& site) {
   // Looks up all leaves at once. If a step with one of them is running, only its end shows whether it used the buffer.
@@ -122,7 +113,7 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
                         static_cast<std::uint32_t>(i),
                         targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
   }
-  auto call = std::make_unique<Call>(SiteOf(where, strict, std::move(names)));
+  auto call = std::make_unique<Call>(MakeCallSite(where, strict, std::move(names)));
   for (const Marks::Leaf& leaf : resolved) {
     call->buffers.push_back(leaf.buffer);
   }
@@ -165,15 +156,8 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
       }
     }
   }
-  if (!resolved.empty()) {
-    NoteDevice(resolved.front().buffer->device());
-  }
-  Call call(SiteOf(where, strict, std::move(names)));
+  Call call = MarkForCall(resolved, items, MakeCallSite(where, strict, std::move(names), for_compiled_run));
   call.constants = std::move(constants);
-  call.is_scope = true;
-  call.site->for_compiled_run = for_compiled_run;
-  Steps::Get().BeginCall(call.site);
-  Commit(resolved, items, call.site);
   // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
     for (const py::handle argument : *arguments) {
@@ -208,6 +192,27 @@ void KeepReturned(const py::list& outputs) {
 }
 
 }  // namespace
+
+std::shared_ptr<CallSite> MakeCallSite(const std::string& where, int strict, py::object names, bool for_compiled_run) {
+  auto site = std::make_shared<CallSite>();
+  site->where = where;
+  site->strict = static_cast<Strictness>(strict);
+  site->min_bytes = Marks::Get().WarnMinBytes();
+  site->for_compiled_run = for_compiled_run;
+  site->names = Share(std::move(names));
+  return site;
+}
+
+Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::shared_ptr<CallSite> site) {
+  if (!leaves.empty()) {
+    NoteDevice(leaves.front().buffer->device());
+  }
+  Call call(std::move(site));
+  call.is_scope = true;
+  Steps::Get().BeginCall(call.site);
+  Commit(leaves, items, call.site);
+  return call;
+}
 
 void BindMarks(py::module_& m) {
   py::class_<LeafRefusal>(m, "Refusal", "Why a call has marked nothing.")
