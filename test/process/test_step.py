@@ -439,6 +439,19 @@ def test_a_use_after_a_listing_is_our_error():
 
 
 @in_process
+def test_a_use_after_a_listing_that_reads_nothing_is_our_error():
+    """The read of the first listed tensor passes for the list's. Only the hook on its node sees the use."""
+    t = make(4)
+    donate_buffer(t)
+    out = t + 1
+    torch_xla.sync()
+    list_for_a_report()
+    with pytest.raises(DonatedBufferError):
+        t[1:]
+    assert out.tolist() == [1, 2, 3, 4]
+
+
+@in_process
 def test_only_the_compiled_functions_graph_has_donors(dump_folder):
     torch_xla.experimental.eager_mode(True)
     step = compile(lambda x: x * 2 - 1, donate_argnums=0)
