@@ -303,6 +303,18 @@ def test_a_cancellation_beside_a_step_works_or_raises(make):
     assert all(t.tolist() == [0, 1, 2, 3] for t, works in zip(tensors, cancelled) if works)
 
 
+@pytest.mark.parametrize("refuse", [False, True])
+def test_a_step_leaves_marks_out_that_were_cancelled_before_its_claim(make, refuse):
+    """As by another thread, after the step has found them."""
+    t, kept = make(4), make(5)
+    donate_buffer([t, kept])
+    assert _C.claim_marks([t, kept], lambda: cancel_donation(t), refuse) == 1
+    assert [donor.array for donor in donation_report(steps=1).donors] == ["f32[5]"]
+    donate_buffer(t)  # a consumed tensor would raise
+    assert _C.claim_marks([t], lambda: cancel_donation(t), refuse) == 0
+    assert t.tolist() == [0, 1, 2, 3] and not is_donated(t)
+
+
 def test_donation_disabled_reads_and_keeps_without_a_warning(make):
     """And ends with its context, also after an error."""
     t = make(4)
