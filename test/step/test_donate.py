@@ -370,7 +370,7 @@ def test_a_leaf_that_cannot_be_donated_is_named_and_nothing_marked(make):
         (torch.nn.Linear(2, 2), ValueError, r"\.weight is float32\[2,2\] on cpu"),
         (torch.ones(2, device="meta"), ValueError, r" is float32\[2\] on meta"),
         (torch.eye(2).to_sparse(), ValueError, r" .*with layout torch.sparse_coo, but only plain XLA.*Make it dense"),
-        (pending, DonationError, r" is float32\[2\] on xla:0, not materialised.*torch_xla.sync\(\)"),
+        (pending, DonationError, r" is float32\[2\] on xla:0 and has no buffer yet.*torch_xla.sync\(\)"),
         (3, TypeError, " is of type int, which is neither a tensor nor"),
         ("name", TypeError, " is of type str, which is neither a tensor nor"),
     ]:
@@ -769,7 +769,7 @@ def test_a_view_is_refused_and_its_clone_donated(make):
     with pytest.raises(DonationError, match=r"float32\[2\] on xla:0, a view, .* Donate the base, or a .clone\(\)"):
         donate_buffer(view)
     copy = view.clone()
-    with pytest.raises(DonationError, match="not materialised"):
+    with pytest.raises(DonationError, match="has no buffer yet"):
         donate_buffer(copy)
     torch_xla.sync()
     donate_buffer(copy)

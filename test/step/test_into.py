@@ -188,7 +188,7 @@ def test_a_target_that_does_not_fit_is_an_error_and_marks_nothing(make):
         (t, [t + 1, t + 2], ValueError, "into has 2 leaves, but tensors has 1"),
         ([t, ready], [None, "x"], TypeError, r"into\[1\] is of type str, not a tensor"),
         (t, ready, DonationError, "into is materialised already, so the next step has no output for it"),
-        (t + 1, t + 2, DonationError, "not materialised"),
+        (t + 1, t + 2, DonationError, "has no buffer yet"),
     ]:
         with pytest.raises(error, match=text):
             donate_buffer(source, into=target)

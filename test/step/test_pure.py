@@ -617,7 +617,7 @@ def test_a_scan_that_donates_more_than_the_arguments_is_refused(make):
         run(init, xs)
     assert not donation_report().pending
     assert init.tolist() == [0, 1, 2]
-    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0 and has no buffer yet"):
         pure(lambda init, xs: scan(cell, init * 2, xs, donate="init"))(init, xs)
 
 
