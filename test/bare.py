@@ -113,27 +113,13 @@ def donate_in_steps() -> None:
     flags = torch.ones(3, 5, dtype=torch.bool).to(device)
     small = torch.ones(3, 5).to(torch.float8_e4m3fn).to(device)
     donate(*every, flags, small)
-    outputs = [t + t for t in every] + [flags.logical_not(), small.to(torch.float32)]
+    _outputs = [t + t for t in every] + [flags.logical_not(), small.to(torch.float32)]
     torch_xla.sync(wait=True)
 
     unusable = torch.ones(7, 3).to(device)
     donate(unusable)
-    outputs = [unusable.sum()]
+    _total = unusable.sum()
     torch_xla.sync(wait=True)
-
-    passed, spare = torch.ones(11, 2).to(device), torch.ones(11, 2).to(device)
-    donate(passed, spare)
-    outputs = [passed * 2 + spare]
-    torch_xla.sync(wait=True)
-    del outputs
-
-    weight = torch.ones(13, 4).to(device).requires_grad_()
-    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (weight * weight).sum().backward()
-        optimizer.step()
-        torch_xla.sync(wait=True)
 
 
 def donate_wrapped() -> None:

@@ -11,15 +11,11 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process, run_in_child
-from helpers import BACKENDS, each_backend, make
+from helpers import each_backend, each_trace, make
 
 from torch_xla_donate import _C, DonationError, compile, hlo, is_donated
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
-each_trace = pytest.mark.parametrize("options", [BACKENDS["pure"], BACKENDS["openxla"]], ids=["pure", "openxla"])
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @each_backend

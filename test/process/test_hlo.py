@@ -72,21 +72,6 @@ def test_a_donor_without_an_output_of_its_bytes_is_unused(steps: tuple[DumpedMod
     assert (module.donated_bytes, module.aliased_bytes) == (84, 0)
 
 
-def test_one_of_two_donors_is_used_for_one_output(steps: tuple[DumpedModule, ...]) -> None:
-    module = with_parameter(steps, "f32[11,2]")
-    assert len(module.donors) == 2
-    (alias,) = module.aliases
-    assert alias.output_index == (0,) and alias.kind == "may"
-    assert module.unused_donors == tuple(d for d in module.donors if d != alias.donor)
-
-
-def test_an_optimizer_step_aliases_its_parameter_and_state(steps: tuple[DumpedModule, ...]) -> None:
-    module = with_parameter(steps, "f32[13,4]")
-    aliased = [str(module.shape_of(alias)) for alias in module.aliases]
-    assert aliased.count("f32[13,4]") == 2
-    assert module.unused_donors == ()
-
-
 def test_both_texts_of_a_module_are_paired(steps: tuple[DumpedModule, ...]) -> None:
     assert [module.module_id for module in steps] == list(range(len(steps)))
     for module in steps:

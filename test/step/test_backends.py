@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch._dynamo
 import torch_xla
-from helpers import BACKENDS, assert_keeps_nothing, compiles, each_backend, last_reasons, pointer, whole_copy
+from helpers import (
+    BACKENDS,
+    UNUSABLE_IGNORED,
+    assert_keeps_nothing,
+    compiles,
+    each_backend,
+    each_trace,
+    last_reasons,
+    pointer,
+    whole_copy,
+)
 from torch.utils import _pytree as pytree
 from torch_xla import _XLAC
 
@@ -28,17 +38,7 @@ from torch_xla_donate import (
     is_donated,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.usefixtures("notices_taken"),
-]
-each_trace = pytest.mark.parametrize("options", [BACKENDS["pure"], BACKENDS["openxla"]], ids=["pure", "openxla"])
-
-
-@pytest.fixture(autouse=True)
-def _torch_compile_starts_anew():
-    torch._dynamo.reset()
+pytestmark = [*UNUSABLE_IGNORED, pytest.mark.usefixtures("no_graphs_kept")]
 
 
 # --- What a call consumes ---

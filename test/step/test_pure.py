@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import compiles, error_of, last_reasons, pointer, whole_copy
+from helpers import UNUSABLE_IGNORED, compiles, error_of, last_reasons, pointer, whole_copy
 from torch.func import functional_call
 from torch_xla import _XLAC
 
@@ -28,10 +28,7 @@ from torch_xla_donate import (
     scan_layers,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
-    pytest.mark.usefixtures("notices_taken"),
-]
+pytestmark = UNUSABLE_IGNORED
 
 
 @pytest.fixture(autouse=True)

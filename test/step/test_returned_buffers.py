@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS, compiles
+from helpers import BACKENDS, UNUSABLE_IGNORED, compiles
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import (
@@ -24,15 +24,7 @@ from torch_xla_donate import (
     is_donated,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _notices_taken_and_no_graphs_kept():
-    torch._dynamo.reset()
-    yield
-    _C.wait_for_steps()
-    _C.take_notices()
+pytestmark = [*UNUSABLE_IGNORED, pytest.mark.usefixtures("no_graphs_kept")]
 
 
 BACKEND = pytest.mark.parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
+from helpers import UNUSABLE_IGNORED
 
 from torch_xla_donate import (
     _C,
@@ -17,14 +18,7 @@ from torch_xla_donate import (
     is_donated,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _notices_taken():
-    yield
-    _C.wait_for_steps()
-    _C.take_notices()
+pytestmark = UNUSABLE_IGNORED
 
 
 @pytest.fixture
