@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import BACKENDS, Couple, compiles, pointer
+from helpers import BACKENDS, Couple, pointer
 
 from torch_xla_donate import (
     _C,
@@ -140,18 +140,6 @@ def test_an_in_place_update_fulfils_the_mark_and_keeps_tensors(make):
     assert t.tolist() == [1, 2, 3, 4]
     assert pointer(t) == address
     assert donation_report(steps=1).donors[0].outcome == "donated"
-
-
-def test_a_loop_that_donates_every_step_compiles_once(make):
-    t = make(32)
-    counts = []
-    for _ in range(6):
-        donate_buffer(t)
-        t = t * 0.5 + 1
-        torch_xla.sync()
-        counts.append(compiles())
-    assert counts[0] == counts[-1]
-    assert donation_report(steps=6).reused_fraction == 1.0
 
 
 def test_the_same_graph_without_donation_keeps_its_input(make):
@@ -347,10 +335,12 @@ def test_donation_disabled_holds_for_its_own_thread_only(make):
     assert out.shape == (4,)
 
 
-def test_is_donated_needs_a_tensor_and_is_false_elsewhere():
-    assert not is_donated(torch.ones(2))
-    assert not is_donated(torch.ones(2, device="meta"))
-    assert not is_donated(torch.ones(2, device="xla") + 1)
+def test_is_donated_needs_a_tensor_and_is_false_elsewhere(make):
+    written = make(3)
+    written[0] = 1  # out of date until it is used
+    others = [written, written + 1, written[:0], torch.tensor(1, device="xla"), torch.ones(2), torch.eye(2).to_sparse()]
+    assert not any(map(is_donated, [*others, torch.ones(2, device="meta")]))
+    torch_xla.sync()
     with pytest.raises(TypeError, match="t is of type list, not a tensor"):
         is_donated([])
 
@@ -759,21 +749,3 @@ def test_marks_from_several_threads_meet_in_one_step(make):
     torch_xla.sync(wait=True)
     assert all(is_donated(t) for t in tensors)
     assert [o[0].item() for o in out] == [k + 1 for k in range(8)]
-
-
-def test_a_view_is_refused_and_its_clone_donated(make):
-    base = torch.arange(4.0, device="xla")
-    torch_xla.sync()
-    view = base[1:3]
-    torch_xla.sync()
-    with pytest.raises(DonationError, match=r"float32\[2\] on xla:0, a view, .* Donate the base, or a .clone\(\)"):
-        donate_buffer(view)
-    copy = view.clone()
-    with pytest.raises(DonationError, match="has no buffer yet"):
-        donate_buffer(copy)
-    torch_xla.sync()
-    donate_buffer(copy)
-    result = copy + 1
-    torch_xla.sync()
-    assert is_donated(copy) and not is_donated(base)
-    assert result.tolist() == [2, 3] and base.tolist() == [0, 1, 2, 3]
