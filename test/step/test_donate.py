@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import BACKENDS, Couple, pointer
+from helpers import BACKENDS, Couple, compiles, pointer
 
 from torch_xla_donate import (
     _C,
@@ -140,6 +140,19 @@ def test_an_in_place_update_fulfils_the_mark_and_keeps_tensors(make):
     assert t.tolist() == [1, 2, 3, 4]
     assert pointer(t) == address
     assert donation_report(steps=1).donors[0].outcome == "donated"
+
+
+def test_a_loop_that_donates_every_step_compiles_once(make):
+    """Each step's input is still being computed."""
+    t = make(32)
+    counts = []
+    for _ in range(6):
+        donate_buffer(t)
+        t = t * 0.5 + 1
+        torch_xla.sync()
+        counts.append(compiles())
+    assert counts[0] == counts[-1]
+    assert donation_report(steps=6).reused_fraction == 1.0
 
 
 def test_the_same_graph_without_donation_keeps_its_input(make):
