@@ -6,11 +6,8 @@ import hashlib
 import importlib
 import sys
 
-import numpy as np
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
 
@@ -119,30 +116,6 @@ def donate_in_steps() -> None:
     unusable = torch.ones(7, 3).to(device)
     donate(unusable)
     _total = unusable.sum()
-    torch_xla.sync(wait=True)
-
-
-def donate_wrapped() -> None:
-    """A step with seven parameters, of which it donates every other one."""
-    tensors = [torch.ones(3, i + 1).to("xla") for i in range(7)]
-    donate(*tensors[::2])
-    _out = [t * 2 for t in tensors]
-    torch_xla.sync(wait=True)
-
-
-def donate_sharded() -> None:
-    """A step on four devices with a split donor, a whole one, and one of which it returns only the sum."""
-    xr.use_spmd()
-    count = xr.global_runtime_device_count()
-    assert count == 4
-    mesh = xs.Mesh(np.arange(count), (count,), ("x",))
-    split, whole, unused = (torch.ones(*shape).to("xla") for shape in ((8, 4), (8, 4), (6, 3)))
-    xs.mark_sharding(split, mesh, ("x", None))
-    xs.mark_sharding(whole, mesh, (None, None))
-    donate(split, whole, unused)
-    doubled, raised, _total = split * 2, whole + 1, unused.sum()
-    xs.mark_sharding(doubled, mesh, ("x", None))
-    xs.mark_sharding(raised, mesh, (None, None))
     torch_xla.sync(wait=True)
 
 
