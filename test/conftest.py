@@ -130,6 +130,14 @@ def dump_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def no_graphs_kept() -> None:
+    """torch.compile keeps no graph of an earlier test."""
+    import torch
+
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def notices_taken() -> Iterator[None]:
     """For tests whose donors need not be usable: nobody has to be told of those that were not."""
     from torch_xla_donate import _C

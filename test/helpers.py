@@ -80,6 +80,11 @@ def _shown(stdout: str, stderr: str) -> str:
 #: The options of `compile` for each of its backends.
 BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
 
+#: For files whose donors need not be usable: nobody has to be told of those that were not.
+UNUSABLE_IGNORED = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("notices_taken")]
+
+each_trace = pytest.mark.parametrize("options", [BACKENDS["pure"], BACKENDS["openxla"]], ids=["pure", "openxla"])
+
 needs_tpu_compiler = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 

@@ -88,8 +88,8 @@ void BindRuns(py::module_& m) {
         return leaves;
       },
       py::arg("call"),
-      "Positions of a call's leaves whose buffers an unmarked live tensor holds. Call it right after a list of live "
-      "tensors.");
+      "Positions of a call's leaves whose buffers an unmarked live tensor or a view holds. Call it right after a list "
+      "of live tensors.");
   m.def(
       "marked_by",
       [](const Call& call, const py::sequence& arguments) {

@@ -169,7 +169,7 @@ def test_a_module_that_the_step_cannot_call_is_refused_before(make):
 def refused(make):
     base = make(4)
     return {
-        "pending": (make(4) + 1, "not materialised"),
+        "pending": (make(4) + 1, "has no buffer yet"),
         "view": (base[:], "a view, which torch_xla computes from its base"),
         "constant": (torch.tensor(7.0).to("xla"), "a cached constant or the RNG seed"),
     }
@@ -195,7 +195,7 @@ def test_an_input_unfit_for_donation_is_an_error_or_a_warning(make, kind, jitted
         torch_xla._XLAC._xla_sync_multi([other], [], True, True)
     name = r"args\[0\] of <lambda>" if jitted else r"inputs\[0\] of both"
     for strict in (None, True):
-        with pytest.raises(DonationError, match=f"{name} is float32.* on xla:0, .*{text}.*Nothing was marked"):
+        with pytest.raises(DonationError, match=f"{name} is float32.* on xla:0.*{text}.*Nothing was marked"):
             run(tensor, other, strict=strict)
     assert donation_report().pending == ()
     with pytest.warns(DonationWarning, match=rf"float32\[.*\] {name} \(donated at .*\n.*{text}"):
