@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import sys
+import warnings
 
 import numpy as np
 import torch
@@ -45,6 +47,26 @@ def state() -> tuple[str, list[str]]:
                     digest.update(memory.read(last - first))
     assert lines
     return digest.hexdigest(), lines
+
+
+def import_switched_off(version: str) -> list[str]:
+    """Imports the package in a process where nothing may change. Returns its warnings. version: torch_xla's."""
+    assert "torch_xla_donate" not in sys.modules
+    before, torch.__version__ = state(), version
+    importlib.metadata.version = lambda package: version
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        txd = importlib.import_module("torch_xla_donate")
+    old = torch.ones(4, device="xla")
+    torch_xla.sync()
+    new = old + 1
+    with txd.donate_buffer(old), txd.auto_donate():
+        torch_xla.sync(wait=True)
+    assert (old.tolist(), new.tolist()) == ([1.0] * 4, [2.0] * 4)
+    with open("/proc/self/maps") as maps:
+        assert not [line for line in maps if "/_C." in line and "torch_xla_donate" in line]
+    assert "torch_xla_donate._C" not in sys.modules and state() == before
+    return [f"{warning.category.__name__}: {warning.message}" for warning in found]
 
 
 def hooks_come_and_go() -> None:
