@@ -69,6 +69,41 @@ def import_switched_off(version: str) -> list[str]:
     return [f"{warning.category.__name__}: {warning.message}" for warning in found]
 
 
+def pages() -> tuple[dict[str, str], dict[str, str]]:
+    """Of each library that is mapped: its read-only data that differ from the file, and how much of its code does."""
+    data: dict[str, str] = {}
+    code: dict[str, str] = {}
+    name, access, first, last = "", "", 0, 0
+    with open("/proc/self/smaps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            if "-" in (fields := line.split())[0]:
+                name, access = (fields[5] if len(fields) == 6 else ""), fields[1]
+                first, last = (int(part, 16) for part in fields[0].split("-"))
+            elif fields[0] == "Anonymous:" and ".so" in name and int(fields[1]):
+                if access == "r-xp":
+                    code[name] = fields[1]
+                elif access == "r--p":
+                    memory.seek(first)
+                    data[f"{name} {first:x}"] = hashlib.sha256(memory.read(last - first)).hexdigest()
+    return data, code
+
+
+def changed_by_the_import() -> tuple[list[str], list[str]]:
+    """The libraries whose read-only data the import and a donating step change, and those whose code they change."""
+    old = torch.ones(4, device="xla")
+    torch_xla.sync(wait=True)
+    data, code = pages()
+    assert len(data) > 10
+    txd = importlib.import_module("torch_xla_donate")
+    txd.donate_buffer(old)
+    new = old + 1
+    torch_xla.sync(wait=True)
+    assert txd.is_donated(old) and new.tolist() == [2.0] * 4
+    new_data, new_code = pages()
+    changed = {key.split()[0] for key, found in data.items() if new_data[key] != found}
+    return sorted(name.rpartition("/")[2] for name in changed), [name for name in code if new_code[name] != code[name]]
+
+
 def hooks_come_and_go() -> None:
     """torch_xla's module before the package is imported, with the hooks in place, and with the hooks out again."""
     assert "torch_xla_donate" not in sys.modules
