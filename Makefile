@@ -103,7 +103,7 @@ llama: build  ## compile Llama's step for TPUs that are not there: bytes per dev
 bench: build  ## measure; prints tables, writes benchmarks/results/*.json and their numbers in README and docs
 	$(BIN)/python benchmarks/run.py
 
-soak: build  ## 20,000 mixed steps on eight devices; memory, registry and compilations must stay flat. SOAK="--steps 200000"
+soak: build  ## 50,000 mixed steps on eight devices; memory, registry and compilations must stay flat. SOAK="--steps 200000"
 	$(BIN)/python benchmarks/soak.py $(SOAK)
 	$(BIN)/python benchmarks/write_docs.py
 
