@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo llama test test-fast test-all test-cpp coverage faults sanitize lint tidy format bench soak fuzz docs build env clean
+.PHONY: help demo llama test test-fast test-all test-nightly test-upstream test-cpp coverage faults sanitize lint tidy format bench soak release-check fuzz docs build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,11 +33,13 @@ test-fast: build  ## what an edit needs: the tests that start no process
 test-all: build $(VENV)/docs test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
 	$(PYTEST) --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) soak fuzz
-ifdef UPSTREAM
+	$(if $(UPSTREAM),$(MAKE) test-upstream,@echo "not run: the files of pytorch/xla; give UPSTREAM=a checkout of it")
+
+test-nightly: build $(VENV)/docs  ## only the long tests: hours
+	$(PYTEST) --hypothesis-profile=long -m nightly $(PYTEST_ARGS)
+
+test-upstream: build  ## the files of UPSTREAM=a checkout of pytorch/xla, with automatic donation and without this package
 	$(BIN)/python test/upstream/run.py $(UPSTREAM)
-else
-	@echo "not run: the files of pytorch/xla; give UPSTREAM=a checkout of it"
-endif
 
 test-cpp: build  ## the C++ tests of the ELF part
 	$(BIN)/cmake -B build -DTORCH_XLA_DONATE_BUILD_TESTS=ON > build/cmake.log || { cat build/cmake.log; exit 1; }
@@ -101,9 +103,24 @@ llama: build  ## compile Llama's step for TPUs that are not there: bytes per dev
 bench: build  ## measure; prints tables, writes benchmarks/results/*.json and their numbers in README and docs
 	$(BIN)/python benchmarks/run.py
 
-soak: build  ## 20,000 donating steps; memory and registry must stay flat
-	$(BIN)/python benchmarks/soak.py
+soak: build  ## 50,000 mixed steps on eight devices; memory, registry and compilations must stay flat. SOAK="--steps 200000"
+	$(BIN)/python benchmarks/soak.py $(SOAK)
 	$(BIN)/python benchmarks/write_docs.py
+
+# The list of CONTRIBUTING.md. Each part ends the run if it fails.
+release-check:  ## all checks of a release: a day. Needs UPSTREAM=a checkout of pytorch/xla, and everything committed
+	@test -n "$(UPSTREAM)" || { echo "give UPSTREAM=a checkout of pytorch/xla" >&2; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "commit first: results name the commit that was measured" >&2; exit 1; }
+	$(MAKE) lint
+	$(MAKE) support
+	for release in $(or $(RELEASES),$(error RELEASES is empty)); do \
+	  $(MAKE) test-nightly fuzz soak TORCH_XLA=$$release SOAK="--steps 200000" || exit 1; done
+	$(MAKE) test-upstream
+	$(MAKE) wheel
+	$(MAKE) bits bench
+	$(BIN)/python examples/llama.py --all
+	$(BIN)/python benchmarks/write_docs.py --fresh
+	$(MAKE) docs
 
 FUZZ := cd test && ../$(BIN)/python -m fuzz.run --last ../build/last_program.txt
 FOUR := CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 for setting in (
+    "TORCH_XLA_DONATE",
     "TORCH_XLA_DONATE_DEBUG_NANS",
     "TORCH_XLA_DONATE_STRICT",
     "XLA_ENABLE_PARAM_ALIASING",

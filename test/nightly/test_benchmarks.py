@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+import torch
 from children import in_process, run_file, run_in_child
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -213,24 +215,40 @@ def test_run_runs_the_named_benchmarks_and_refuses_others(tmp_path: Path) -> Non
 
 
 def test_soak_passes_its_own_checks_over_a_few_hundred_steps(tmp_path: Path) -> None:
-    printed, found = run("soak.py", tmp_path, "--steps", "400")
-    assert "400 donating steps" in printed
+    printed, found = run("soak.py", tmp_path, "--steps", "400", "--devices", "4")
+    assert "420 steps on 4 devices, a thread for each" in printed
     assert_neutral(found)
     assert found["failures"] == []
-    assert found["compiles"] == 1
+    assert found["compiles"] > 0 and found["compiles_after_warm_up"] == 0
+    assert len(found["kinds"]) == 7 and not any(found["kinds"].values())
     assert found["registry_at_end"] == found["registry_after_warm_up"]
 
 
-def soak_that_expects_too_little(results: Path) -> None:
+def soak_with(change: str, results: Path) -> None:
     soak = import_benchmark("soak")
-    soak.expected = lambda steps: (0.0, 0.0)
-    soak.main(["--steps", "100", "--results", str(results)])
+    if change == "wrong values":
+        soak.expected = lambda updates: (0.0, 0.0)
+    if change == "a leak":
+        kept = []
+        soak.Loop.is_refused = lambda loop: not kept.append(torch.ones(1 << 18))
+        soak.KINDS = (*soak.UPDATES, soak.Loop.is_refused)
+    soak.main(["--steps", "280", "--devices", "2", "--results", str(results)])
 
 
-def test_soak_exits_non_zero_when_a_check_fails(tmp_path: Path) -> None:
-    process = run_in_child(soak_that_expects_too_little, tmp_path, timeout=1800, exit_code=1)
-    assert "FAILED: the weights are" in process.stderr
-    assert json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["failures"]
+@pytest.mark.filterwarnings("ignore:TORCH_XLA_DONATE=0 switches")
+@pytest.mark.parametrize(
+    ("change", "env", "says"),
+    [
+        ("wrong values", {}, "the weights are"),
+        ("a leak", {}, "resident memory grows by"),
+        ("no donation", {"TORCH_XLA_DONATE_DEBUG_NANS": "1"}, "0 of 20 steps of kind marked did what they are for"),
+        ("no package", {"TORCH_XLA_DONATE": "0"}, "FAILED: device"),
+    ],
+)
+def test_soak_fails_without_its_subject(change: str, env: dict[str, str], says: str, tmp_path: Path) -> None:
+    process = run_in_child(soak_with, change, tmp_path, env=env, timeout=1800, exit_code=1)
+    assert says in process.stderr
+    assert change == "no package" or json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["failures"]
 
 
 def test_no_tensor_of_a_state_moves_in_any_way_of_donating(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ the layouts on a probe tensor. A probe at import would start the XLA runtime bef
 ``xr.use_spmd``.
 """
 
+from torch_xla_donate import _config
 from torch_xla_donate._host import load
 
-load.load()  # before anything imports `_C`
+if not _config.IS_OFF:
+    load.load()  # before anything imports `_C`
 
 from torch_xla_donate._host.computations import call_computation, calling, computation_text, is_computation
 from torch_xla_donate._host.dynamo import (
