@@ -46,10 +46,7 @@ from torch_xla_donate._host import switches
 
 def infos(*tensors: torch.Tensor) -> object:
     """The ids that torch_xla keeps with the buffers of the tensors; ours must never stay there."""
-    arguments = [[t + 0 for t in tensors], []]
-    if torch_xla.__version__.startswith("2.7"):
-        arguments.pop()
-    return torch_xla._XLAC._get_tensors_xla_device_data_node(*arguments)[0]
+    return torch_xla._XLAC._get_tensors_xla_device_data_node([t + 0 for t in tensors], [])[0]
 
 
 def assert_nothing_is_left(t: torch.Tensor, kept: torch.Tensor, before: object) -> None:
