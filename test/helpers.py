@@ -80,6 +80,7 @@ def _shown(stdout: str, stderr: str) -> str:
 #: The options of `compile` for each of its backends.
 BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
 
+
 def lacking(release: str, reason: str, *, run: bool = True) -> pytest.MarkDecorator:
     """Marks a test of what a release of torch and torch_xla lacks by itself: there it has to fail.
 

@@ -128,7 +128,8 @@ def repair(wheel: Path, out: Path, tools: Path) -> Path:
     print(run(tools / "auditwheel", "show", repaired, environment=path).strip())
     print(run(tools / "twine", "check", "--strict", repaired).strip())
     # The plugin of pytest is a package of its own.
-    print(run(tools / "check-wheel-contents", "--toplevel", "torch_xla_donate,torch_xla_donate_pytest", repaired).strip())
+    packages = "torch_xla_donate,torch_xla_donate_pytest"
+    print(run(tools / "check-wheel-contents", "--toplevel", packages, repaired).strip())
     return repaired
 
 

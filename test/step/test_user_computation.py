@@ -324,7 +324,9 @@ def test_torch_xla_calls_no_computation_in_the_body_of_a_scan(make):
     # As documented: should torch_xla come to do it, the page must change.
     computation = lowered(sgd, (4,), (4,), donate_argnums=0)
     init, xs = make(4), make(3, 4)
-    with pytest.raises(RuntimeError, match="Expected all tensors in the given list to be XLA tensors"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected all tensors .* to be XLA tensors|Check failed: xtensor"
+    ):  # 2.9, 2.8
         scan(lambda carry, x: (user_computation("sgd", [carry, x], computation)[0], x), init, xs)
     assert donation_report().pending == ()
 
