@@ -54,7 +54,7 @@ using CopyTensorMetadataFn = void (*)(const at::FunctionalTensorWrapper*, at::Fu
                                       const c10::VariableVersion&, bool);
 using MutateViewMetaFn = void (*)(at::FunctionalTensorWrapper*, const void*);
 
-// Imported under these names by the wheels of 2.7.0, 2.8.1 and 2.9.0.
+// Imported under these names by the wheels of 2.8.1 and 2.9.0.
 inline constexpr const char* kRunPostOrder =
     "_ZN5torch4lazy17LazyGraphExecutor12RunPostOrderERKSt6vectorINS0_5ValueESaIS3_EEPNS1_20SyncTensorCollectionE";
 inline constexpr const char* kAsyncConstructor =

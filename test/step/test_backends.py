@@ -238,13 +238,14 @@ def test_an_error_takes_the_marks_back_and_loses_nothing(make, options):
     x, pending = make(3, 2), make(3) + 7
     with pytest.raises(Exception, match="boom"):
         compile(f, donate_argnums=0, **options)(x)
-    g = compile(lambda x: x @ x, donate_argnums=0, **options)
-    with pytest.raises(Exception, match="reduction dim|cannot matrix-multiply"):
+    # An error of torch: torch_xla 2.8 ends the process for an operation that XLA refuses.
+    g = compile(lambda x: (x + 1).reshape(4), donate_argnums=0, **options)
+    with pytest.raises(Exception, match="invalid for input of size 6"):
         g(x)
     assert _C.pending() == []
     assert (x.tolist(), pending.tolist()) == ([[0, 1], [2, 3], [4, 5]], [7, 8, 9])
     x = make(2, 2)
-    assert g(x).tolist() == [[2, 3], [6, 11]]
+    assert g(x).tolist() == [1, 2, 3, 4]
     assert is_donated(x)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 from computations import TEXT, from_stablehlo, from_text, jax, lowered, sgd
-from helpers import compiles, error_of, pointer
+from helpers import compiles, error_of, lacking, pointer
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -152,16 +152,24 @@ ENTRY main.1 {
 
 
 def test_a_module_that_the_step_cannot_call_is_refused_before(make):
-    """Its names would end the process, or its donor is a tuple, or torch_xla cannot build it."""
+    """Its names would end the process, or its donor is a tuple."""
     other = make(2) + 1
     for text, refusal in [
         (TEXT.replace("main.1", "main"), r"computation m has the name 'main', and.*such as main\.1"),
         (TEXT.replace("b.3", "b"), r"computation m has the name 'b', and.*such as b\.1"),
         (TUPLE_DONOR, r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"),
-        (TEXT, "torch_xla cannot call computation m: Computation . not found in builder"),
     ]:
         with pytest.raises(ValueError, match=refusal):
             user_computation("text", [make(4)], from_text(text))
+    torch_xla.sync()
+    assert other.tolist() == [1, 2]
+
+
+@lacking("2.8", "a computation that the builder cannot import ends the process (ConsumeValue; 2.9 throws)", run=False)
+def test_a_module_that_torch_xla_cannot_build_is_refused_before(make):
+    other = make(2) + 1
+    with pytest.raises(ValueError, match="torch_xla cannot call computation m: Computation . not found in builder"):
+        user_computation("text", [make(4)], from_text(TEXT))
     torch_xla.sync()
     assert other.tolist() == [1, 2]
 
@@ -316,7 +324,9 @@ def test_torch_xla_calls_no_computation_in_the_body_of_a_scan(make):
     # As documented: should torch_xla come to do it, the page must change.
     computation = lowered(sgd, (4,), (4,), donate_argnums=0)
     init, xs = make(4), make(3, 4)
-    with pytest.raises(RuntimeError, match="Expected all tensors in the given list to be XLA tensors"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected all tensors .* to be XLA tensors|Check failed: xtensor"
+    ):  # 2.9, 2.8
         scan(lambda carry, x: (user_computation("sgd", [carry, x], computation)[0], x), init, xs)
     assert donation_report().pending == ()
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
-from helpers import UNUSABLE_IGNORED
+from helpers import UNUSABLE_IGNORED, lacking
 
 from torch_xla_donate import (
     _C,
@@ -60,7 +60,13 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
+# A view of all of the tensor, and a write through a view uses the tensor.
+slices = lacking(
+    "2.8", "t[:] makes a view (TensorIndexing.h takes it for t only if the length equals the largest number)"
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slices) if name == "[:] =" else name for name in FIXED])
 def test_an_overwrite_gives_its_value(consumed, name):
     """Also right after the step, when nothing has waited for it; and its result is right."""
     overwrite, expected = FIXED[name]
