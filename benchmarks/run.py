@@ -17,6 +17,7 @@ BENCHMARKS = (
     "example_bits",
     "last_bits",
     "moved_tensors",
+    "donation_copies",
     "jax_side_by_side",
     "demo",
 )

@@ -27,7 +27,12 @@ def run(script: str, results: Path, *options: str, exit_code: int = 0) -> tuple[
 def assert_neutral(found: dict[str, Any]) -> None:
     """The head is complete, and does not identify the machine."""
     assert found.keys() >= HEAD
-    assert found["versions"].keys() - {"jax", "jaxlib"} == {"torch_xla_donate", "torch", "torch_xla", "python"}
+    assert found["versions"].keys() - {"jax", "jaxlib", "libtpu"} == {
+        "torch_xla_donate",
+        "torch",
+        "torch_xla",
+        "python",
+    }
     assert str(Path.home()) not in json.dumps(found)
     assert str(BENCHMARKS.parent) not in json.dumps(found)
 
@@ -246,4 +251,26 @@ def test_no_tensor_of_a_state_moves_in_any_way_of_donating(tmp_path: Path) -> No
             assert measured["tensors"] >= 8
             if way != "stock":
                 assert measured["moved"] == 0, (row["pattern"], way)
+    assert found["aim"]["met"]
+
+
+def test_donation_copies_compares_the_compilers(tmp_path: Path) -> None:
+    printed, found = run("donation_copies.py", tmp_path, "--tiny")
+    assert "copied: v6e" in printed
+    assert_neutral(found)
+    rows = {row["program"]: row["compilers"] for row in found["rows"]}
+    assert list(rows) == ["cache: index_copy", "SGD of three layers", "old @ old"]
+    for row in found["rows"]:
+        assert_ratio(row["time"])
+        for topology, compiled in row["compilers"].items():
+            assert compiled["donated"]["alias_bytes"] == row["donated_bytes"][topology] > 0
+            assert compiled["not donated"]["alias_bytes"] == 0
+    # A write into a cache copies the cache, unless it is donated.
+    for compiled in rows["cache: index_copy"].values():
+        assert (compiled["not donated"]["copies"], compiled["donated"]["copies"]) == (1, 0)
+    added = {
+        topology: compiled["donated"]["copies"] - compiled["not donated"]["copies"]
+        for topology, compiled in rows["SGD of three layers"].items()
+    }
+    assert added["cpu"] > 0 == added["v6e:1x1"]
     assert found["aim"]["met"]
