@@ -13,6 +13,7 @@ BENCHMARKS = (
     "mark_cost",
     "call_cost",
     "step_cost",
+    "growth",
     "auto_patterns",
     "example_bits",
     "last_bits",

@@ -85,7 +85,7 @@ def test_demo_has_the_medians_of_its_runs(tmp_path: Path) -> None:
 
 def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> None:
     printed, found = run("auto_patterns.py", tmp_path, "--tiny")
-    assert "auto / hand" in printed and "cache[:, i] = k" in printed
+    assert "aliased: auto" in printed and "cache[:, i] = k" in printed
     assert_neutral(found)
     rows = {row["pattern"]: row for row in found["rows"]}
     assert len(rows) == 13
@@ -274,3 +274,21 @@ def test_donation_copies_compares_the_compilers(tmp_path: Path) -> None:
     }
     assert added["cpu"] > 0 == added["v6e:1x1"]
     assert found["aim"]["met"]
+
+
+def test_growth_measures_each_part_at_each_size_and_draws_it(tmp_path: Path) -> None:
+    printed, found = run("growth.py", tmp_path, "--tiny")
+    assert "donation_report" in printed
+    assert_neutral(found)
+    assert len(found["ns"]) == 8
+    for part, by_size in found["ns"].items():
+        assert list(by_size) == ["2", "20"]
+        if part not in ("auto_donate, beside live tensors", "outcomes, on other threads"):  # differences of two times
+            assert all(cost > 0 for cost in by_size.values())
+    assert "donate_buffer of a list" in (tmp_path / "growth.svg").read_text(encoding="utf-8")
+
+
+def test_growth_finds_the_parts_that_bend() -> None:
+    growth = import_benchmark("growth")
+    flat, bent = {"10": 90.0, "1000": 5.0, "10000": 9.0}, {"1000": 5.0, "10000": 11.0, "100000": 30.0}
+    assert growth.bends({"flat": flat, "bent": bent, "without 1,000": {"10": 1.0}}) == {"bent": 10_000}
