@@ -6,6 +6,7 @@ valgrind counts instructions, the same in each run, where it is installed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,22 @@ def control(command: str) -> None:
     subprocess.run([CONTROL, command, str(os.getpid())], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[None]:
+    """Counts what runs in the context, into a dump of this name. Nothing may be compiled in it."""
+    gc.collect()
+    gc.disable()
+    warm = _common.compiles()
+    control("--instr=on")
+    control("--zero")
+    yield
+    control(f"--dump={name}")
+    control("--instr=off")  # which forgets what has been counted
+    gc.enable()
+    if _common.compiles() != warm:
+        raise RuntimeError(f"{name}: compiled while counting; expected a warm graph")
+
+
 def child(keys: Sequence[tuple[str, int]], repeat: int) -> None:
     """The process that is counted: one dump for each variant, of ``repeat`` steps after three that do not count."""
     gc.freeze()
@@ -226,19 +243,10 @@ def child(keys: Sequence[tuple[str, int]], repeat: int) -> None:
             before()
             for _ in range(3):
                 step()
-            gc.collect()
-            gc.disable()
-            warm = _common.compiles()
-            control("--instr=on")
-            control("--zero")
-            for _ in range(repeat):
-                step()
-            control(f"--dump={case},{count},{name}")
-            control("--instr=off")  # which forgets what has been counted
-            gc.enable()
+            with counted(f"{case},{count},{name}"):
+                for _ in range(repeat):
+                    step()
             off()
-            if _common.compiles() != warm:
-                raise RuntimeError(f"{case}, {count}, {name}: compiled while counting; expected a warm graph")
 
 
 def totals(folder: Path) -> dict[str, int]:
@@ -253,17 +261,17 @@ def totals(folder: Path) -> dict[str, int]:
     return found
 
 
-def count_all(keys: Sequence[tuple[str, int]], repeat: int) -> dict[str, float]:
-    """Runs the child under valgrind; instructions a step, by case, number of tensors and variant."""
+def under_valgrind(script: str, given: Any) -> dict[str, int]:
+    """Runs ``script --child`` with what it is given; instructions by the name of the dump."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             VALGRIND, "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes", "-q",
-            f"--callgrind-out-file={folder}/counts", sys.executable, __file__, "--child", json.dumps([keys, repeat]),
+            f"--callgrind-out-file={folder}/counts", sys.executable, script, "--child", json.dumps(given),
         ]  # fmt: skip
         done = subprocess.run(command, check=False)
         if done.returncode != 0:
             raise click.ClickException(f"the process under valgrind ended with {done.returncode}; see above")
-        return {name: total / repeat for name, total in totals(Path(folder)).items()}
+        return totals(Path(folder))
 
 
 def add_instructions(rows: Sequence[dict[str, Any]], found: Mapping[str, float]) -> None:
@@ -361,7 +369,9 @@ def main(as_child: str | None, tiny: bool, results: Path) -> None:
     counts = all(shutil.which(program) is not None for program in (VALGRIND, CONTROL)) and not tiny
     if counts:
         keys = [(case, count) for case, count, *_ in sizes if "beside" in case or count <= MOST_PARAMETERS_COUNTED]
-        add_instructions(rows, count_all(keys, 5))
+        counted_steps = 5
+        found = under_valgrind(__file__, [keys, counted_steps])
+        add_instructions(rows, {name: total / counted_steps for name, total in found.items()})
     largest = [
         row["auto_ns_for_each"]
         for row in rows
