@@ -2,6 +2,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <map>
 #include <optional>
 #include <string>
@@ -136,7 +138,16 @@ void BindReport(py::module_& m) {
       "hook_errors", [] { return Tallies::Get().Errors(); },
       "How often a hook has continued without donation, or without a check, after an error, by error.");
   m.def(
-      "steps", [] { return StepDicts(Steps::Get().Kept()); }, "The last steps that read marked buffers, oldest first.");
+      "steps",
+      [](std::optional<std::size_t> last) {
+        std::vector<StepSnapshot> steps = Steps::Get().Kept();
+        // They end in any order.
+        std::sort(steps.begin(), steps.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
+        steps.erase(steps.begin(),
+                    steps.end() - static_cast<std::ptrdiff_t>(std::min(last.value_or(steps.size()), steps.size())));
+        return StepDicts(steps);
+      },
+      py::arg("last") = py::none(), "The last kept steps that read marked buffers, or all of them, oldest first.");
   m.def(
       "set_kept_steps", [](std::size_t count) { Steps::Get().SetKept(count); }, py::arg("count"),
       "How many steps to keep for steps(), at least one.");

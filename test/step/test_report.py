@@ -45,7 +45,7 @@ def test_a_report_of_a_step_in_which_all_was_used(make):
 
 
 def test_a_report_without_donors_is_false(monkeypatch):
-    monkeypatch.setattr(_C, "steps", list)
+    monkeypatch.setattr(_C, "steps", lambda last=None: [])
     monkeypatch.setattr(_C, "auto_held", list)
     report = donation_report()
     assert not report

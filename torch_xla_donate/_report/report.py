@@ -326,7 +326,7 @@ def _last_steps(count: int) -> list[tuple[_C._Step | None, int]]:
     None stands for a step without donors.
     """
     found: list[tuple[_C._Step | None, int]] = []
-    for step in sorted(_C.steps(), key=lambda step: step["number"]):  # steps end in any order
+    for step in _C.steps(count):
         found.append((step, step["compilations"]))
         found += [(None, compilations) for compilations in step["plain_steps"]]
     return found[-count:]
