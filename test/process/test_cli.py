@@ -72,7 +72,7 @@ def test_explain_names_the_pages_there_are():
 
 def test_explain_names_the_sections_that_contain_a_message():
     """Case and line breaks do not matter, and a single word is the name of a page."""
-    found = run("explain", "not  Materialised,\nbecause its value").stdout.splitlines()
+    found = run("explain", "has  No buffer\nyet").stdout.splitlines()
     assert any(line.startswith("errors#refused-donations ") for line in found)
     done = run("explain", "no page says this", exit_code=2)
     assert "'no page says this' is neither a page" in done.stderr
