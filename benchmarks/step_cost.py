@@ -47,6 +47,7 @@ MOST_PARAMETERS_COUNTED = 1_000
 # The aims: nothing marked, a step may take 1% longer; a look at one live tensor is "a small constant".
 HOOKS_AIM, AUTO_AIM_NS = 0.01, 100
 CONTROL, VALGRIND = "callgrind_control", "valgrind"
+NOTHING = "nothing"  # the dump that tells what a dump takes
 
 # What comes before the steps of a variant, and the step.
 Variant = tuple[Callable[[], Any], Callable[[], Any]]
@@ -218,10 +219,22 @@ def control(command: str) -> None:
     subprocess.run([CONTROL, command, str(os.getpid())], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def child(keys: Sequence[tuple[str, int]], repeat: int) -> None:
-    """The process that is counted: one dump for each variant, of ``repeat`` steps after three that do not count."""
+def counted(run: Callable[[], Any], repeat: int, dump: str) -> None:
+    control("--instr=on")
+    control("--zero")
+    for _ in range(repeat):
+        run()
+    control(f"--dump={dump},{repeat}")
+    control("--instr=off")  # which forgets what has been counted
+
+
+def child(keys: Sequence[tuple[str, int]]) -> None:
+    """The process that is counted: one dump for each variant, of some steps after three that do not count."""
     gc.freeze()
+    counted(lambda: None, 1, NOTHING)
     for case, count in keys:
+        # The dump itself takes as long as some small steps, so there are many of them.
+        repeat = 200 if count <= 1 and "beside" not in case else 5
         for name, (before, step) in variants_of(case, count).items():
             before()
             for _ in range(3):
@@ -229,41 +242,38 @@ def child(keys: Sequence[tuple[str, int]], repeat: int) -> None:
             gc.collect()
             gc.disable()
             warm = _common.compiles()
-            control("--instr=on")
-            control("--zero")
-            for _ in range(repeat):
-                step()
-            control(f"--dump={case},{count},{name}")
-            control("--instr=off")  # which forgets what has been counted
+            counted(step, repeat, f"{case},{count},{name}")
             gc.enable()
             off()
             if _common.compiles() != warm:
                 raise RuntimeError(f"{case}, {count}, {name}: compiled while counting; expected a warm graph")
 
 
-def totals(folder: Path) -> dict[str, int]:
-    """Instructions of the thread that steps, by the name of the dump."""
-    found = {}
+def totals(folder: Path) -> dict[str, float]:
+    """Instructions of a step, of the thread that steps, by the name of the dump. Without those of the dump itself."""
+    found, repeats = {}, {}
     for path in folder.glob("counts.*-01"):
         lines = path.read_text(encoding="utf-8").splitlines()
         heads = dict(line.split(": ", 1) for line in lines[:40] if ": " in line)
         trigger = next((line for line in lines[:40] if line.startswith("desc: Trigger: dump ")), None)
         if trigger is not None:
-            found[trigger.removeprefix("desc: Trigger: dump ")] = int(heads["summary"])
-    return found
+            name, _, repeat = trigger.removeprefix("desc: Trigger: dump ").rpartition(",")
+            found[name], repeats[name] = int(heads["summary"]), int(repeat)
+    of_dump = found.pop(NOTHING)
+    return {name: (total - of_dump) / repeats[name] for name, total in found.items()}
 
 
-def count_all(keys: Sequence[tuple[str, int]], repeat: int) -> dict[str, float]:
+def count_all(keys: Sequence[tuple[str, int]]) -> dict[str, float]:
     """Runs the child under valgrind; instructions a step, by case, number of tensors and variant."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             VALGRIND, "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes", "-q",
-            f"--callgrind-out-file={folder}/counts", sys.executable, __file__, "--child", json.dumps([keys, repeat]),
+            f"--callgrind-out-file={folder}/counts", sys.executable, __file__, "--child", json.dumps([keys]),
         ]  # fmt: skip
         done = subprocess.run(command, check=False)
         if done.returncode != 0:
             raise click.ClickException(f"the process under valgrind ended with {done.returncode}; see above")
-        return {name: total / repeat for name, total in totals(Path(folder)).items()}
+        return totals(Path(folder))
 
 
 def add_instructions(rows: Sequence[dict[str, Any]], found: Mapping[str, float]) -> None:
@@ -361,7 +371,7 @@ def main(as_child: str | None, tiny: bool, results: Path) -> None:
     counts = all(shutil.which(program) is not None for program in (VALGRIND, CONTROL)) and not tiny
     if counts:
         keys = [(case, count) for case, count, *_ in sizes if "beside" in case or count <= MOST_PARAMETERS_COUNTED]
-        add_instructions(rows, count_all(keys, 5))
+        add_instructions(rows, count_all(keys))
     largest = [
         row["auto_ns_for_each"]
         for row in rows
