@@ -3,8 +3,17 @@ SHELL := /bin/bash -o pipefail
 .DEFAULT_GOAL := help
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.10 python3.13 python3,$(shell command -v $(name))))
-VENV   := .venv
-BIN    := $(VENV)/bin
+# The release to work with; each has an environment, a build folder and a module of its own.
+TORCH_XLA ?= 2.9.0
+DEFAULT   := 2.9.0
+RELEASES  := 2.8.1 2.9.0
+$(if $(filter $(TORCH_XLA),$(RELEASES)),,$(error TORCH_XLA=$(TORCH_XLA) is not one of $(RELEASES)))
+ONLY      := $(addprefix -,$(filter-out $(DEFAULT),$(TORCH_XLA)))
+VENV      := .venv$(ONLY)
+BUILD     := build$(ONLY)
+MODULE    := torch_xla_donate/_built/torch_$(subst .,_,$(basename $(TORCH_XLA)))
+REQUIRED  := requirements$(ONLY).txt
+BIN       := $(VENV)/bin
 # Gigabytes that the environment takes: torch for Linux comes with its CUDA libraries.
 NEEDED := 9
 
@@ -16,7 +25,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo llama test test-fast test-all test-cpp coverage faults sanitize lint tidy format bench soak fuzz docs build env clean
+.PHONY: help demo llama test support wheel test-fast test-all test-nightly test-upstream test-cpp coverage faults sanitize lint tidy format bench bits bits-of-release soak release-check fuzz docs build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,7 +34,11 @@ demo: build  ## train on real data with and without donation, and show what it s
 	$(BIN)/python examples/train_digits.py
 
 test: build test-cpp  ## what guards every promise: C++ (ctest), then Python (pytest) without the long tests
-	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
+	$(PYTEST) -m "not nightly" $(addprefix --record=,$(RECORD)) $(PYTEST_ARGS)
+
+support:  ## `make test` on each release, and the table of docs/safety.md that says what passed
+	for release in $(RELEASES); do $(MAKE) test TORCH_XLA=$$release RECORD=test/results/torch_xla-$$release.json || exit 1; done
+	$(BIN)/python test/support.py
 
 test-fast: build  ## what an edit needs: the tests that start no process
 	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
@@ -33,16 +46,18 @@ test-fast: build  ## what an edit needs: the tests that start no process
 test-all: build $(VENV)/docs test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
 	$(PYTEST) --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) soak fuzz
-ifdef UPSTREAM
+	$(if $(UPSTREAM),$(MAKE) test-upstream,@echo "not run: the files of pytorch/xla; give UPSTREAM=a checkout of it")
+
+test-nightly: build $(VENV)/docs  ## only the long tests: hours
+	$(PYTEST) --hypothesis-profile=long -m nightly $(PYTEST_ARGS)
+
+test-upstream: build  ## the files of UPSTREAM=a checkout of pytorch/xla, with automatic donation and without this package
 	$(BIN)/python test/upstream/run.py $(UPSTREAM)
-else
-	@echo "not run: the files of pytorch/xla; give UPSTREAM=a checkout of it"
-endif
 
 test-cpp: build  ## the C++ tests of the ELF part
-	$(BIN)/cmake -B build -DTORCH_XLA_DONATE_BUILD_TESTS=ON > build/cmake.log || { cat build/cmake.log; exit 1; }
-	$(BIN)/cmake --build build | tail -n 1
-	$(BIN)/ctest --test-dir build --output-on-failure --no-tests=error
+	$(BIN)/cmake -B $(BUILD) -DTORCH_XLA_DONATE_BUILD_TESTS=ON > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	$(BIN)/cmake --build $(BUILD) | tail -n 1
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
 
 # A build of its own: the module in the package stays as it is.
 coverage: build  ## which of our Python and C++ lines `make test` runs; writes it to the README
@@ -101,9 +116,31 @@ llama: build  ## compile Llama's step for TPUs that are not there: bytes per dev
 bench: build  ## measure; prints tables, writes benchmarks/results/*.json and their numbers in README and docs
 	$(BIN)/python benchmarks/run.py
 
-soak: build  ## 20,000 donating steps; memory and registry must stay flat
-	$(BIN)/python benchmarks/soak.py
+bits: build  ## whether the examples compute the same bits with donation and without it, on each release
+	for release in $(RELEASES); do $(MAKE) bits-of-release TORCH_XLA=$$release || exit 1; done
 	$(BIN)/python benchmarks/write_docs.py
+
+bits-of-release: build
+	$(BIN)/python benchmarks/example_bits.py
+
+soak: build  ## 50,000 mixed steps on eight devices; memory, registry and compilations must stay flat. SOAK="--steps 200000"
+	$(BIN)/python benchmarks/soak.py $(SOAK)
+	$(BIN)/python benchmarks/write_docs.py
+
+# The list of CONTRIBUTING.md. Each part ends the run if it fails.
+release-check:  ## all checks of a release: a day. Needs UPSTREAM=a checkout of pytorch/xla, and everything committed
+	@test -n "$(UPSTREAM)" || { echo "give UPSTREAM=a checkout of pytorch/xla" >&2; exit 1; }
+	@test -z "$$(git status --porcelain)" || { echo "commit first: results name the commit that was measured" >&2; exit 1; }
+	$(MAKE) lint
+	$(MAKE) support
+	for release in $(or $(RELEASES),$(error RELEASES is empty)); do \
+	  $(MAKE) test-nightly fuzz soak TORCH_XLA=$$release SOAK="--steps 200000" || exit 1; done
+	$(MAKE) test-upstream
+	$(MAKE) wheel
+	$(MAKE) bits bench
+	$(BIN)/python examples/llama.py --all
+	$(BIN)/python benchmarks/write_docs.py --fresh
+	$(MAKE) docs
 
 FUZZ := cd test && ../$(BIN)/python -m fuzz.run --last ../build/last_program.txt
 FOUR := CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4
@@ -114,6 +151,9 @@ fuzz: build  ## 24,000 random programs in each way of donating, and 5,000 of aut
 	export $(FOUR); $(FUZZ) --kind states --jobs 2 --programs 4000 --seed $$RANDOM --sharded
 	export $(FOUR); $(FUZZ) --programs 1000 --seed $$RANDOM --sharded
 
+wheel:  ## build and try the wheel, with a module for each release: dist/. WHEEL="--host 2.9.0=PYTHON" reuses an environment
+	"$(PYTHON)" third_party/wheel.py $(WHEEL)
+
 # Pictures, messages and docstrings come from the sources. The tool that formats signatures, ruff, is found in PATH.
 docs: build $(VENV)/docs  ## build the site in out/site from docs/ and the code, and check its links
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m mkdocs build -f docs/site/mkdocs.yml
@@ -121,21 +161,21 @@ docs: build $(VENV)/docs  ## build the site in out/site from docs/ and the code,
 
 # Configured once, or when the CMake files change; ninja knows what else is out of date.
 build: env $(VENV)/configured
-	@$(BIN)/cmake --build build > build/build.log 2>&1 || { cat build/build.log; exit 1; }
+	@$(BIN)/cmake --build $(BUILD) > $(BUILD)/build.log 2>&1 || { cat $(BUILD)/build.log; exit 1; }
 
 $(VENV)/configured: $(VENV)/installed CMakeLists.txt third_party/torch.cmake third_party/query_torch.py
-	$(BIN)/cmake -S . -B build -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/torch_xla_donate \
+	$(BIN)/cmake -S . -B $(BUILD) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/$(MODULE) \
 	  -DTORCH_XLA_DONATE_ASSERTIONS=ON
 	@touch $@
 
 env: $(VENV)/installed
 
-$(VENV)/installed: requirements.txt pyproject.toml
+$(VENV)/installed: $(REQUIRED) pyproject.toml
 	@$(SHELL) third_party/preflight.sh "$(PYTHON)" $(NEEDED) "$(VENV)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "installing torch, torch_xla and the tools into $(VENV) (about $(NEEDED) GB, a few minutes) ..."
-	$(BIN)/pip install -q -r requirements.txt
+	$(BIN)/pip install -q -r $(REQUIRED)
 	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py)
 	@printf '%s\n' "$(CURDIR)" "$(CURDIR)/torch_xla_donate/_pytest" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
 	@touch $@
@@ -145,4 +185,4 @@ $(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv
-	rm -rf build build-coverage build-faults build-sanitize build-tidy torch_xla_donate/_C*.so $(VENV)/configured
+	rm -rf build build-* torch_xla_donate/_built .venv*/configured

@@ -59,7 +59,7 @@ def dumped_step(run: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Any,
     """Calls a function in a process that starts the runtime itself and dumps HLO, as long as the context lasts.
 
     Yields what the function returns; the step as XLA has optimised it, which is the module with the largest inputs that
-    was compiled last; and the text of its entry computation.
+    was compiled last; and its text.
     """
     # The server has imported torch_xla and started nothing of it: its children need not import it again.
     context = multiprocessing.get_context("forkserver")
@@ -77,7 +77,7 @@ def dumped_step(run: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Any,
         modules = [module.after for module in hlo.read_dump(dump) if module.after is not None]
         step = max(reversed(modules), key=lambda module: sum(shape.bytes for shape in module.parameters))
         assert step.path is not None
-        yield answers.get(), step, step.path.read_text(encoding="utf-8").partition("\nENTRY ")[2]
+        yield answers.get(), step, step.path.read_text(encoding="utf-8")
 
 
 def _answer(run: Callable[..., Any], arguments: Sequence[Any], dump: str, answers: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch_xla import _XLAC
 
 import torch_xla_donate
+from torch_xla_donate.hlo.dump import copies
 
 VARIANTS = ("upstream", "by hand", "auto")
 # The first steps compile, and find out what is dead; the others must all be alike.
@@ -335,20 +335,16 @@ def ignore(tensors: Any, into: Any = None) -> None:
     """Nothing is donated by hand."""
 
 
-def copied_bytes(entry: str) -> int:
-    """Bytes of the entry computation's copies: what XLA moves because it must not write where a value is."""
-    return sum(torch_xla_donate.hlo.parser.parse_shape(found).bytes for found in re.findall(r"= (\S+) copy\(", entry))
-
-
 def measure(pattern: str, variant: str, size: int) -> dict[str, Any]:
     """A run, and what the HLO of its step says after XLA's optimisation."""
-    with _common.dumped_step(run, pattern, variant, size) as (found, step, entry):
+    with _common.dumped_step(run, pattern, variant, size) as (found, step, text):
         return {
             "pattern": pattern,
             "variant": variant,
             **found,
             "aliased_bytes": step.aliased_bytes,
-            "copied_bytes": copied_bytes(entry),
+            # What XLA moves because it must not write where a value is.
+            "copied_bytes": sum(shape.bytes for shape, _ in copies(text)),
         }
 
 

@@ -3,6 +3,9 @@
 Each example runs in a separate process for each way: as it is written, with automatic donation, and with donation
 disabled. After each step the tensors of the variables of the function that called `torch_xla.sync()` are compared, by
 their names. Those that one of the ways has donated are left out.
+
+A run replaces the rows of its release of torch_xla in the result file, and keeps those of other releases: `make bits`
+runs it on each.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 EXAMPLES = _common.FOLDER.parent / "examples"
 # With the options that make a run short. `checkpoint.py` saves another state if nothing is donated, `kv_cache.py` and
-# `huggingface.py` compare the ways in child processes, and `llama.py` only compiles.
+# `huggingface.py` compare the ways in child processes, `llama.py` only compiles, `jax_quickstart.py` asserts donations.
 PROGRAMS: dict[str, tuple[str, ...]] = {
     "quickstart": (),
     "ema_and_gan": ("--donate", "--steps", "8", "--hidden", "64"),
@@ -93,17 +96,31 @@ def values_of(program: str, way: str) -> dict[str, str]:
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
+    rows = {(row["torch_xla"], row["example"]): row for row in result["rows"]}
+    releases = sorted({release for release, _ in rows})
+
+    def cell(release: str, example: str, way: str) -> str:
+        found = rows.get((release, example))
+        return f"{found[way]['different']} of {found[way]['tensors']}" if found is not None else "not run"
+
     return {
         "all": _common.Table(
             "example_bits: tensors after each step that differ from those with donation disabled",
-            ("example", *WAYS),
+            ("example", *(f"{release}, {way}" for release in releases for way in WAYS)),
             [
-                (row["example"], *(f"{row[way]['different']} of {row[way]['tensors']}" for way in WAYS))
-                for row in result["rows"]
+                (f"`{example}.py`", *(cell(release, example, way) for release in releases for way in WAYS))
+                for example in dict.fromkeys(example for _, example in rows)
             ],
             _common.aim(result),
         )
     }
+
+
+def other_releases(results: Path) -> list[dict[str, Any]]:
+    """The rows that earlier runs wrote on other releases."""
+    path = results / "example_bits.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    return [row for row in rows if row["torch_xla"] != torch_xla.__version__]
 
 
 @click.command()
@@ -119,15 +136,15 @@ def main(only: tuple[str, ...], child: tuple[str, str, str] | None, tiny: bool, 
     rows = []
     for program in only or (["quickstart"] if tiny else PROGRAMS):
         plain = values_of(program, "disabled")
-        row: dict[str, Any] = {"example": program}
+        row: dict[str, Any] = {"example": program, "torch_xla": torch_xla.__version__}
         for way in WAYS:
             found = values_of(program, way)
             common = plain.keys() & found.keys()
             row[way] = {"tensors": len(common), "different": sum(plain[key] != found[key] for key in common)}
         rows.append(row)
     result = _common.describe("example_bits", {"tiny": tiny})
-    result["rows"] = rows
-    met = all(row[way]["tensors"] and not row[way]["different"] for row in rows for way in WAYS)
+    result["rows"] = other_releases(results) + rows
+    met = all(row[way]["tensors"] and not row[way]["different"] for row in result["rows"] for way in WAYS)
     result["aim"] = {"text": "all bits are equal", "met": met}
     _common.finish(results, result, tables(result))
 

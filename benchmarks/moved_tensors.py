@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch_xla import _XLAC
 
 import torch_xla_donate
+from torch_xla_donate.hlo.dump import copies
 
 WARM_UP, STEADY = 3, 5
 RATE, DECAY, BETA2 = 1e-2, 0.9, 0.999
@@ -162,8 +163,8 @@ def run(pattern: str, way: str, size: int) -> dict[str, int]:
 
 
 def measure(pattern: str, way: str, size: int) -> dict[str, int]:
-    with _common.dumped_step(run, pattern, way, size) as (found, _, entry):
-        return {**found, "copies": entry.count(" copy(")}
+    with _common.dumped_step(run, pattern, way, size) as (found, _, text):
+        return {**found, "copies": len(copies(text))}
 
 
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:

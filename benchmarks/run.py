@@ -13,10 +13,12 @@ BENCHMARKS = (
     "mark_cost",
     "call_cost",
     "step_cost",
+    "growth",
     "auto_patterns",
     "example_bits",
     "last_bits",
     "moved_tensors",
+    "donation_copies",
     "jax_side_by_side",
     "demo",
 )

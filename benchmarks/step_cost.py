@@ -6,6 +6,7 @@ valgrind counts instructions, the same in each run, where it is installed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,19 +220,27 @@ def control(command: str) -> None:
     subprocess.run([CONTROL, command, str(os.getpid())], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
-def counted(run: Callable[[], Any], repeat: int, dump: str) -> None:
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[None]:
+    """Counts what runs in the context, into a dump of this name. Nothing may be compiled in it."""
+    gc.collect()
+    gc.disable()
+    warm = _common.compiles()
     control("--instr=on")
     control("--zero")
-    for _ in range(repeat):
-        run()
-    control(f"--dump={dump},{repeat}")
+    yield
+    control(f"--dump={name}")
     control("--instr=off")  # which forgets what has been counted
+    gc.enable()
+    if _common.compiles() != warm:
+        raise RuntimeError(f"{name}: compiled while counting; expected a warm graph")
 
 
 def child(keys: Sequence[tuple[str, int]]) -> None:
     """The process that is counted: one dump for each variant, of some steps after three that do not count."""
     gc.freeze()
-    counted(lambda: None, 1, NOTHING)
+    with counted(NOTHING):
+        pass
     for case, count in keys:
         # The dump itself takes as long as some small steps, so there are many of them.
         repeat = 200 if count <= 1 and "beside" not in case else 5
@@ -239,36 +248,36 @@ def child(keys: Sequence[tuple[str, int]]) -> None:
             before()
             for _ in range(3):
                 step()
-            gc.collect()
-            gc.disable()
-            warm = _common.compiles()
-            counted(step, repeat, f"{case},{count},{name}")
-            gc.enable()
+            with counted(f"{case},{count},{name},{repeat}"):
+                for _ in range(repeat):
+                    step()
             off()
-            if _common.compiles() != warm:
-                raise RuntimeError(f"{case}, {count}, {name}: compiled while counting; expected a warm graph")
 
 
-def totals(folder: Path) -> dict[str, float]:
-    """Instructions of a step, of the thread that steps, by the name of the dump. Without those of the dump itself."""
-    found, repeats = {}, {}
+def totals(folder: Path) -> dict[str, int]:
+    """Instructions of the thread that steps, by the name of the dump."""
+    found = {}
     for path in folder.glob("counts.*-01"):
         lines = path.read_text(encoding="utf-8").splitlines()
         heads = dict(line.split(": ", 1) for line in lines[:40] if ": " in line)
         trigger = next((line for line in lines[:40] if line.startswith("desc: Trigger: dump ")), None)
         if trigger is not None:
-            name, _, repeat = trigger.removeprefix("desc: Trigger: dump ").rpartition(",")
-            found[name], repeats[name] = int(heads["summary"]), int(repeat)
-    of_dump = found.pop(NOTHING)
-    return {name: (total - of_dump) / repeats[name] for name, total in found.items()}
+            found[trigger.removeprefix("desc: Trigger: dump ")] = int(heads["summary"])
+    return found
 
 
-def count_all(keys: Sequence[tuple[str, int]]) -> dict[str, float]:
-    """Runs the child under valgrind; instructions a step, by case, number of tensors and variant."""
+def per_step(found: Mapping[str, int]) -> dict[str, float]:
+    """Instructions of a step, by case, number of tensors and variant. Without those of the dump itself."""
+    steps = {name: name.rpartition(",") for name in found if name != NOTHING}
+    return {name: (found[dump] - found[NOTHING]) / int(repeat) for dump, (name, _, repeat) in steps.items()}
+
+
+def under_valgrind(script: str, given: Any) -> dict[str, int]:
+    """Runs ``script --child`` with what it is given; instructions by the name of the dump."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             VALGRIND, "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes", "-q",
-            f"--callgrind-out-file={folder}/counts", sys.executable, __file__, "--child", json.dumps([keys]),
+            f"--callgrind-out-file={folder}/counts", sys.executable, script, "--child", json.dumps(given),
         ]  # fmt: skip
         done = subprocess.run(command, check=False)
         if done.returncode != 0:
@@ -362,7 +371,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
 def main(as_child: str | None, tiny: bool, results: Path) -> None:
     """Cost of the hooks and of donation for a step; some minutes, most of them under valgrind."""
     if as_child is not None:
-        child(*json.loads(as_child))
+        child(json.loads(as_child))
         return
     sizes = TINY_SIZES if tiny else SIZES
     # Each sample begins with a collection, which then need not go through all modules.
@@ -371,7 +380,7 @@ def main(as_child: str | None, tiny: bool, results: Path) -> None:
     counts = all(shutil.which(program) is not None for program in (VALGRIND, CONTROL)) and not tiny
     if counts:
         keys = [(case, count) for case, count, *_ in sizes if "beside" in case or count <= MOST_PARAMETERS_COUNTED]
-        add_instructions(rows, count_all(keys))
+        add_instructions(rows, per_step(under_valgrind(__file__, keys)))
     largest = [
         row["auto_ns_for_each"]
         for row in rows

@@ -88,10 +88,21 @@ def written(text: str, found: Mapping[str, str]) -> str:
     return BLOCK.sub(lambda match: match[1] + match[2] + block(match[1], found), text)
 
 
+def refuse_old_results(folder: Path, commit: str | None) -> None:
+    """Raises click.ClickException if there is no result, or one was not measured on this commit."""
+    measured = {path.name: json.loads(path.read_text(encoding="utf-8"))["commit"] for path in folder.glob("*.json")}
+    old = [name for name, found in sorted(measured.items()) if found is None or found != commit]
+    if old or not measured:
+        raise click.ClickException(f"not measured on commit {commit}: {', '.join(old) or 'any result'}")
+
+
 @click.command()
 @click.option("--check", is_flag=True, help="Change nothing; exit with 1 if a page has other numbers.")
-def main(check: bool) -> None:
+@click.option("--fresh", is_flag=True, help="First, exit with 1 if a result is of another commit than the sources.")
+def main(check: bool, fresh: bool) -> None:
     """Numbers of README and docs."""
+    if fresh:
+        refuse_old_results(_common.RESULTS, _common.commit())
     found, stale = blocks(), []
     for page in PAGES:
         old = page.read_text(encoding="utf-8")

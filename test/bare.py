@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import sys
+import warnings
 
-import numpy as np
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from torch_xla import _XLAC
 
 
@@ -45,6 +44,61 @@ def state() -> tuple[str, list[str]]:
                     digest.update(memory.read(last - first))
     assert lines
     return digest.hexdigest(), lines
+
+
+def import_switched_off(version: str) -> list[str]:
+    """Imports the package in a process where nothing may change. Returns its warnings. version: torch_xla's."""
+    assert "torch_xla_donate" not in sys.modules
+    before, torch.__version__ = state(), version
+    importlib.metadata.version = lambda package: version
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        txd = importlib.import_module("torch_xla_donate")
+    old = torch.ones(4, device="xla")
+    torch_xla.sync()
+    new = old + 1
+    with txd.donate_buffer(old), txd.auto_donate():
+        torch_xla.sync(wait=True)
+    assert (old.tolist(), new.tolist()) == ([1.0] * 4, [2.0] * 4)
+    with open("/proc/self/maps") as maps:
+        assert not [line for line in maps if "/_C." in line and "torch_xla_donate" in line]
+    assert "torch_xla_donate._C" not in sys.modules and state() == before
+    return [f"{warning.category.__name__}: {warning.message}" for warning in found]
+
+
+def pages() -> tuple[dict[str, str], dict[str, str]]:
+    """Of each library that is mapped: its read-only data that differ from the file, and how much of its code does."""
+    data: dict[str, str] = {}
+    code: dict[str, str] = {}
+    name, access, first, last = "", "", 0, 0
+    with open("/proc/self/smaps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            if "-" in (fields := line.split())[0]:
+                name, access = (fields[5] if len(fields) == 6 else ""), fields[1]
+                first, last = (int(part, 16) for part in fields[0].split("-"))
+            elif fields[0] == "Anonymous:" and ".so" in name and int(fields[1]):
+                if access == "r-xp":
+                    code[name] = fields[1]
+                elif access == "r--p":
+                    memory.seek(first)
+                    data[f"{name} {first:x}"] = hashlib.sha256(memory.read(last - first)).hexdigest()
+    return data, code
+
+
+def changed_by_the_import() -> tuple[list[str], list[str]]:
+    """The libraries whose read-only data the import and a donating step change, and those whose code they change."""
+    old = torch.ones(4, device="xla")
+    torch_xla.sync(wait=True)
+    data, code = pages()
+    assert len(data) > 10
+    txd = importlib.import_module("torch_xla_donate")
+    txd.donate_buffer(old)
+    new = old + 1
+    torch_xla.sync(wait=True)
+    assert txd.is_donated(old) and new.tolist() == [2.0] * 4
+    new_data, new_code = pages()
+    changed = {key.split()[0] for key, found in data.items() if new_data[key] != found}
+    return sorted(name.rpartition("/")[2] for name in changed), [name for name in code if new_code[name] != code[name]]
 
 
 def hooks_come_and_go() -> None:
@@ -113,50 +167,12 @@ def donate_in_steps() -> None:
     flags = torch.ones(3, 5, dtype=torch.bool).to(device)
     small = torch.ones(3, 5).to(torch.float8_e4m3fn).to(device)
     donate(*every, flags, small)
-    outputs = [t + t for t in every] + [flags.logical_not(), small.to(torch.float32)]
+    _outputs = [t + t for t in every] + [flags.logical_not(), small.to(torch.float32)]
     torch_xla.sync(wait=True)
 
     unusable = torch.ones(7, 3).to(device)
     donate(unusable)
-    outputs = [unusable.sum()]
-    torch_xla.sync(wait=True)
-
-    passed, spare = torch.ones(11, 2).to(device), torch.ones(11, 2).to(device)
-    donate(passed, spare)
-    outputs = [passed * 2 + spare]
-    torch_xla.sync(wait=True)
-    del outputs
-
-    weight = torch.ones(13, 4).to(device).requires_grad_()
-    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    for _ in range(3):
-        optimizer.zero_grad()
-        (weight * weight).sum().backward()
-        optimizer.step()
-        torch_xla.sync(wait=True)
-
-
-def donate_wrapped() -> None:
-    """A step with seven parameters, of which it donates every other one."""
-    tensors = [torch.ones(3, i + 1).to("xla") for i in range(7)]
-    donate(*tensors[::2])
-    _out = [t * 2 for t in tensors]
-    torch_xla.sync(wait=True)
-
-
-def donate_sharded() -> None:
-    """A step on four devices with a split donor, a whole one, and one of which it returns only the sum."""
-    xr.use_spmd()
-    count = xr.global_runtime_device_count()
-    assert count == 4
-    mesh = xs.Mesh(np.arange(count), (count,), ("x",))
-    split, whole, unused = (torch.ones(*shape).to("xla") for shape in ((8, 4), (8, 4), (6, 3)))
-    xs.mark_sharding(split, mesh, ("x", None))
-    xs.mark_sharding(whole, mesh, (None, None))
-    donate(split, whole, unused)
-    doubled, raised, _total = split * 2, whole + 1, unused.sum()
-    xs.mark_sharding(doubled, mesh, ("x", None))
-    xs.mark_sharding(raised, mesh, (None, None))
+    _total = unusable.sum()
     torch_xla.sync(wait=True)
 
 

@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before anything imports torch_xla.
 os.environ["PJRT_DEVICE"] = "CPU"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 for setting in (
+    "TORCH_XLA_DONATE",
     "TORCH_XLA_DONATE_DEBUG_NANS",
     "TORCH_XLA_DONATE_STRICT",
     "XLA_ENABLE_PARAM_ALIASING",
@@ -25,6 +26,7 @@ for setting in (
 
 import hypothesis
 import pytest
+import support
 from hypothesis import strategies
 
 # `make test-all` chooses the long one.
@@ -35,6 +37,15 @@ pytest.register_assert_rewrite("helpers")
 
 if TYPE_CHECKING:
     import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record", type=Path, help="write how many tests of each tier pass on this release (support.py)")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("record") and not hasattr(config, "workerinput"):
+        support.record(terminalreporter.stats, config.getoption("record"))
 
 
 def _runs_tests(session: pytest.Session) -> bool:
@@ -127,6 +138,14 @@ def dump_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "dump"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def no_graphs_kept() -> None:
+    """torch.compile keeps no graph of an earlier test."""
+    import torch
+
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -80,6 +80,24 @@ def _shown(stdout: str, stderr: str) -> str:
 #: The options of `compile` for each of its backends.
 BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
 
+#: For files whose donors need not be usable: nobody has to be told of those that were not.
+UNUSABLE_IGNORED = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.usefixtures("notices_taken")]
+
+each_trace = pytest.mark.parametrize("options", [BACKENDS["pure"], BACKENDS["openxla"]], ids=["pure", "openxla"])
+
+
+def lacking(release: str, reason: str, *, run: bool = True) -> pytest.MarkDecorator:
+    """Marks a test of what a release of torch and torch_xla lacks by itself: there it has to fail.
+
+    Args:
+        release: such as ``2.8``.
+        reason: what the release does, and upstream's change, so that a reader can tell it from a defect of ours.
+        run: False if the test ends the process.
+    """
+    is_here = torch.__version__.startswith(f"{release}.")
+    return pytest.mark.xfail(is_here, reason=f"torch_xla {release}: {reason}", strict=True, run=run)
+
+
 needs_tpu_compiler = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 

@@ -13,7 +13,7 @@ if(host_torch_failed)
     "torch_xla_donate is built (see the message above). With pip: add --no-build-isolation.")
 endif()
 # One NAME=value a line. Semicolons separate the elements of a list, as in CMake.
-foreach(name TORCH_VERSION TORCH_XLA_VERSION TORCH_INCLUDE_DIRS TORCH_LIB_DIR TORCH_CXX11_ABI)
+foreach(name TORCH_VERSION TORCH_XLA_VERSION TORCH_INCLUDE_DIRS TORCH_LIB_DIR TORCH_CXX11_ABI PYBIND_ABI)
   if(NOT "${host_torch_answer}" MATCHES "${name}=([^\n]*)")
     message(FATAL_ERROR "third_party/query_torch.py did not print ${name}")
   endif()
@@ -25,6 +25,10 @@ target_include_directories(host_torch SYSTEM INTERFACE ${HOST_TORCH_INCLUDE_DIRS
 target_compile_definitions(host_torch INTERFACE
   _GLIBCXX_USE_CXX11_ABI=${HOST_TORCH_CXX11_ABI}
   TORCH_API_INCLUDE_EXTENSION_H)
+if(HOST_PYBIND_ABI)
+  # Only with torch_xla's own name of the ABI do its functions know our exceptions.
+  target_compile_definitions(host_torch INTERFACE "PYBIND11_BUILD_ABI=\"${HOST_PYBIND_ABI}\"")
+endif()
 foreach(library c10 torch_cpu torch_python)
   target_link_libraries(host_torch INTERFACE "${HOST_TORCH_LIB_DIR}/lib${library}.so")
 endforeach()

@@ -3,6 +3,11 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch_xla_donate import _absent, _config
+
+if _config.IS_OFF:
+    globals()["_C"] = _absent  # every module that imports `_C` finds it here
+
 from torch_xla_donate import _host  # first: it checks the versions and loads `_C`
 
 from torch_xla_donate import _C, _errors, _modes, _report
@@ -89,16 +94,22 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_TOOLS})
 
 
-_C.set_callbacks(
-    DonatedBufferError,
-    _errors.describe_use,
-    _report.report_reuse,
-    _modes.debug.step_ended,
-    _modes.auto.prepare,
-    *_host.functions_of_a_step(),
-)
-_host.install_hooks()
-_modes.debug.start()
-_modes.auto.start()
-_report.copies.start()
-_report.settings.start()
+if _config.IS_OFF:
+    from torch_xla_donate import _off
+
+    globals().update(_off.PLAIN)
+    _off.start()
+else:
+    _C.set_callbacks(
+        DonatedBufferError,
+        _errors.describe_use,
+        _report.report_reuse,
+        _modes.debug.step_ended,
+        _modes.auto.prepare,
+        *_host.functions_of_a_step(),
+    )
+    _host.install_hooks()
+    _modes.debug.start()
+    _modes.auto.start()
+    _report.copies.start()
+    _report.settings.start()

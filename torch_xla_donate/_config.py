@@ -31,6 +31,20 @@ def number(name: str, default: int, least: int) -> int:
     return int(text)
 
 
+def _is_off() -> bool:
+    """Whether ``TORCH_XLA_DONATE=0`` switches the package off. Raises ValueError for another value than 0 or 1."""
+    value = os.environ.get("TORCH_XLA_DONATE", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"TORCH_XLA_DONATE={value!r} is unknown. Set it to 0 to switch torch_xla_donate off, or to 1, or unset it."
+        )
+    return value == "0"
+
+
+#: The same for the whole process, because the hooks are installed by the import or not at all.
+IS_OFF = _is_off()
+
+
 class Strictness(enum.IntEnum):
     """The effect of an unusable donation. The numbers are those of csrc/registry/donor.h."""
 

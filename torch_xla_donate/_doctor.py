@@ -23,6 +23,8 @@ def examine() -> tuple[list[str], bool]:
                 if package == "torch_xla_donate"
                 else f"{package:13} not installed"
             )
+    if _config.IS_OFF:
+        return [*lines, "PROBLEM: TORCH_XLA_DONATE=0 switches the package off; unset it"], False
     built = _host.build()
     lines.append(
         f"built against torch {built.torch}, torch_xla {built.torch_xla}, "

@@ -1,5 +1,6 @@
 // The intercepts of a step and of uses of tensors, a few lines each, and the table of all hooks.
 #include <exception>
+#include <string>
 #include <utility>
 
 #include "features/outdated_tensors.h"
@@ -8,6 +9,7 @@
 #include "features/whole_overwrites.h"
 #include "host/symbols.h"
 #include "registry/watch.h"
+#include "repairs/device_text.h"
 #include "step/hooks.h"
 #include "step/thread_step.h"
 
@@ -18,7 +20,7 @@ namespace {
 using abi::Executor;
 
 Original run_post_order, async_constructor, lazy_tensor_constructor, current_data_handle, create_tensor_node,
-    for_all_device_contexts, tensor_collection_barrier, mark_step, completer;
+    for_all_device_contexts, tensor_collection_barrier, mark_step, completer, device_to_string;
 
 // ---- The intercepts of a step, in its order ----
 
@@ -97,6 +99,10 @@ lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDa
   return create_tensor_node.As<abi::CreateTensorNodeFn>()(self, data, read_only);
 }
 
+std::string DeviceToString(const lazy::BackendDevice* self) {
+  return DeviceText(*self, device_to_string.As<abi::DeviceToStringFn>());
+}
+
 // ---- The table ----
 
 std::vector<Hook> ExecutorHooks() {
@@ -122,6 +128,8 @@ std::vector<Hook> ExecutorHooks() {
           "end of the step: reports unusable donations"),
       row("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
           "finds ops on donated tensors"),
+      row("BackendDevice::toString", abi::kDeviceToString, &DeviceToString, device_to_string,
+          "remembers the text, which torch_xla asks for with each output"),
       SymbolicSizeHook(),
   };
 }

@@ -19,12 +19,20 @@ namespace {
 
 std::atomic<bool> debug_process{false}, donates_by_default{false};
 
-// Counts the requests for automatic donation in the process.
+// Of the process; kSwitches guards them.
+struct Settings {
+  int automatic = 0;  // how many ask for automatic donation
+  Reason switched_off;
+};
+Settings& TheSettings() {
+  static Settings* value = new Settings();
+  return *value;
+}
+
 void CountAutomatic(int change) {
-  static int wishes = 0;
   std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kSwitches));
-  wishes += change;
-  SetWatch(kAutomatic, wishes > 0 ? kAutomatic : Watch{});
+  TheSettings().automatic += change;
+  SetWatch(kAutomatic, TheSettings().automatic > 0 ? kAutomatic : Watch{});
 }
 
 // The modes of this thread, the innermost last.
@@ -35,15 +43,6 @@ std::vector<std::shared_ptr<const Mode>>& Modes() {
 
 bool Any(bool Mode::* wish) {
   return std::any_of(Modes().begin(), Modes().end(), [wish](const auto& mode) { return (*mode).*wish; });
-}
-
-struct Setting {
-  std::mutex& mutex = ProcessMutex(MutexOf::kSwitches);
-  Reason reason;
-};
-Setting& TheSetting() {
-  static Setting* value = new Setting();
-  return *value;
 }
 
 }  // namespace
@@ -93,7 +92,7 @@ bool AutoDonates() {
   }
   const auto innermost =
       std::find_if(Modes().rbegin(), Modes().rend(), [](const auto& mode) { return mode->automatic.has_value(); });
-  return innermost == Modes().rend() ? AutoDonateIsDefault() : *(*innermost)->automatic;
+  return innermost == Modes().rend() ? donates_by_default.load(std::memory_order_relaxed) : *(*innermost)->automatic;
 }
 
 void SetAutoDonate(bool on) {
@@ -105,16 +104,14 @@ void SetAutoDonate(bool on) {
   }
 }
 
-bool AutoDonateIsDefault() { return donates_by_default.load(std::memory_order_relaxed); }
-
 void SetSwitchedOff(Reason reason) {
-  std::lock_guard<std::mutex> lock(TheSetting().mutex);
-  TheSetting().reason = std::move(reason);
+  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kSwitches));
+  TheSettings().switched_off = std::move(reason);
 }
 
 Reason SwitchedOffReason() {
-  std::lock_guard<std::mutex> lock(TheSetting().mutex);
-  return TheSetting().reason;
+  std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kSwitches));
+  return TheSettings().switched_off;
 }
 
 void CloseGate(GraphContext& graph) {

@@ -44,7 +44,6 @@ void SetDebugProcess(bool on);
 // Whether this thread's steps donate by liveness; by default, for all threads.
 bool AutoDonates();
 void SetAutoDonate(bool on);
-bool AutoDonateIsDefault();
 
 // The setting that makes torch_xla ignore every donor, for the process; empty if there is none.
 void SetSwitchedOff(Reason reason);

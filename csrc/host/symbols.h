@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 namespace torch_xla_donate::abi {
@@ -43,6 +44,7 @@ using ForAllDeviceContextsFn = void (*)(void* arena, const void* function, const
 using TensorCollectionBarrierFn = void (*)(lazy::LazyGraphExecutor*, Executor::SyncTensorCollection*);
 using MarkStepFn = void (*)(void* arena, const lazy::BackendDevice&);
 using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<void()>);
+using DeviceToStringFn = std::string (*)(const lazy::BackendDevice*);
 using SymIntConstructorFn = void (*)(c10::SymInt*, c10::SymNode&);  // the node by value, as above
 using CommitUpdateFn = void (*)(at::FunctionalTensorWrapper*);
 // The last argument refers to the description of the view, whose type differs between versions.
@@ -52,7 +54,7 @@ using CopyTensorMetadataFn = void (*)(const at::FunctionalTensorWrapper*, at::Fu
                                       const c10::VariableVersion&, bool);
 using MutateViewMetaFn = void (*)(at::FunctionalTensorWrapper*, const void*);
 
-// Imported under these names by the wheels of 2.7.0, 2.8.1 and 2.9.0.
+// Imported under these names by the wheels of 2.8.1 and 2.9.0.
 inline constexpr const char* kRunPostOrder =
     "_ZN5torch4lazy17LazyGraphExecutor12RunPostOrderERKSt6vectorINS0_5ValueESaIS3_EEPNS1_20SyncTensorCollectionE";
 inline constexpr const char* kAsyncConstructor =
@@ -70,6 +72,7 @@ inline constexpr const char* kTensorCollectionBarrier =
 inline constexpr const char* kMarkStep =
     "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
 inline constexpr const char* kCompleter = "_ZN5torch4lazy9MultiWait9CompleterESt8functionIFvvEE";
+inline constexpr const char* kDeviceToString = "_ZNK5torch4lazy13BackendDevice8toStringB5cxx11Ev";
 inline constexpr const char* kSymIntConstructor =
     "_ZN3c106SymIntC1ENS_13intrusive_ptrINS_11SymNodeImplENS_6detail34intrusive_target_default_null_typeIS2_EEEE";
 inline constexpr const char* kCommitUpdate = "_ZN2at23FunctionalTensorWrapper13commit_updateEv";

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 
 #include "host/layouts.h"
 #include "host/tensors.h"
@@ -47,19 +48,22 @@ lazy::BackendDataPtr BufferOfImpl(const c10::TensorImpl& impl) {
   return tensor == nullptr || *tensor == nullptr ? nullptr : BufferOf(*(*tensor)->data());
 }
 
-// One step of the way from a base to its view. The notes of torch 2.9 are objects, those of 2.8 hold functions.
-template <typename Meta>
-at::Tensor Replay(const std::shared_ptr<Meta>& meta, const at::Tensor& base) {
-  return meta->forward(base);
+// A view, computed from its base. torch 2.8 has a member for this, 2.9 shows the notes of the view.
+template <typename View>
+auto Replay(View& view, const at::Tensor& base) -> decltype(view.apply_view_metas(base)) {
+  return view.apply_view_metas(base);
 }
-template <typename Meta>
-at::Tensor Replay(const Meta& meta, const at::Tensor& base) {
-  return meta.forward_fn(base, meta.out_index);
+template <typename View>
+auto Replay(const View& view, at::Tensor computed) -> std::enable_if_t<sizeof(view.view_metas()) != 0, at::Tensor> {
+  for (const auto& meta : view.view_metas()) {
+    computed = meta->forward(computed);
+  }
+  return computed;
 }
 
 // Whether a view has each element of its base once: torch_xla computes it by reshapes and permutations only. An equal
 // number of elements does not show it, as t[:1].expand(24) and t.unfold(0, 2, 1) have repeated ones.
-bool RearrangesBase(const at::FunctionalTensorWrapper& view) {
+bool RearrangesBase(at::FunctionalTensorWrapper& view) {
   const at::Tensor base = GroupOf(view).base();
   if (view.isBaseTensor() || base.numel() != view.numel() ||
       base.scalar_type() != c10::typeMetaToScalarType(view.dtype())) {
@@ -71,10 +75,7 @@ bool RearrangesBase(const at::FunctionalTensorWrapper& view) {
     return false;
   }
   const at::AutoDispatchSkipFunctionalize guard;
-  at::Tensor computed = base;
-  for (const auto& meta : view.view_metas()) {
-    computed = Replay(meta, computed);
-  }
+  const at::Tensor computed = Replay(view, base);
   const TensorData* data = ValueOf(*computed.unsafeGetTensorImpl());
   const lazy::Node* node = data == nullptr ? nullptr : data->ir_value.node.get();
   static const std::array<lazy::OpKind, 4> rearranging = {lazy::OpKind(at::aten::view), lazy::OpKind(at::aten::permute),
@@ -154,7 +155,7 @@ lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
 at::Tensor TensorToDonate(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
   if (functional::isFunctionalTensor(tensor)) {
-    const at::FunctionalTensorWrapper* view = functional::unsafeGetFunctionalWrapper(tensor);
+    at::FunctionalTensorWrapper* view = functional::unsafeGetFunctionalWrapper(tensor);
     if (!view->is_up_to_date()) {
       GroupOf(*view).apply_updates();
       if (RearrangesBase(*view)) {
@@ -167,7 +168,7 @@ at::Tensor TensorToDonate(const at::Tensor& tensor) {
 
 lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor) {
   namespace functional = at::functionalization::impl;
-  const at::FunctionalTensorWrapper* view =
+  at::FunctionalTensorWrapper* view =
       functional::isFunctionalTensor(tensor) ? functional::unsafeGetFunctionalWrapper(tensor) : nullptr;
   const bool is_own = view == nullptr || view->isBaseTensor() || view->is_up_to_date();
   lazy::BackendDataPtr own = is_own ? BufferBehind(tensor) : nullptr;

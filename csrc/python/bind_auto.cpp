@@ -32,7 +32,6 @@ void BindAuto(py::module_& m) {
           "buffer", [](const HeldInput& input) { return reinterpret_cast<std::uintptr_t>(input.buffer.lock().get()); },
           "As in identity; 0 if it was freed.");
   m.def("set_auto_donate", &SetAutoDonate, py::arg("on"), "Whether steps of all threads donate by liveness.");
-  m.def("auto_donate_is_default", &AutoDonateIsDefault, "The value that set_auto_donate has set.");
   m.def("auto_donates", &AutoDonates, "Whether this thread's steps donate by liveness.");
   m.def(
       "note_auto_refusal", [](const Reason& reason) { Tallies::Get().NoteAutoRefusal(reason); }, py::arg("reason"),

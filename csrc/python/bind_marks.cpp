@@ -64,15 +64,6 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   return false;
 }
 
-std::shared_ptr<CallSite> SiteOf(const std::string& where, int strict, py::object names) {
-  auto site = std::make_shared<CallSite>();
-  site->where = where;
-  site->strict = static_cast<Strictness>(strict);
-  site->min_bytes = Marks::Get().WarnMinBytes();
-  site->names = Share(std::move(names));
-  return site;
-}
-
 // Marks leaves that have no obstacle. Returns their donors for the call.
 std::shared_ptr<CallDonors> Commit(const std::shared_ptr<CallDonors>& donors,
                                    const std::shared_ptr<const CallSite>& site, const std::vector<at::Tensor>& viewed) {
@@ -203,7 +194,7 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
   RunDeferredDecrefs();
   const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(leaves.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
-  auto call = std::make_unique<Call>(SiteOf(where, strict, std::move(names)));
+  auto call = std::make_unique<Call>(MakeCallSite(where, strict, std::move(names)));
   call->donors = std::make_shared<CallDonors>(count);
   const auto outputs = OutputsOf(preferred_outputs, count);
   std::vector<at::Tensor> viewed;
@@ -266,15 +257,8 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
       }
     }
   }
-  if (!resolved.empty()) {
-    NoteDevice(resolved.front().buffer->device());
-  }
-  Call call(SiteOf(where, strict, std::move(names)));
+  Call call = MarkForCall(resolved, items, MakeCallSite(where, strict, std::move(names), for_compiled_run));
   call.constants = std::move(constants);
-  call.is_scope = true;
-  call.site->for_compiled_run = for_compiled_run;
-  Steps::Get().BeginCall(call.site);
-  call.donors = Commit(resolved, items, call.site);
   // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
     for (const py::handle argument : *arguments) {
@@ -309,6 +293,27 @@ void KeepReturned(const py::list& outputs) {
 }
 
 }  // namespace
+
+std::shared_ptr<CallSite> MakeCallSite(const std::string& where, int strict, py::object names, bool for_compiled_run) {
+  auto site = std::make_shared<CallSite>();
+  site->where = where;
+  site->strict = static_cast<Strictness>(strict);
+  site->min_bytes = Marks::Get().WarnMinBytes();
+  site->for_compiled_run = for_compiled_run;
+  site->names = Share(std::move(names));
+  return site;
+}
+
+Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::shared_ptr<CallSite> site) {
+  if (!leaves.empty()) {
+    NoteDevice(leaves.front().buffer->device());
+  }
+  Call call(std::move(site));
+  call.is_scope = true;
+  Steps::Get().BeginCall(call.site);
+  call.donors = Commit(leaves, items, call.site);
+  return call;
+}
 
 void BindMarks(py::module_& m) {
   py::class_<LeafRefusal>(m, "Refusal", "Why a call has marked nothing.")

@@ -4,6 +4,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -16,11 +17,25 @@
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/pytree.h"
+#include "python/replay.h"
 #include "registry/marks.h"
 #include "step/donor_set.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
+
+std::vector<std::uint32_t> PerhapsShared(const CallSite& call) {
+  const Marks& marks = Marks::Get();
+  std::vector<std::uint32_t> leaves = marks.PerhapsShared(&call);
+  if (!leaves.empty()) {
+    py::gil_scoped_release released;
+    if (const auto device = marks.DeviceOf(&call)) {
+      abi::WaitForHandOver(*device);
+    }
+    leaves = marks.PerhapsShared(&call);
+  }
+  return leaves;
+}
 
 void BindRuns(py::module_& m) {
   py::class_<abi::CompiledGraph>(m, "CompiledGraph", "A compiled graph as XLA describes it.")
@@ -32,23 +47,31 @@ void BindRuns(py::module_& m) {
       .def_readonly("pending", &Signature::pending, "Whether a tensor has no value yet.")
       .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of a tensor.")
       .def_readonly("others", &Signature::others, "The leaves that are not tensors.");
+  py::class_<Replay::Begun>(m, "Begun", "A call that has marked its donated leaves and armed the run of its graph.")
+      .def_property_readonly(
+          "call", [](const Replay::Begun& begun) -> const Call& { return *begun.call; }, "The marks.")
+      .def_readonly("leaves", &Replay::Begun::leaves, "The leaves of the arguments.")
+      .def_readonly("armed", &Replay::Begun::armed, "False if another thread has cancelled a mark meanwhile.");
+  py::class_<Replay>(m, "Replay", "A call of a traced function, for calls whose arguments are like its own.")
+      .def(py::init([](const py::list& structures, const py::list& leaves,
+                       const std::vector<std::tuple<std::size_t, std::optional<std::size_t>,
+                                                    std::optional<std::size_t>>>& donated,
+                       std::string graph, py::object names) {
+             std::vector<Replay::DonatedLeaf> donors;
+             for (const auto& [leaf, parameter, output] : donated) {
+               donors.push_back({leaf, parameter, output});
+             }
+             return Replay(structures, leaves, std::move(donors), std::move(graph), std::move(names));
+           }),
+           py::arg("structures"), py::arg("leaves"), py::arg("donated"), py::arg("graph"), py::arg("names"),
+           "structures: as flatten returns them, for each argument. donated: for each donated leaf its number, that of "
+           "its parameter, and that of the output computed from it. graph, names: as in arm_run and mark_arguments.")
+      .def_property_readonly("possible", &Replay::IsPossible, "Whether calls can be compared with this one.")
+      .def("begin", &Replay::Begin, py::arg("arguments"), py::arg("where"), py::arg("strict"),
+           "None, with nothing marked, unless the arguments are like those of the earlier call and nothing else may hold "
+           "a donated buffer.");
   m.def(
-      "perhaps_shared",
-      [](const Call& call) {
-        const Marks& marks = Marks::Get();
-        std::vector<std::uint32_t> leaves = marks.PerhapsShared(call.site.get());
-        if (!leaves.empty()) {
-          // A run that is starting holds its outputs, which are the donors of the next call in a loop. The run of that
-          // call would wait for it anyway.
-          py::gil_scoped_release released;
-          if (const auto device = marks.DeviceOf(call.site.get())) {
-            abi::WaitForHandOver(*device);
-          }
-          leaves = marks.PerhapsShared(call.site.get());
-        }
-        return leaves;
-      },
-      py::arg("call"),
+      "perhaps_shared", [](const Call& call) { return PerhapsShared(*call.site); }, py::arg("call"),
       "Positions of a call's leaves whose buffers may have another holder or a pending reader. May have too many, "
       "never too few.");
   m.def(
@@ -65,8 +88,8 @@ void BindRuns(py::module_& m) {
         return leaves;
       },
       py::arg("call"),
-      "Positions of a call's leaves whose buffers an unmarked live tensor holds. Call it right after a list of live "
-      "tensors.");
+      "Positions of a call's leaves whose buffers an unmarked live tensor or a view holds. Call it right after a list "
+      "of live tensors.");
   m.def(
       "marked_by",
       [](const Call& call, const py::sequence& arguments) {

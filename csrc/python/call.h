@@ -1,6 +1,8 @@
 // The marks of one call, as Python holds them.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -38,5 +40,18 @@ struct Call {
     }
   }
 };
+
+// names: a Python object that names the leaves.
+std::shared_ptr<CallSite> MakeCallSite(const std::string& where, int strict, pybind11::object names,
+                                       bool for_compiled_run = false);
+
+// Marks the donated leaves of a compiled function's call, which have no obstacle, as a scope. `items` has the tensor of
+// each leaf at its index. Throws if one of them has been consumed.
+Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::shared_ptr<CallSite> site);
+
+// Positions of a call's leaves whose buffers may have another holder or a pending reader. May have too many, never too
+// few. Releases the GIL to wait for a run that is starting, which holds its outputs: in a loop they are the donors of
+// the next call, whose run would wait for it anyway.
+std::vector<std::uint32_t> PerhapsShared(const CallSite& call);
 
 }  // namespace torch_xla_donate

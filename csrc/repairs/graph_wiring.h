@@ -1,6 +1,6 @@
 // Adds to a graph's hash what torch_xla omits: which node feeds which.
 //
-// torch_xla 2.7 to 2.9 hash each output by its structure and the numbers of the parameters in post-order. A node that
+// torch_xla 2.8 and 2.9 hash each output by its structure and the numbers of the parameters in post-order. A node that
 // two outputs share is in the post-order once. So two graphs that connect it differently can have one hash, and the
 // second then runs the executable of the first (pytorch/xla#8353).
 //

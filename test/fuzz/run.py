@@ -5,24 +5,15 @@
 
 A difference between with and without is a failure, which hypothesis shrinks. If torch_xla without donation differs
 from the CPU the program says nothing about donation; such programs are counted.
-
-torch_xla 2.9.0 gives one hash to graphs that differ in nothing but which input goes where (pytorch/xla#8353), so that a
-program may run a graph that an earlier one has compiled. So fresh processes look for a difference again: first of the
-program without others, then of the programs before it as well, while torch_xla keeps one compiled graph at a
-time. A difference in neither is reported and counted as of history.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +32,7 @@ from fuzz.states import MODES
 
 NUMBERS = st.integers(0, 23)
 PROGRAMS = st.lists(st.tuples(st.sampled_from(WEIGHTED), NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=28)
-COMMAND = [sys.executable, "-m", "fuzz.run"]
-history: deque[Program] = deque(maxlen=60)  # the last programs, up to the one that runs
-of_state: list[str] = []  # what was found to need the programs before it
-counts = {"programs": 0, "of_stock": 0, "of_history": 0, "donors": 0, "donated": 0, "steps": 0}
+counts = {"programs": 0, "of_stock": 0, "donors": 0, "donated": 0, "steps": 0}
 
 
 def _step(wait: bool) -> None:
@@ -129,51 +117,11 @@ def differences(without: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return told
 
 
-def replayed(programs: Sequence[Program], sharded: bool, automatic: bool, **environment: str) -> dict[str, Any]:
-    """The result of the last of the programs in a separate process, in which each runs as it does here."""
-    command = [*COMMAND, "--replay", repr([list(program) for program in programs])]
-    command += ["--sharded"] * sharded + ["--automatic"] * automatic
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=600, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"a replay ended with {done.returncode}\n{done.stdout}\n{done.stderr}")
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-def in_fresh_processes(programs: Sequence[Program], sharded: bool, **environment: str) -> list[str]:
-    """The changes of the last program's results by automatic donation, if only these programs have run."""
-    without = replayed(programs, sharded, False, **environment)
-    return differences(without, replayed(programs, sharded, True, **environment))
-
-
-def look_for_state(sharded: bool) -> None:
-    """Whether the last program needs those before it to go wrong, and how many; what stock torch_xla mixes up aside."""
-
-    def told_after(count: int) -> list[str]:
-        return in_fresh_processes(list(history)[-count:], sharded, XLA_COMPILATION_CACHE_SIZE="1")
-
-    count = len(history)
-    told = told_after(count)
-    if not told:
-        counts["of_history"] += 1
-        click.echo(f"no difference in fresh processes: {history[-1]!r}", err=True)
-        return
-    while count > 2 and (fewer := told_after(count // 2)):
-        count, told = count // 2, fewer
-    of_state.extend([*told, f"after the last of these programs, one after another: {list(history)[-count:]!r}"])
-
-
 def compare(program: Program, sharded: bool) -> None:
-    """AssertionError if automatic donation changes anything that the program computes in a separate process.
-
-    A failure that needs earlier programs goes to `of_state`. It cannot be shrunk here.
-    """
+    """AssertionError if automatic donation changes anything that the program computes."""
     counts["programs"] += 1
     if counts["programs"] % 1000 == 0:  # two hours are long
         click.echo(json.dumps(counts), err=True)
-    history.append(program)
     expected = _run(program, "cpu", sharded)
     try:
         without = _run(program, "xla", sharded)
@@ -184,17 +132,14 @@ def compare(program: Program, sharded: bool) -> None:
         without = None
     if without is None:
         counts["of_stock"] += 1
-        history.pop()
         gc.collect()  # as long as tensors without a buffer live, each step fails
         return
     if any(without[key] != expected[key] for key in expected if key != "outside"):
         counts["of_stock"] += 1
     with torch_xla_donate.auto_donate():
         found = _run(program, "xla", sharded)
-    if differences(without, found):
-        told = in_fresh_processes([program], sharded)
-        assert not told, "\n".join(told)
-        look_for_state(sharded)
+    told = differences(without, found)
+    assert not told, "\n".join(told)
 
 
 def compile_fast() -> None:
@@ -245,8 +190,6 @@ def run_states(campaign: Campaign, numbers: range, jobs: int, until: float | Non
 @click.option("--jobs", default=1, show_default=True, help="States: how many processes.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="States: these ways of donating only.")
 @click.option("--keep-going", is_flag=True, help="States: go on after a failure; shrink one of each kind.")
-@click.option("--replay", help="Run these programs, each twice, and print what the last one computes.")
-@click.option("--automatic", is_flag=True, help="With --replay: the second time with automatic donation.")
 @click.option("--last", type=click.Path(path_type=Path), help="Receives each program before it runs, for a crash.")
 def main(
     programs: int,
@@ -258,8 +201,6 @@ def main(
     jobs: int,
     modes: tuple[str, ...],
     keep_going: bool,
-    replay: str | None,
-    automatic: bool,
     last: Path | None,
 ) -> None:
     compile_fast()
@@ -270,14 +211,6 @@ def main(
         import torch_xla.runtime as xr
 
         xr.use_spmd()
-    if replay is not None:
-        result: dict[str, Any] = {}
-        for program in ast.literal_eval(replay):
-            _run(program, "xla", sharded)
-            with torch_xla_donate.auto_donate(automatic):
-                result = _run(program, "xla", sharded)
-        print(json.dumps(result))
-        return
 
     @with_seed(seed)
     @settings(
@@ -289,15 +222,13 @@ def main(
     )
     @given(PROGRAMS)
     def check(program: Program) -> None:
-        if of_state or (until is not None and time.monotonic() > until):
+        if until is not None and time.monotonic() > until:
             return
         if last is not None:
             last.write_text(repr(program))
         compare(program, sharded)
 
     check()
-    if of_state:
-        raise click.ClickException("\n".join(of_state))
     print(json.dumps(counts))
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+import torch
 from children import in_process, run_file, run_in_child
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -27,7 +29,12 @@ def run(script: str, results: Path, *options: str, exit_code: int = 0) -> tuple[
 def assert_neutral(found: dict[str, Any]) -> None:
     """The head is complete, and does not identify the machine."""
     assert found.keys() >= HEAD
-    assert found["versions"].keys() - {"jax", "jaxlib"} == {"torch_xla_donate", "torch", "torch_xla", "python"}
+    assert found["versions"].keys() - {"jax", "jaxlib", "libtpu"} == {
+        "torch_xla_donate",
+        "torch",
+        "torch_xla",
+        "python",
+    }
     assert str(Path.home()) not in json.dumps(found)
     assert str(BENCHMARKS.parent) not in json.dumps(found)
 
@@ -80,7 +87,7 @@ def test_demo_has_the_medians_of_its_runs(tmp_path: Path) -> None:
 
 def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> None:
     printed, found = run("auto_patterns.py", tmp_path, "--tiny")
-    assert "auto / hand" in printed and "cache[:, i] = k" in printed
+    assert "aliased: auto" in printed and "cache[:, i] = k" in printed
     assert_neutral(found)
     rows = {row["pattern"]: row for row in found["rows"]}
     assert len(rows) == 13
@@ -213,24 +220,40 @@ def test_run_runs_the_named_benchmarks_and_refuses_others(tmp_path: Path) -> Non
 
 
 def test_soak_passes_its_own_checks_over_a_few_hundred_steps(tmp_path: Path) -> None:
-    printed, found = run("soak.py", tmp_path, "--steps", "400")
-    assert "400 donating steps" in printed
+    printed, found = run("soak.py", tmp_path, "--steps", "400", "--devices", "4")
+    assert "420 steps on 4 devices, a thread for each" in printed
     assert_neutral(found)
     assert found["failures"] == []
-    assert found["compiles"] == 1
+    assert found["compiles"] > 0 and found["compiles_after_warm_up"] == 0
+    assert len(found["kinds"]) == 7 and not any(found["kinds"].values())
     assert found["registry_at_end"] == found["registry_after_warm_up"]
 
 
-def soak_that_expects_too_little(results: Path) -> None:
+def soak_with(change: str, results: Path) -> None:
     soak = import_benchmark("soak")
-    soak.expected = lambda steps: (0.0, 0.0)
-    soak.main(["--steps", "100", "--results", str(results)])
+    if change == "wrong values":
+        soak.expected = lambda updates: (0.0, 0.0)
+    if change == "a leak":
+        kept = []
+        soak.Loop.is_refused = lambda loop: not kept.append(torch.ones(1 << 18))
+        soak.KINDS = (*soak.UPDATES, soak.Loop.is_refused)
+    soak.main(["--steps", "280", "--devices", "2", "--results", str(results)])
 
 
-def test_soak_exits_non_zero_when_a_check_fails(tmp_path: Path) -> None:
-    process = run_in_child(soak_that_expects_too_little, tmp_path, timeout=1800, exit_code=1)
-    assert "FAILED: the weights are" in process.stderr
-    assert json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["failures"]
+@pytest.mark.filterwarnings("ignore:TORCH_XLA_DONATE=0 switches")
+@pytest.mark.parametrize(
+    ("change", "env", "says"),
+    [
+        ("wrong values", {}, "the weights are"),
+        ("a leak", {}, "resident memory grows by"),
+        ("no donation", {"TORCH_XLA_DONATE_DEBUG_NANS": "1"}, "0 of 20 steps of kind marked did what they are for"),
+        ("no package", {"TORCH_XLA_DONATE": "0"}, "FAILED: device"),
+    ],
+)
+def test_soak_fails_without_its_subject(change: str, env: dict[str, str], says: str, tmp_path: Path) -> None:
+    process = run_in_child(soak_with, change, tmp_path, env=env, timeout=1800, exit_code=1)
+    assert says in process.stderr
+    assert change == "no package" or json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["failures"]
 
 
 def test_no_tensor_of_a_state_moves_in_any_way_of_donating(tmp_path: Path) -> None:
@@ -247,3 +270,43 @@ def test_no_tensor_of_a_state_moves_in_any_way_of_donating(tmp_path: Path) -> No
             if way != "stock":
                 assert measured["moved"] == 0, (row["pattern"], way)
     assert found["aim"]["met"]
+
+
+def test_donation_copies_compares_the_compilers(tmp_path: Path) -> None:
+    printed, found = run("donation_copies.py", tmp_path, "--tiny")
+    assert "copied: v6e" in printed
+    assert_neutral(found)
+    rows = {row["program"]: row["compilers"] for row in found["rows"]}
+    assert list(rows) == ["cache: index_copy", "SGD of three layers", "old @ old"]
+    for row in found["rows"]:
+        assert_ratio(row["time"])
+        for topology, compiled in row["compilers"].items():
+            assert compiled["donated"]["alias_bytes"] == row["donated_bytes"][topology] > 0
+            assert compiled["not donated"]["alias_bytes"] == 0
+    # A write into a cache copies the cache, unless it is donated.
+    for compiled in rows["cache: index_copy"].values():
+        assert (compiled["not donated"]["copies"], compiled["donated"]["copies"]) == (1, 0)
+    added = {
+        topology: compiled["donated"]["copies"] - compiled["not donated"]["copies"]
+        for topology, compiled in rows["SGD of three layers"].items()
+    }
+    assert added["cpu"] > 0 == added["v6e:1x1"]
+    assert found["aim"]["met"]
+
+
+def test_growth_measures_each_part_at_each_size_and_draws_it(tmp_path: Path) -> None:
+    printed, found = run("growth.py", tmp_path, "--tiny")
+    assert "donation_report" in printed
+    assert_neutral(found)
+    assert len(found["ns"]) == 8
+    for part, by_size in found["ns"].items():
+        assert list(by_size) == ["2", "20"]
+        if part not in ("auto_donate, beside live tensors", "outcomes, on other threads"):  # differences of two times
+            assert all(cost > 0 for cost in by_size.values())
+    assert "donate_buffer of a list" in (tmp_path / "growth.svg").read_text(encoding="utf-8")
+
+
+def test_growth_finds_the_parts_that_bend() -> None:
+    growth = import_benchmark("growth")
+    flat, bent = {"10": 90.0, "1000": 5.0, "10000": 9.0}, {"1000": 5.0, "10000": 11.0, "100000": 30.0}
+    assert growth.bends({"flat": flat, "bent": bent, "without 1,000": {"10": 1.0}}) == {"bent": 10_000}

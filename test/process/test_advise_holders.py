@@ -138,43 +138,6 @@ def test_values_of_one_list_are_one_hint():
 
 
 @in_process
-def test_a_reference_that_no_search_finds_is_unknown():
-    """A deque is not searched. Its reference still counts."""
-    x, last = make(32, 32), None
-    before = collections.deque(maxlen=1)
-    with StepWatch() as recorder:
-        for _ in range(3):
-            last = x
-            before.append(x)
-            x = x * 0.5
-            torch_xla.sync()
-    (hint,) = recorder.advice()
-    assert hint.holder.startswith(f"variable 'last' at {HERE}:")
-    assert hint.holder.endswith(" and 1 more: unknown holder")
-    del last
-
-
-@in_process
-def test_a_variable_of_a_suspended_generator_is_named():
-    def rollout(x):
-        while True:
-            kept = [x]
-            x = x * 0.5
-            yield kept
-
-    steps = rollout(make(32, 32))
-    others = [steps, {"same": steps}]
-    with StepWatch() as recorder:
-        for _ in range(4):
-            next(steps)
-            torch_xla.sync()
-    (hint,) = recorder.advice()
-    assert (hint.name, hint.bytes) == ("kept[0]", SIZE)
-    assert hint.holder == f"kept[0] at {HERE}:{rollout.__code__.co_firstlineno + 2}"
-    del others
-
-
-@in_process
 def test_all_graphs_that_keep_a_value_are_named():
     x = make(32, 32)
     with StepWatch() as recorder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch_xla
@@ -79,3 +80,20 @@ def test_the_warning_comes_once_for_each_graph_that_copies(make):
         with pytest.raises(DonationWarning, match=rf"f32\[{size}\]"):
             turned(make(size))
         turned(make(size))
+
+
+@in_process(env=ON)
+def test_a_graph_that_another_thread_has_run_is_looked_at_too(make):
+    """The other thread does not end its step, so it does not look for copies."""
+    t = make(6)
+
+    def run_without_end():
+        donate_buffer(t)
+        out = turn(t)
+        torch_xla._XLAC._xla_sync_live_tensors(str(torch_xla.device()), [], True)
+        return out
+
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(run_without_end).result()[0].tolist() == [5, 4, 3, 2, 1, 0]
+    with pytest.warns(DonationWarning, match="copies them first"):
+        turned(make(6))

@@ -169,6 +169,28 @@ def test_a_pending_size_of_a_marked_tensor_names_the_mark():
     assert out.tolist() == [2, 3, 2, 4, 5]
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@in_process(env=DYNAMIC)
+def test_a_pending_size_does_not_donate_its_input_after_the_mark_is_over():
+    """torch_xla donates an input whose note names an output.
+
+    While a step is compiled, the notes on its donors name one of its outputs. Here no operation writes a new note
+    afterwards: a size has the graph that reads the donor, and the next step updates that output in place.
+    """
+    t, one, five = make(), torch.ones(1).to("xla"), torch.ones(5).to("xla")
+    torch_xla.sync(wait=True)
+    size = pending_size(t)
+    donate_buffer(t)
+    total = t.sum()
+    torch_xla.sync(wait=True)
+    (donor,) = donation_report(steps=1).donors
+    assert donor.outcome == "unusable"
+    total.add_(torch.ops.aten.expand_copy(one, [size]).sum())
+    out = five * total
+    torch_xla.sync(wait=True)
+    assert t.tolist() == [0, 1, 0, 2, 3] and out.tolist() == [9] * 5
+
+
 @pytest.mark.parametrize("package", [False, True], ids=["stock", "with the package"])
 def test_operations_on_dynamic_sizes_fail_on_cpu(package):
     """With or without this package."""

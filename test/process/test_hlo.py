@@ -24,22 +24,6 @@ def steps(steps_folder: Path) -> tuple[DumpedModule, ...]:
     return hlo.read_dump(steps_folder)
 
 
-@pytest.fixture(scope="session")
-def wrapped(tmp_path_factory: pytest.TempPathFactory) -> DumpedModule:
-    folder = tmp_path_factory.mktemp("wrapped")
-    run_in_child(bare.donate_wrapped, env={"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"}, dump=folder)
-    (module,) = hlo.read_dump(folder)
-    return module
-
-
-@pytest.fixture(scope="session")
-def spmd(tmp_path_factory: pytest.TempPathFactory) -> DumpedModule:
-    folder = tmp_path_factory.mktemp("spmd")
-    run_in_child(bare.donate_sharded, devices=4, dump=folder)
-    (module,) = hlo.read_dump(folder)
-    return module
-
-
 def texts(module: DumpedModule) -> tuple[HloModule, HloModule]:
     assert module.before is not None and module.after is not None
     return module.before, module.after
@@ -72,21 +56,6 @@ def test_a_donor_without_an_output_of_its_bytes_is_unused(steps: tuple[DumpedMod
     assert (module.donated_bytes, module.aliased_bytes) == (84, 0)
 
 
-def test_one_of_two_donors_is_used_for_one_output(steps: tuple[DumpedModule, ...]) -> None:
-    module = with_parameter(steps, "f32[11,2]")
-    assert len(module.donors) == 2
-    (alias,) = module.aliases
-    assert alias.output_index == (0,) and alias.kind == "may"
-    assert module.unused_donors == tuple(d for d in module.donors if d != alias.donor)
-
-
-def test_an_optimizer_step_aliases_its_parameter_and_state(steps: tuple[DumpedModule, ...]) -> None:
-    module = with_parameter(steps, "f32[13,4]")
-    aliased = [str(module.shape_of(alias)) for alias in module.aliases]
-    assert aliased.count("f32[13,4]") == 2
-    assert module.unused_donors == ()
-
-
 def test_both_texts_of_a_module_are_paired(steps: tuple[DumpedModule, ...]) -> None:
     assert [module.module_id for module in steps] == list(range(len(steps)))
     for module in steps:
@@ -115,34 +84,6 @@ def test_a_path_and_its_text_give_the_same_module(steps: tuple[DumpedModule, ...
             assert (read.path, read.module_id, read.stage) == (None, None, None)
             assert (read.parameters, read.result) == (text.parameters, text.result)
             assert (read.donors, read.aliases) == (text.donors, text.aliases)
-
-
-def test_wrapped_parameters_resolve_to_the_leaves_of_the_tuple(wrapped: DumpedModule) -> None:
-    before, after = texts(wrapped)
-    assert len(before.parameters) == 1 and before.parameters[0].is_tuple
-    assert [str(donor) for donor in wrapped.donors] == [
-        "(0, {1})",
-        "(0, {3})",
-        "(0, {5})",
-        "(0, {7})",
-    ]
-    expected = ["f32[3,1]", "f32[3,3]", "f32[3,5]", "f32[3,7]"]
-    assert [str(wrapped.shape_of(donor)) for donor in wrapped.donors] == expected
-    assert [str(after.leaves[0, donor.parameter_index]) for donor in wrapped.donors] == expected
-    assert [alias.donor for alias in wrapped.aliases] == list(wrapped.donors)
-    assert wrapped.donated_bytes == wrapped.aliased_bytes == 4 * 3 * (1 + 3 + 5 + 7)
-    assert len(after.leaves) == 8
-
-
-def test_shapes_of_an_spmd_module_are_those_of_one_device(spmd: DumpedModule) -> None:
-    before, after = texts(spmd)
-    assert before.num_partitions == after.num_partitions == 4
-    assert [str(before.shape_of(d)) for d in spmd.donors] == ["f32[8,4]", "f32[8,4]", "f32[6,3]"]
-    assert [str(spmd.shape_of(d)) for d in spmd.donors] == ["f32[2,4]", "f32[8,4]", "f32[6,3]"]
-    assert [str(spmd.shape_of(d)) for d in spmd.unused_donors] == ["f32[6,3]"]
-    assert before.donated_bytes == 128 + 128 + 72
-    assert spmd.donated_bytes == 32 + 128 + 72
-    assert spmd.aliased_bytes == after.aliased_bytes == 32 + 128
 
 
 BROKEN = ['\\"', '"', "(", "{", "/*", "//", "[", " ", "f32[", "a=1,", '"\\']

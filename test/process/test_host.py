@@ -46,18 +46,33 @@ BUILD = _host.Build("2.9.1+cu128", "2.9.0", True, "GNU 12")
 
 def test_versions_of_the_builds_minor_are_accepted():
     """Also previews and local builds: the first use compares their layouts, as it does with a stock wheel."""
-    for version in ("2.9.1+cu128", "2.9.0", "2.9.0.dev20250901", "2.9.1+local", "2.9rc1", "2.9.0a0+git7bcbafe"):
-        _host.check_versions(version, version, BUILD)
-    _host.check_versions("2.9.0", "2.9.1", BUILD)
+    major, minor = torch.__version__.split(".")[:2]
+    for rest in (".1+cu128", ".0", ".0.dev20250901", ".1+local", "rc1", ".0a0+git7bcbafe"):
+        version = f"{major}.{minor}{rest}"
+        assert _host.module_for(version, version).parent.name == f"torch_{major}_{minor}"
+        _host.check_build(_host.build(), version, version)
+    _host.module_for(f"{major}.{minor}.0", f"{major}.{minor}.1")
 
 
-def test_other_builds_are_refused_with_what_to_do():
-    other_abi = dataclasses.replace(BUILD, cxx11_abi=False)
-    for torch_version, torch_xla_version, build, text in [
-        ("2.10.0", "2.10.0", BUILD, "supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.10.0 is installed"),
-        ("2.6.0", "2.6.0", BUILD, "supports torch_xla 2.7, 2.8, 2.9, but torch_xla 2.6.0 is installed"),
-        ("2.8.0", "2.9.0", BUILD, "torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
-        ("2.9.1", "2.9.0", other_abi, r"C\+\+11 ABI off.*Rebuild"),
+def test_other_releases_are_refused_with_the_versions_seen_and_supported():
+    for torch_version, torch_xla_version, text in [
+        ("2.10.0", "2.10.0", "supports torch_xla 2.8, 2.9, but torch 2.10.0 and torch_xla 2.10.0 are installed"),
+        ("2.7.1", "2.7.0", "supports torch_xla 2.8, 2.9, but torch 2.7.1 and torch_xla 2.7.0 are installed"),
+        ("2.8.0", "2.9.0", "torch 2.8.0 and torch_xla 2.9.0 do not belong together"),
+        ("2.9.1", "2.8.1", "torch 2.9.1 and torch_xla 2.8.1 do not belong together"),
+    ]:
+        with pytest.raises(ImportError, match=text):
+            _host.module_for(torch_version, torch_xla_version)
+    for version in ("nightly", "2", "", "2.x", "v2.9", None):
+        for versions, package in (((version, "2.9.0"), "torch"), (("2.9.1", version), "torch_xla")):
+            with pytest.raises(ImportError) as raised:
+                _host.module_for(*versions)
+            assert f"{package} says that its version is {version!r}, expected one such as '2.9.1'" in str(raised.value)
+
+
+def test_a_module_whose_record_does_not_fit_its_folder_is_refused():
+    for torch_version, torch_xla_version, built, text in [
+        ("2.9.1", "2.9.0", dataclasses.replace(BUILD, cxx11_abi=False), r"C\+\+11 ABI off.*Rebuild"),
         (
             "2.8.0+cpu",
             "2.8.1",
@@ -67,12 +82,57 @@ def test_other_builds_are_refused_with_what_to_do():
         ),
     ]:
         with pytest.raises(ImportError, match=text):
-            _host.check_versions(torch_version, torch_xla_version, build)
-    for version in ("nightly", "2", "", "2.x", "v2.9", None):
-        for versions, package in (((version, "2.9.0"), "torch"), (("2.9.1", version), "torch_xla")):
-            with pytest.raises(ImportError) as raised:
-                _host.check_versions(*versions, BUILD)
-            assert f"{package} says that its version is {version!r}, expected one such as '2.9.1'" in str(raised.value)
+            _host.check_build(built, torch_version, torch_xla_version)
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "torch_xla_version", "text"),
+    [
+        ("2.7.1", "2.7.0", "torch_xla_donate supports torch_xla 2.8, 2.9, but torch 2.7.1 and torch_xla 2.7.0 are"),
+        ("2.10.0", "2.10.0", "torch_xla_donate supports torch_xla 2.8, 2.9, but torch 2.10.0 and torch_xla 2.10.0 are"),
+        ("2.9.1", "2.8.1", "torch 2.9.1 and torch_xla 2.8.1 do not belong together"),
+    ],
+)
+def test_import_beside_another_release_is_refused_before_torch_xla_is_loaded(
+    tmp_path, torch_version, torch_xla_version, text
+):
+    """The versions are shown to the child: metadata of torch_xla ahead in `sys.path`, and torch's attribute."""
+    metadata = tmp_path / f"torch_xla-{torch_xla_version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch_xla\nVersion: {torch_xla_version}\n")
+    run_script(
+        """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import torch
+        torch.__version__ = sys.argv[2]
+        try:
+            import torch_xla_donate
+        except ImportError as error:
+            assert sys.argv[3] in str(error), error
+        else:
+            raise AssertionError
+        assert not {"torch_xla", "_XLAC", "torch_xla_donate._C"} & sys.modules.keys()
+        """,
+        str(tmp_path),
+        torch_version,
+        text,
+    )
+
+
+def test_a_package_without_a_module_for_the_release_names_what_it_has(tmp_path):
+    """A module of the other release, also one in the package's folder, must never be loaded in place of the missing."""
+    copy = tmp_path / "torch_xla_donate"
+    shutil.copytree(Path(_host.__file__).parents[1], copy, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
+    other = "2_8" if torch.__version__.startswith("2.9") else "2_9"
+    for folder in (copy / "_built" / f"torch_{other}", copy):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(_C.__file__, folder)
+    done = run_script(
+        "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
+    )
+    has = f"has modules for torch and torch_xla {other.replace('_', '.')}, but torch {torch.__version__} and torch_xla"
+    assert has in done.stderr
 
 
 def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
@@ -88,7 +148,7 @@ def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
         try:
             import torch_xla_donate
         except ImportError as error:
-            assert "needs torch_xla 2.7, 2.8, 2.9, which is not installed for" in str(error), error
+            assert "needs torch_xla 2.8, 2.9, which is not installed for" in str(error), error
         else:
             raise AssertionError
         import sys
@@ -101,7 +161,7 @@ def test_a_package_that_was_not_built_says_so(tmp_path):
     shutil.copytree(
         Path(_host.__file__).parents[1],
         tmp_path / "torch_xla_donate",
-        ignore=shutil.ignore_patterns("_C*", "__pycache__"),
+        ignore=shutil.ignore_patterns("_C*", "_built", "__pycache__"),
     )
     done = run_script(
         "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
@@ -123,9 +183,9 @@ def test_the_module_records_what_it_was_built_against(tmp_path):
 
 def test_every_hook_of_the_table_is_in_place():
     hooks = _C.hooks()
-    assert len(hooks) == 17
+    assert len(hooks) == 18
     assert all(hook["slots"] >= 1 and hook["slots"] == hook["in_place"] for hook in hooks)
-    assert len({hook["symbol"] for hook in hooks}) == 17
+    assert len({hook["symbol"] for hook in hooks}) == 18
     assert {hook["library"] for hook in hooks} == {"_XLAC", "libtorch_cpu"}
 
 
@@ -364,7 +424,7 @@ def test_a_made_up_layout_is_an_error_and_no_crash():
     with changed(place, value), pytest.raises(ImportError) as raised:
         donate_buffer(t)
     assert "the device data of an uploaded tensor is not where it was expected: null" in str(raised.value)
-    assert str(raised.value).endswith("Install a stock wheel of torch_xla 2.7, 2.8, 2.9.")
+    assert str(raised.value).endswith("Install a stock wheel of torch_xla 2.8, 2.9.")
     assert state() == before and (t + 1).tolist() == [1, 2, 3, 4]
 
 

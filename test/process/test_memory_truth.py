@@ -14,9 +14,9 @@ import torch_xla.runtime as xr
 from children import in_process
 
 from torch_xla_donate import compile, donate_buffer, hlo, placeholder
+from torch_xla_donate._tools.dump import read_text, summarize
 from torch_xla_donate._tools.memory import findings, with_undonated
-from torch_xla_donate._tools.summary import StepDonor, StepSummary
-from torch_xla_donate.hlo.dump import copied_bytes
+from torch_xla_donate._tools.summary import StepSummary
 
 needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 MIB = 1 << 20
@@ -25,28 +25,7 @@ MIB = 1 << 20
 def summary_of(folder: Path) -> tuple[StepSummary, Path]:
     """The step with donors in a dump, and the path of its HLO before optimisation."""
     (dumped,) = [module for module in hlo.read_dump(folder) if module.donors]
-    copied = copied_bytes(dumped.after.path.read_text(encoding="utf-8"))
-    donors = tuple(
-        StepDonor(
-            parameter=outcome.donor.parameter_number,
-            array=str(outcome.shape),
-            bytes=outcome.shape.bytes,
-            kind="marked",
-            output=outcome.output[0] if outcome.output is not None else None,
-            reason=outcome.reason,
-            copied_bytes=copied.get(outcome.donor.parameter_number, 0),
-        )
-        for outcome in hlo.donor_outcomes(dumped.before, dumped.after)
-    )
-    step = StepSummary(
-        module=dumped.name,
-        file=str(dumped.after.path),
-        parameters=len(dumped.before.leaves),
-        outputs=len(list(dumped.before.result.leaves())),
-        donors=donors,
-        aliases=len(dumped.aliases),
-    )
-    return step, dumped.before.path
+    return summarize(read_text(dumped.before.path), read_text(dumped.after.path)), dumped.before.path
 
 
 def square(w):

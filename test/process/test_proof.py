@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import bare
-import numpy as np
 import pytest
-import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process, run_in_child
 from helpers import make, pointer
 
-from torch_xla_donate import donate_buffer, donation_report, hlo, is_donated
+from torch_xla_donate import donate_buffer, donation_report, hlo
 
 
 def steps_of(dump_folder: Path) -> list[hlo.DumpedModule]:
@@ -112,23 +108,3 @@ def test_no_mark_means_the_same_hlo_as_without_the_package(tmp_path):
         texts.append({path.name: path.read_bytes() for path in sorted(folder.glob("*optimizations.txt"))})
     assert len(texts[0]) >= 4
     assert texts[0] == texts[1]
-
-
-@in_process(devices=4)
-def test_sharded_and_replicated_tensors_are_donated(dump_folder):
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
-    sharded = xs.mark_sharding(torch.ones(8, 4).to("xla"), mesh, ("x", None))
-    replicated = torch.ones(8, 3).to("xla")
-    torch_xla.sync(wait=True)
-    donate_buffer({"s": sharded, "r": replicated})
-    out = [sharded * 2, replicated * 2]
-    torch_xla.sync(wait=True)
-    report = donation_report()
-    assert sorted(donor.name for donor in report.donors) == ["['r']", "['s']"]
-    assert report
-    assert is_donated(sharded)
-    module = steps_of(dump_folder)[-1]
-    assert len(module.donors) == len(module.aliases) == 2
-    assert module.aliased_bytes == (2 * 4 + 8 * 3) * 4, "bytes are per device"
-    assert [t.sum().item() for t in out] == [64, 48]

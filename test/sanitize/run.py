@@ -8,6 +8,7 @@ sanitizer has found something in it. Nothing is suppressed.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -110,10 +111,13 @@ def build(name: str, sanitizer: Sanitizer) -> Path:
     subprocess.run((TOOLS / "cmake", "--build", folder), check=True)
     copy = folder / "python"
     shutil.rmtree(copy, ignore_errors=True)
-    others = shutil.ignore_patterns("_C*.so", "__pycache__")
+    others = shutil.ignore_patterns("_built", "__pycache__")
     shutil.copytree(ROOT / "torch_xla_donate", copy / "torch_xla_donate", ignore=others)
     (module,) = (folder / "module").glob("_C*.so")
-    shutil.copy(module, copy / "torch_xla_donate")
+    release = "_".join(importlib.metadata.version("torch").split(".")[:2])
+    built = copy / "torch_xla_donate" / "_built" / f"torch_{release}"
+    built.mkdir(parents=True)
+    shutil.copy(module, built)
     return copy
 
 

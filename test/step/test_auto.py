@@ -465,11 +465,12 @@ def test_nothing_is_donated_where_donation_is_disabled(make):
     assert t.tolist() == [6, 7, 8, 9]
 
 
-def test_a_context_holds_for_its_thread_and_a_call_for_all():
-    def on_another_thread():
-        with ThreadPoolExecutor(1) as other:
-            return other.submit(_C.auto_donates).result()
+def on_another_thread():
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(_C.auto_donates).result()
 
+
+def test_a_context_holds_for_its_thread_and_a_call_for_all():
     assert _C.auto_donates() and not on_another_thread()
     try:
         set_auto_donate(True)
@@ -484,14 +485,14 @@ def test_a_context_holds_for_its_thread_and_a_call_for_all():
 def test_an_argument_that_is_no_bool_is_refused():
     with pytest.raises(TypeError, match=r"enabled is of type Tensor, not a bool\..*donate_buffer"):
         set_auto_donate(torch.tensor(1))  # type: ignore[arg-type]
-    assert not _C.auto_donate_is_default()
+    assert not on_another_thread()
 
 
 def test_a_call_that_is_never_entered_warns_of_its_line():
     with pytest.warns(DonationWarning, match=r"no effect without `with`.* Call set_auto_donate\(True\)") as caught:
         auto_donate()
     assert (caught[0].filename, caught[0].lineno) == (__file__, sys._getframe().f_lineno - 1)
-    assert not _C.auto_donate_is_default()
+    assert not on_another_thread()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with contextlib.ExitStack() as stack:

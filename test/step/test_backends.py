@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch._dynamo
 import torch_xla
-from helpers import BACKENDS, assert_keeps_nothing, compiles, each_backend, last_reasons, pointer, whole_copy
+from helpers import (
+    BACKENDS,
+    UNUSABLE_IGNORED,
+    assert_keeps_nothing,
+    compiles,
+    each_backend,
+    each_trace,
+    last_reasons,
+    pointer,
+    whole_copy,
+)
 from torch.utils import _pytree as pytree
 from torch_xla import _XLAC
 
@@ -28,17 +38,7 @@ from torch_xla_donate import (
     is_donated,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.usefixtures("notices_taken"),
-]
-each_trace = pytest.mark.parametrize("options", [BACKENDS["pure"], BACKENDS["openxla"]], ids=["pure", "openxla"])
-
-
-@pytest.fixture(autouse=True)
-def _torch_compile_starts_anew():
-    torch._dynamo.reset()
+pytestmark = [*UNUSABLE_IGNORED, pytest.mark.usefixtures("no_graphs_kept")]
 
 
 # --- What a call consumes ---
@@ -189,7 +189,7 @@ def test_a_buffer_that_another_tensor_holds_is_kept(make, options):
         assert "another live tensor" in last_reasons()[0]
 
 
-@each_trace
+@each_backend
 def test_aliases_and_copies_passed_twice_are_one_donor(make, options):
     g = compile(lambda a, b: (a + 1, b * 2), donate_argnums=(0, 1), **options)
     for partner in (whole_copy, lambda a: a, lambda a: a.detach(), lambda a: make(4), whole_copy):
@@ -216,14 +216,6 @@ def test_dlpack_views_keep_their_memory(make, options):
 
 
 @each_backend
-def test_an_unread_argument_stays_and_the_report_says_so(make, options):
-    x, y = make(3), make(5)
-    compile(lambda x, y: x + 1, donate_argnums=(0, 1), **options)(x, y)
-    assert y.tolist() == [0, 1, 2, 3, 4]
-    assert is_donated(x) and "not read by the step" in last_reasons()
-
-
-@each_backend
 def test_strict_raises_with_the_result(make, options):
     g, x = compile(lambda x: x.sum(), donate_argnums=0, strict=True, **options), make(3)
 
@@ -246,13 +238,14 @@ def test_an_error_takes_the_marks_back_and_loses_nothing(make, options):
     x, pending = make(3, 2), make(3) + 7
     with pytest.raises(Exception, match="boom"):
         compile(f, donate_argnums=0, **options)(x)
-    g = compile(lambda x: x @ x, donate_argnums=0, **options)
-    with pytest.raises(Exception, match="reduction dim|cannot matrix-multiply"):
+    # An error of torch: torch_xla 2.8 ends the process for an operation that XLA refuses.
+    g = compile(lambda x: (x + 1).reshape(4), donate_argnums=0, **options)
+    with pytest.raises(Exception, match="invalid for input of size 6"):
         g(x)
     assert _C.pending() == []
     assert (x.tolist(), pending.tolist()) == ([[0, 1], [2, 3], [4, 5]], [7, 8, 9])
     x = make(2, 2)
-    assert g(x).tolist() == [[2, 3], [6, 11]]
+    assert g(x).tolist() == [1, 2, 3, 4]
     assert is_donated(x)
 
 

@@ -388,13 +388,14 @@ def test_donating_again_is_a_use_and_then_a_new_mark(make, reuses):
 
 
 def test_a_whole_overwrite_ends_it_and_metadata_is_no_use(make, reuses):
-    t = make(4)
-    spare(t)
-    assert (t.shape, t.dtype, t.device.type, is_donated(t)) == ((4,), torch.float32, "xla", False)
-    t.copy_(torch.ones(4))
-    assert (t + 1).tolist() == [2] * 4
-    torch_xla.sync()
-    assert t.tolist() == [1] * 4
+    for overwrite in (lambda t: t.copy_(torch.ones(4)), lambda t: t.fill_(1), lambda t: t.zero_().copy_(torch.ones(4))):
+        t = make(4)
+        spare(t)
+        assert (t.shape, t.dtype, t.device.type, is_donated(t)) == ((4,), torch.float32, "xla", False)
+        overwrite(t)
+        assert (t + 1).tolist() == [2] * 4
+        torch_xla.sync()
+        assert t.tolist() == [1] * 4
     assert reuses() == []
 
 

@@ -269,24 +269,3 @@ def test_a_holder_without_a_name_is_unknown(make):
         gc.enable()
     gc.collect()
     del new
-
-
-def keep_in_a_tangle(value, count):
-    """Lists that refer to each other, to themselves and to the value. No variable leads to them."""
-    lists = [[value] for _ in range(count)]
-    for one in lists:
-        one.extend(lists)
-
-
-def test_a_search_in_a_tangle_of_objects_ends(make):
-    """It has billions of paths."""
-    w = make(7)
-    gc.disable()
-    try:
-        keep_in_a_tangle(w, 40)
-        w = w * 2
-        torch_xla.sync()
-        assert holders() == ["unknown holder"]
-    finally:
-        gc.enable()
-        gc.collect()

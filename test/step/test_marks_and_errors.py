@@ -124,7 +124,7 @@ def test_a_write_through_a_view_is_marked_before_it(make):
 def test_a_result_that_never_had_memory_asks_for_a_sync(make):
     pending = make(3) + 1
     pending.mul_(2)
-    with pytest.raises(DonationError, match=r"not materialised.*Call torch_xla.sync\(\) first"):
+    with pytest.raises(DonationError, match=r"has no buffer yet.*Call torch_xla.sync\(\) first"):
         donate_buffer(pending)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch_xla
-from helpers import last_reasons, whole_copy
+from helpers import UNUSABLE_IGNORED, last_reasons, whole_copy
 from torch_xla._dynamo import config
 
 import torch_xla_donate
@@ -22,16 +22,7 @@ from torch_xla_donate import (
     is_donated,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-    pytest.mark.usefixtures("notices_taken"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _torch_compile_starts_anew():
-    torch._dynamo.reset()
+pytestmark = [*UNUSABLE_IGNORED, pytest.mark.usefixtures("no_graphs_kept")]
 
 
 def openxla(f, **options):

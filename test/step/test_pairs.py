@@ -193,21 +193,6 @@ def test_steps_without_donors_are_in_the_report():
     assert donation_report().donors == ()
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
-def test_calls_without_donors_count_in_the_report(options):
-    state, (one,) = arrays(2, 4), arrays(1, 4)
-
-    def f(a, b, one):
-        return a + one, b - one
-
-    with_donation, without = compile(f, donate_argnums=(0, 1), **options), compile(f, **options)
-    for _ in range(2):
-        state = with_donation(*state, one)
-    assert donation_report(steps=2).reused_fraction == 1.0
-    state = without(*state, one)
-    assert donation_report(steps=1).reused_fraction == 0.0
-
-
 def test_the_report_shows_outputs_of_donors_and_copied_bytes():
     x, y = arrays(2, 4, 4)
     new_x, new_y = x * 2, y @ x

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.debug.metrics as metrics
-from helpers import assert_keeps_nothing, compiles, error_of
+from helpers import assert_keeps_nothing, compiles, error_of, lacking
 
 from torch_xla_donate import DonationError, compile, donation_report, is_donated, scan
 
@@ -110,7 +110,14 @@ FLOORS = {"n // x", "x // n", "div floor"}
 INEXACT = {"x ** n", "n ** x", "number iadd"}
 
 
-@pytest.mark.parametrize("dtype", FLOATS + OTHERS, ids=str)
+# `x % 0.3` for bool
+ENDS = lacking(
+    "2.8", "an operation that XLA refuses for a dtype ends the process (ConsumeValue; 2.9 throws)", run=False
+)
+DTYPES = [*FLOATS, *OTHERS[:-1], pytest.param(torch.bool, marks=ENDS)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dtypes_and_values_are_those_of_a_number(dtype):
     """Over a table of operations: the dtype of eager torch on the CPU, and its value if the CPU has one."""
     value = 0.3

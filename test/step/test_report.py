@@ -239,14 +239,6 @@ def test_donors_have_codes(make):
     assert (out.shape, more.shape) == ((30,), ())
 
 
-@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=["lazy", "pure", "openxla"])
-def test_an_unread_argument_has_its_code(make, options):
-    f = compile(lambda x, y: y * 2, donate_argnums=0, strict="off", **options)
-    result = f(make(3), make(3))
-    assert donation_report(steps=1).donors[-1].reason_code in (Reason.NOT_READ, Reason.NO_GRAPH)
-    assert result.tolist() == [0, 2, 4]
-
-
 def test_the_report_says_which_output_took_which_donor(make):
     """The numbers are those of the step's HLO."""
     first, second, kept = make(30), make(20), make(20)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS, compiles
+from helpers import BACKENDS, UNUSABLE_IGNORED, compiles
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import (
@@ -19,20 +19,11 @@ from torch_xla_donate import (
     _trees,
     compile,
     donate_buffer,
-    donation_report,
     hlo,
     is_donated,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _notices_taken_and_no_graphs_kept():
-    torch._dynamo.reset()
-    yield
-    _C.wait_for_steps()
-    _C.take_notices()
+pytestmark = [*UNUSABLE_IGNORED, pytest.mark.usefixtures("no_graphs_kept")]
 
 
 BACKEND = pytest.mark.parametrize("backend", BACKENDS)
@@ -397,20 +388,6 @@ def test_lower_knows_what_shares_a_buffer(make, backend):
             assert result["p"].tolist() == w.tolist() == [0, 1, 2]
     untied = g.lower({"p": w, "t": make(3), "q": make(3)})
     assert len(hlo.parse(untied.as_text()).donors) == 2
-
-
-@BACKEND
-def test_one_buffer_twice_is_one_donor(make, backend):
-    g = give_away(lambda s: (s["a"] + 1, s["b"] * 2), backend)
-    for _ in range(2):
-        w = make(3)
-        one, two = g({"a": w, "b": w.detach()})
-        assert (one.tolist(), two.tolist()) == ([1, 2, 3], [0, 2, 4])
-        assert is_donated(w)
-        (donor,) = donation_report(steps=1).donors
-        assert donor.outcome == "donated"
-        with pytest.raises(DonatedBufferError):
-            w + 1
 
 
 def test_a_returned_view_keeps_its_value_and_refuses_writes(make):

@@ -267,7 +267,7 @@ def test_an_impossible_donation_is_an_error_and_nothing_is_marked(make):
 
     with pytest.raises(DonationError, match="which the body of scan has made or sliced"):
         scan(body, make(3), make(2, 3))
-    with pytest.raises(DonationError, match="init is float32.3. on xla:0, not materialised"):
+    with pytest.raises(DonationError, match="init is float32.3. on xla:0 and has no buffer yet"):
         scan(lambda carry, x: (carry + x, carry), xs=make(2, 3), init=make(3) + 1, donate="init")
     torch_xla.sync()
 

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 from computations import TEXT, from_stablehlo, from_text, jax, lowered, sgd
-from helpers import compiles, error_of, pointer
+from helpers import compiles, error_of, lacking, pointer
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -152,13 +152,12 @@ ENTRY main.1 {
 
 
 def test_a_module_that_the_step_cannot_call_is_refused_before(make):
-    """Its names would end the process, or its donor is a tuple, or torch_xla cannot build it."""
+    """Its names would end the process, or its donor is a tuple."""
     other = make(2) + 1
     for text, refusal in [
         (TEXT.replace("main.1", "main"), r"computation m has the name 'main', and.*such as main\.1"),
         (TEXT.replace("b.3", "b"), r"computation m has the name 'b', and.*such as b\.1"),
         (TUPLE_DONOR, r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"),
-        (TEXT, "torch_xla cannot call computation m: Computation . not found in builder"),
     ]:
         with pytest.raises(ValueError, match=refusal):
             user_computation("text", [make(4)], from_text(text))
@@ -166,10 +165,19 @@ def test_a_module_that_the_step_cannot_call_is_refused_before(make):
     assert other.tolist() == [1, 2]
 
 
+@lacking("2.8", "a computation that the builder cannot import ends the process (ConsumeValue; 2.9 throws)", run=False)
+def test_a_module_that_torch_xla_cannot_build_is_refused_before(make):
+    other = make(2) + 1
+    with pytest.raises(ValueError, match="torch_xla cannot call computation m: Computation . not found in builder"):
+        user_computation("text", [make(4)], from_text(TEXT))
+    torch_xla.sync()
+    assert other.tolist() == [1, 2]
+
+
 def refused(make):
     base = make(4)
     return {
-        "pending": (make(4) + 1, "not materialised"),
+        "pending": (make(4) + 1, "has no buffer yet"),
         "view": (base[:], "a view, which torch_xla computes from its base"),
         "constant": (torch.tensor(7.0).to("xla"), "a cached constant or the RNG seed"),
     }
@@ -195,7 +203,7 @@ def test_an_input_unfit_for_donation_is_an_error_or_a_warning(make, kind, jitted
         torch_xla._XLAC._xla_sync_multi([other], [], True, True)
     name = r"args\[0\] of <lambda>" if jitted else r"inputs\[0\] of both"
     for strict in (None, True):
-        with pytest.raises(DonationError, match=f"{name} is float32.* on xla:0, .*{text}.*Nothing was marked"):
+        with pytest.raises(DonationError, match=f"{name} is float32.* on xla:0.*{text}.*Nothing was marked"):
             run(tensor, other, strict=strict)
     assert donation_report().pending == ()
     with pytest.warns(DonationWarning, match=rf"float32\[.*\] {name} \(donated at .*\n.*{text}"):
@@ -316,7 +324,9 @@ def test_torch_xla_calls_no_computation_in_the_body_of_a_scan(make):
     # As documented: should torch_xla come to do it, the page must change.
     computation = lowered(sgd, (4,), (4,), donate_argnums=0)
     init, xs = make(4), make(3, 4)
-    with pytest.raises(RuntimeError, match="Expected all tensors in the given list to be XLA tensors"):
+    with pytest.raises(
+        RuntimeError, match=r"Expected all tensors .* to be XLA tensors|Check failed: xtensor"
+    ):  # 2.9, 2.8
         scan(lambda carry, x: (user_computation("sgd", [carry, x], computation)[0], x), init, xs)
     assert donation_report().pending == ()
 

@@ -7,24 +7,17 @@ import itertools
 import pytest
 import torch
 import torch_xla
+from helpers import UNUSABLE_IGNORED, lacking
 
 from torch_xla_donate import (
     _C,
     DonatedBufferError,
     auto_donate,
     donate_buffer,
-    donation_disabled,
     is_donated,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-
-
-@pytest.fixture(autouse=True)
-def _notices_taken():
-    yield
-    _C.wait_for_steps()
-    _C.take_notices()
+pytestmark = UNUSABLE_IGNORED
 
 
 @pytest.fixture
@@ -61,21 +54,19 @@ FIXED = {
     "_foreach_zero_": (lambda t: torch._foreach_zero_([xla(1.0), t]), [0, 0, 0]),
     "detach().fill_": (lambda t: t.detach().fill_(5), [5, 5, 5]),
     "data.zero_": (lambda t: t.data.zero_(), [0, 0, 0]),
-    "init.zeros_": (lambda t: torch.nn.init.zeros_(t), [0, 0, 0]),
-    "init.constant_": (lambda t: torch.nn.init.constant_(t, 5), [5, 5, 5]),
     "out of add": (lambda t: torch.add(xla(1.0, 2.0, 3.0), 4, out=t), [5, 6, 7]),
-    "out of mul": (lambda t: torch.mul(xla(1.0, 2.0, 3.0), 2, out=t), [2, 4, 6]),
-    "out of sum": (lambda t: torch.sum(torch.ones(3, 2, device="xla"), 1, out=t), [2, 2, 2]),
-    "out of matmul": (lambda t: torch.matmul(torch.ones(3, 2, device="xla"), xla(1.0, 2.0), out=t), [3, 3, 3]),
     "out of cat": (lambda t: torch.cat([xla(5.0), xla(6.0, 7.0)], out=t), [5, 6, 7]),
-    "out of zeros": (lambda t: torch.zeros(3, out=t), [0, 0, 0]),
-    "out of ones": (lambda t: torch.ones(3, out=t), [1, 1, 1]),
-    "out of full": (lambda t: torch.full((3,), 5.0, out=t), [5, 5, 5]),
     "out of arange": (lambda t: torch.arange(3, out=t, dtype=torch.float32), [0, 1, 2]),
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
+# A view of all of the tensor, and a write through a view uses the tensor.
+slices = lacking(
+    "2.8", "t[:] makes a view (TensorIndexing.h takes it for t only if the length equals the largest number)"
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slices) if name == "[:] =" else name for name in FIXED])
 def test_an_overwrite_gives_its_value(consumed, name):
     """Also right after the step, when nothing has waited for it; and its result is right."""
     overwrite, expected = FIXED[name]
@@ -119,16 +110,12 @@ def test_any_dtype_may_be_overwritten(consumed):
 READING = {
     "add_": lambda t: t.add_(1),
     "mul_ by 0": lambda t: t.mul_(0),
-    "clamp_": lambda t: t.clamp_(1, 1),
     "masked_fill_ of all": lambda t: t.masked_fill_(xla(True, True, True), 1),
     "index_fill_ of all": lambda t: t.index_fill_(0, xla(0, 1, 2), 1),
-    "index_copy_ of all": lambda t: t.index_copy_(0, xla(0, 1, 2), xla(5.0, 6.0, 7.0)),
     "scatter_ of all": lambda t: t.scatter_(0, xla(0, 1, 2), 1),
     "[0] =": lambda t: t.__setitem__(0, 1),
-    "[0:2] =": lambda t: t.__setitem__(slice(0, 2), 1),
     "copy_ of itself": lambda t: t.copy_(t),
     "view().fill_": lambda t: t.view(3).fill_(1),
-    "view().copy_": lambda t: t.view(3, 1).copy_(torch.ones(3, 1)),
     "resize_": lambda t: t.resize_(3),
     "out of add, reads it": lambda t: torch.add(t, 1, out=t),
     "fill_ with its element": lambda t: t.fill_(t[0]),
@@ -202,33 +189,14 @@ def test_a_view_follows_the_new_value(make):
     assert taken.tolist() == [1, 2, 3, 4]
 
 
-def test_an_overwrite_under_donation_disabled_is_not_reported(make, recwarn):
-    for overwrite in (torch.Tensor.zero_, lambda t: t.fill_(5)):
-        t = make(3)
-        with donation_disabled(report_reuse=True):
-            donate_buffer(t)
-            taken = t + 1
-            torch_xla.sync(wait=True)
-        overwrite(t)
-        torch_xla.sync()
-        assert taken.tolist() == [1, 2, 3]
-    assert not [warning for warning in recwarn if "donation_disabled" in str(warning.message)]
-
-
 # --- is_donated of views ---
 
 VIEWS = {
     "a row": lambda t: t[1],
-    "a slice": lambda t: t[1:],
     "all of it": lambda t: t[:],
-    "a chunk": lambda t: t.chunk(2)[1],
     "a view of a view": lambda t: t.view(4)[1:3],
     "transposed": lambda t: t.t(),
-    "transposed twice": lambda t: t.t().t(),
-    "a view, detached": lambda t: t[0].detach(),
     "of detach()": lambda t: t.detach()[0],
-    "of data": lambda t: t.data[0],
-    "diagonal": torch.Tensor.diagonal,
     "expanded": lambda t: t[0].expand(3, 2),
 }
 #: They share the buffer itself.
@@ -271,15 +239,6 @@ def test_reads_raise_and_is_donated_answers_for_what_shares_the_storage(make, na
         t.copy_(taken)
         assert not is_donated(view)
         assert view.tolist() == view_of(taken).tolist()
-
-
-def test_is_donated_answers_for_every_kind_of_tensor(make):
-    t = make(3)
-    t[0] = 1  # out of date until it is used
-    assert not is_donated(t)
-    for other in (torch.ones(2), torch.ones(2, device="meta"), torch.ones(2).to_sparse(), t + 1, t[:0], xla(1)[0]):
-        assert not is_donated(other)
-    torch_xla.sync()
 
 
 def test_foreach_zero_of_others_beside_a_donation_is_right(make):

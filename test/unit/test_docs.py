@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import messages
+import support
 import torch_xla
 
 import torch_xla_donate
@@ -36,6 +37,10 @@ def read(path: str) -> str:
 
 def test_the_readme_names_the_versions_that_are_supported() -> None:
     assert f"torch_xla {_host.supported_versions()}" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_releases_is_that_of_the_result_files() -> None:
+    assert support.BLOCK.findall(read("docs/safety.md")) == [support.table()], "run `python test/support.py`"
 
 
 # --- Every message has its passage ---

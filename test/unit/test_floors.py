@@ -10,13 +10,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
     {"_errors", "_config", "_frames", "_locks", "_numbers", "_text"},
-    {"_checks", "hlo"},
+    {"_absent", "_checks", "hlo"},
     {"_C"},
     {"_host", "_trees"},
     {"_report"},
     {"_marks", "_modes", "_trace"},
     {"_compile", "_loops", "_computations"},
     {"_tools", "testing"},
+    {"_off"},
     {"__init__", "_doctor", "_pages"},
     {"__main__", "_pytest"},
 ]

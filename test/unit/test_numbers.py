@@ -64,3 +64,16 @@ def test_committed_result_says_when_and_on_what_it_was_measured(path: Path) -> N
     assert "note" in found or None not in (found["commit"], found["cpu"])
     assert not found["options"].get("tiny", False)
     assert str(Path.home()) not in json.dumps(found) and str(BENCHMARKS.parent) not in json.dumps(found)
+
+
+@pytest.mark.parametrize("commits", [{}, {"soak": None}, {"soak": "abc", "demo": "abc+"}])
+def test_results_of_other_commits_are_refused(
+    commits: dict[str, str | None], write_docs: ModuleType, tmp_path: Path
+) -> None:
+    for name, commit in commits.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"commit": commit}), encoding="utf-8")
+    with pytest.raises(click.ClickException, match="not measured on commit abc: "):
+        write_docs.refuse_old_results(tmp_path, "abc")
+    for name in commits or ["soak"]:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"commit": "abc"}), encoding="utf-8")
+    write_docs.refuse_old_results(tmp_path, "abc")

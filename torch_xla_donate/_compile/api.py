@@ -14,6 +14,7 @@ from torch_xla_donate._compile.arguments import ArgNames, ArgNums, Arguments, fu
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.lazy import LazyCompiled
 from torch_xla_donate._compile.module import ModuleProxy
+from torch_xla_donate._compile.plain import PlainCompiled
 from torch_xla_donate._compile.pure import PureCompiled
 from torch_xla_donate._errors import see
 
@@ -187,12 +188,14 @@ def _make(
         raise ValueError(
             f'pure=True needs backend="lazy", but backend is {backend!r}. Remove one of them. {see("compile_errors")}'
         )
+    if backend not in ("lazy", "openxla"):
+        raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile_errors")}')
+    if _config.IS_OFF:
+        return PlainCompiled(f, arguments, strict)
     if pure:
         return PureCompiled(f, arguments, strict, **kwargs)
     if backend == "lazy":
         return LazyCompiled(f, arguments, strict, **kwargs)
-    if backend == "openxla":
-        from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
+    from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
 
-        return OpenxlaCompiled(f, arguments, strict, **kwargs)
-    raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile_errors")}')
+    return OpenxlaCompiled(f, arguments, strict, **kwargs)

@@ -91,7 +91,7 @@ class Compiled:
         self.has_captured = False
         call = CallArguments(self._arguments.roles(args, kwargs), args, kwargs)
         for argument in call.roles.static:
-            _check_static(argument, argument.value(args, kwargs))
+            check_static(argument, argument.value(args, kwargs))
         _marks.inside_call.value = True
         try:
             # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
@@ -229,7 +229,7 @@ def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
             raise _marks.refusal(leaf, "not_tensor", names.name(index))
 
 
-def _check_static(argument: Argument, value: Any) -> None:
+def check_static(argument: Argument, value: Any) -> None:
     try:
         hash(value)
     except TypeError:

@@ -67,6 +67,7 @@ class RunDonation(_C.Scope):
     run has consumed are unusable. An exception cancels the donation.
 
     Attributes:
+        count: the number of donated leaves.
         unread: the reason for leaves that no graph has read.
     """
 
@@ -74,7 +75,7 @@ class RunDonation(_C.Scope):
         super().__init__()
         self._compiled, self._arguments, self._parts, self._where = compiled, call, parts, where
         self._refused: dict[int, _C.Reason] = {}
-        self._count = sum(len(leaves) for leaves, _ in parts[: len(call.roles.donated)])
+        self.count = sum(len(leaves) for leaves, _ in parts[: len(call.roles.donated)])
         self.unread = NOT_READ
 
     def enter(self) -> None:
@@ -119,6 +120,10 @@ class RunDonation(_C.Scope):
         """The key for the result of `positions`, in addition to the signature of the arguments."""
         return None if self._off else frozenset(self._refused)
 
+    def is_whole(self) -> bool:
+        """Whether nothing has been refused."""
+        return not self._off and not self._refused
+
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """The arguments of a graph that its run may consume."""
         return () if self._off else self._fit(arguments)
@@ -139,7 +144,7 @@ class RunDonation(_C.Scope):
 
     def refuse_all(self, reason: _C.Reason) -> None:
         """Refuses all donated leaves of the call, for this reason."""
-        for leaf in range(self._count):
+        for leaf in range(self.count):
             self._refused.setdefault(leaf, reason)
 
     @contextlib.contextmanager
@@ -154,11 +159,45 @@ class RunDonation(_C.Scope):
             yield
             return
         if not _C.arm_run(self._call, donors, graph, places):
-            raise DonationError(
-                "another thread has called cancel_donation for an argument while a compiled function was about to "
-                f"donate it. Cancel a donation before the call. Nothing was donated. {see('cancel_donation')}"
-            )
+            raise _cancelled_meanwhile()
         try:
             yield
         finally:
             _C.disarm_run()
+
+
+class RepeatedCall(_C.Scope):
+    """The donation of a call that begins as an earlier one did.
+
+    Attributes:
+        begun: None if it differs from that call, with nothing marked.
+    """
+
+    begun: _C.Begun | None = None
+
+    def __init__(self, replay: _C.Replay, call: CallArguments, where: str, strict: int) -> None:
+        super().__init__()
+        self._replay, self._values, self._where, self._strict = replay, call.values(call.roles.nonstatic), where, strict
+
+    def enter(self) -> None:
+        self.begun = self._replay.begin(self._values, self._where, self._strict)
+        del self._values  # the function may drop an argument
+        if self.begun is not None and not self.begun.armed:
+            raise _cancelled_meanwhile()
+
+    def finish(self) -> None:
+        if self.begun is not None:
+            _C.end_call(self.begun.call, {}, NOT_READ, notify=True)
+
+    def leave(self, raised: bool) -> None:
+        if self.begun is not None:
+            _C.disarm_run()
+            if raised:
+                _C.cancel_call(self.begun.call)
+
+
+def _cancelled_meanwhile() -> DonationError:
+    return DonationError(
+        "another thread has called cancel_donation for an argument while a compiled function was about to donate it. "
+        f"Cancel a donation before the call. Nothing was donated. {see('cancel_donation')}"
+    )

@@ -54,11 +54,11 @@ class Lowered:
             _host.show_shardings([leaf for leaf in [*donated, *kept] if is_materialised(leaf)])
             refuse = _trace.Refusal(function, is_pure=self._compiled.traces_floats)
             call, numbers = put_numbers(call, floats, refuse)
-            observer = Observer(refuse, [*donated, *kept])
+            recorder = LoweringRecorder(refuse, [*donated, *kept])
             given = [_host.same_buffer(leaf) for leaf in donated if is_materialised(leaf)]
             try:
-                with interrupts.Restored(), _trace.Restoring(observer):
-                    with _trace.host_reads_refused(refuse), observer.reads, observer:
+                with interrupts.Restored(), _trace.Restoring(recorder):
+                    with _trace.host_reads_refused(refuse), recorder.reads, recorder:
                         _C.refuse_reads(True)
                         results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
                         _C.refuse_reads(False)
@@ -66,12 +66,12 @@ class Lowered:
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
                     returned = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(results)} - {0}
                     donors = [tensor for tensor in given if _C.identity(tensor)[1] not in returned]
-                    donors += observer.replaced()
-                    yield _host.pending([*results, *observer.changed()]), [] if _host.ignores_donors() else donors
+                    donors += recorder.replaced()
+                    yield _host.pending([*results, *recorder.changed()]), [] if _host.ignores_donors() else donors
             finally:
                 # Pending work may depend on placeholders. It must never run.
                 _host.forget_pending()
-                observer.forget_nodes()
+                recorder.forget_nodes()
 
     @property
     def args_info(self) -> Any:
@@ -159,7 +159,7 @@ class Lowered:
                 )
 
 
-class Observer(_trace.Recorder):
+class LoweringRecorder(_trace.Recorder):
     """Watches a trace that may change tensors from outside, which a step may do."""
 
     def __init__(self, refuse: _trace.Refusal, arguments: Sequence[Any]) -> None:

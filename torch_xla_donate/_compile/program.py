@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
-from torch_xla_donate._compile.arguments import CallArguments
+from torch_xla_donate._compile.arguments import CallArguments, CallNames
 from torch_xla_donate._compile.donation import new_graph_name
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
@@ -23,8 +23,8 @@ from torch_xla_donate._host import interrupts
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-# Makes a result from the outputs of the graph and the leaves of the call.
-Result = Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
+# The number of the output of the graph that is the result, or what makes the result from outputs and leaves.
+Result = int | Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
 
 
 class TracedProgram:
@@ -32,7 +32,13 @@ class TracedProgram:
 
     function: its name in messages.
     offered: the positions of the leaves that the graph may consume.
+
+    Attributes:
+        replay: what begins calls whose arguments are like those of the first; None if nothing does.
     """
+
+    replay: _C.Replay | None = None
+    _is_noted = False
 
     def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
@@ -113,12 +119,18 @@ class TracedProgram:
         captured = {_C.identity(tensor)[1]: tensor for tensor in self.captured}
         given = {_C.identity(leaf)[1]: i for i, leaf in reversed(arguments)}
         uploaded = 0 if floats is None else _C.identity(floats)[1]
-        self._inputs: list[Any] = [captured.get(buffer, tensor) for buffer, tensor in zip(buffers, graph.inputs)]
-        self._arguments = [(n, given[b]) for n, b in enumerate(buffers) if b in given and b not in captured]
         self._floats = buffers.index(uploaded) if uploaded in buffers else None
-        for place, _ in self._arguments:
-            self._inputs[place] = None  # each call gives another tensor
-        self._places = {i: (place, graph.preferred_outputs[place]) for place, i in self._arguments}
+        # The source of each input: a leaf of the call, or, numbered from -1 down, a tensor that is always the same.
+        self._sources: list[int] = []
+        self._same: list[torch.Tensor] = []
+        self._places: dict[int, tuple[int, int | None]] = {}
+        for place, (buffer, tensor) in enumerate(zip(buffers, graph.inputs)):
+            if buffer in given and buffer not in captured:
+                self._sources.append(given[buffer])
+                self._places[given[buffer]] = (place, graph.preferred_outputs[place])
+            else:
+                self._same.insert(0, captured.get(buffer, tensor))
+                self._sources.append(-len(self._same))
         self._usable = self._places.keys() - set(self.returned)
 
     def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
@@ -144,7 +156,7 @@ class TracedProgram:
 
         if identity in places:
             output = places[identity]
-            return lambda outputs, now: like(outputs[output])
+            return (lambda outputs, now: like(outputs[output])) if is_parameter or requires_grad else output
         if identity in given:
             argument = given[identity]
             if leaf is leaves[argument]:
@@ -185,16 +197,33 @@ class TracedProgram:
         return [self._places[i] for i in positions]
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        inputs = list(self._inputs)
-        for place, index in self._arguments:
-            inputs[place] = leaves[index]
+        sources = [*leaves, *self._same]
+        inputs = [sources[i] for i in self._sources]
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        results = [make(outputs, leaves) for make in self._results]
+        results = [outputs[make] if type(make) is int else make(outputs, leaves) for make in self._results]
         if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)
+
+    def note_call(
+        self, structures: Sequence[Hashable], leaves: Sequence[Any], donated: int, names: Callable[[], CallNames]
+    ) -> None:
+        """Sets `replay` from the first call, which a later call with such arguments begins as.
+
+        donated: the number of leaves of donated arguments, which come first.
+        """
+        if self._is_noted:
+            return
+        self._is_noted = True
+        tensors = [i for i in range(donated) if isinstance(leaves[i], torch.Tensor)]
+        # Else the general way must look at each call. Under SPMD it compares shardings.
+        if self.captured or self.returned or self.donors != tensors or _host.runtime().is_spmd():
+            return
+        donors = [(i, *self._places[i]) for i in self.donors]
+        replay = _C.Replay(list(structures), list(leaves), donors, self.name, names())
+        self.replay = replay if replay.possible else None
 
 
 def _argument(number: int) -> Result:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _config, _frames, _host, _numbers, _trees
-from torch_xla_donate._compile.arguments import Arguments, CallArguments
+from torch_xla_donate import _C, _config, _frames, _host, _numbers, _report, _trees
+from torch_xla_donate._compile.arguments import Arguments, CallArguments, CallNames
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donation import RunDonation, leaves_of_call
+from torch_xla_donate._compile.donation import RepeatedCall, RunDonation, leaves_of_call
 from torch_xla_donate._compile.program import TracedProgram
 from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import see
@@ -51,12 +51,16 @@ class PureCompiled(Compiled):
         self._graph_name = name or arguments.function
         self._limit = max_different_graphs
         self._programs: dict[Hashable, TracedProgram] = {}
+        self._last: dict[Hashable, TracedProgram] = {}  # by what `_state` returns, and the device
 
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
         with _host.graph_name(self._graph_name):
             return self._f(*args, **kwargs)
 
     def _run(self, arguments: CallArguments, where: str) -> Any:
+        repeated = self._repeat(arguments, where)
+        if repeated is not None:
+            return repeated[0]
         leaves, parts = leaves_of_call(arguments)
         call = _Call(arguments, leaves, [structure for _, structure in parts])
         with self.on_device(arguments, call.devices):
@@ -68,6 +72,30 @@ class PureCompiled(Compiled):
             with RunDonation(self, arguments, parts, where) as donation:
                 return self._run_once(call, donation)
 
+    def _state(self, arguments: CallArguments) -> Hashable:
+        """What a program depends on besides the leaves of the call."""
+        return (
+            id(arguments.roles),
+            *map(_trees.exact, arguments.values(arguments.roles.static)),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            _host.autocast_state(),
+            torch.get_default_dtype(),
+        )
+
+    def _repeat(self, arguments: CallArguments, where: str) -> tuple[Any] | None:
+        """The result of a call whose arguments are like those of the last one; None if they are not."""
+        program = self._last.get((self._state(arguments), _host.current_device()))
+        if program is None or program.replay is None or _report.no_donation() or not program.is_current():
+            return None
+        try:
+            with RepeatedCall(program.replay, arguments, where, self.strictness()) as call:
+                return (program.run(call.begun.leaves),) if call.begun is not None else None
+        except RuntimeError as error:
+            if not _host.is_evicted(error):
+                raise
+        return None  # the general way traces again
+
     def _run_once(self, call: _Call, donation: RunDonation | None) -> Any:
         try:
             return self._replay(call, donation)
@@ -75,21 +103,18 @@ class PureCompiled(Compiled):
             if not _host.is_evicted(error):
                 raise
         self._programs.clear()  # torch_xla has probably dropped the others as well
+        self._last.clear()
         return self._replay(call, donation)
 
     def _replay(self, call: _Call, donation: RunDonation | None) -> Any:
         while True:
             key = (
-                id(call.arguments.roles),
+                self._state(call.arguments),
                 _host.current_device(),
                 *call.structures,
                 call.signature,
                 donation.choice() if donation is not None else None,
                 self._values(call),
-                torch.is_grad_enabled(),
-                torch.is_inference_mode_enabled(),
-                _host.autocast_state(),
-                torch.get_default_dtype(),
                 _host.shardings(call.leaves),
             )
             program = self._programs.get(key)
@@ -102,8 +127,14 @@ class PureCompiled(Compiled):
         if program.returned:
             _C.keep_returned([call.leaves[i] for i in program.returned])
         donors = program.donors or program.usable(donation.undonated(call.leaves))
+        if donation.is_whole():
+            program.note_call(call.structures, call.leaves, donation.count, lambda: self._names_of(call))
+            self._last[self._state(call.arguments), _host.current_device()] = program
         with donation.consumed([call.leaves[i] for i in donors], program.name, program.places(donors)):
             return program.run(call.leaves)
+
+    def _names_of(self, call: _Call) -> CallNames:
+        return self.names(call.arguments, call.structures[: len(call.arguments.roles.donated)])
 
     def _values(self, call: _Call) -> Hashable:
         """The leaves that are not tensors and the static arguments, for the program's key. 1, 1.0 and True differ."""

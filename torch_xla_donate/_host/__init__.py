@@ -5,9 +5,11 @@ the layouts on a probe tensor. A probe at import would start the XLA runtime bef
 ``xr.use_spmd``.
 """
 
+from torch_xla_donate import _config
 from torch_xla_donate._host import load
 
-load.load()  # before anything imports `_C`
+if not _config.IS_OFF:
+    load.load()  # before anything imports `_C`
 
 from torch_xla_donate._host.computations import call_computation, calling, computation_text, is_computation
 from torch_xla_donate._host.dynamo import (
@@ -39,7 +41,15 @@ from torch_xla_donate._host.loops import (
     read_by_backward_scan,
     scan_layers,
 )
-from torch_xla_donate._host.load import Build, build, build_record, check_versions, supported_versions
+from torch_xla_donate._host.load import (
+    Build,
+    build,
+    build_record,
+    built_modules,
+    check_build,
+    module_for,
+    supported_versions,
+)
 from torch_xla_donate._host.repairs import results_apart, with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,

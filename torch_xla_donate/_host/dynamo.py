@@ -201,9 +201,7 @@ class CapturedFrame:
             raise LookupError(f"no frame of {self.code.co_name} is running")
         from torch._dynamo import guards
 
-        helpers: Any = getattr(guards, "_get_closure_vars", None)
-        names = helpers() if helpers is not None else vars(guards)["CLOSURE_VARS"]  # torch 2.7
-        scope = {**names, "L": _C.frame_variables(frame), "G": frame.f_globals}
+        scope = {**guards._get_closure_vars(), "L": _C.frame_variables(frame), "G": frame.f_globals}
         return [eval(expression, scope) for expression in self.around]
 
 

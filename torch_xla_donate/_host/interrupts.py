@@ -29,7 +29,7 @@ _FLAGS = (
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-restore(_python_dispatch, *(flag for flag in _FLAGS if hasattr(_python_dispatch, flag)))  # torch 2.7 has two of them
+restore(_python_dispatch, *(flag for flag in _FLAGS if hasattr(_python_dispatch, flag)))  # torch 2.8 has two of them
 
 
 class Restored(_C.Scope):

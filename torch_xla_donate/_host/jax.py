@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +13,8 @@ import torch
 @functools.cache
 def import_jax() -> tuple[Any, Any]:
     """Imports jax and torchax as torch_xla does. Raises ImportError if one is missing."""
-    try:
-        from torch_xla._internal import jax_workarounds
-    except ImportError:
-        raise ImportError(
-            f"call_jax needs torch_xla 2.8 or 2.9, but torch_xla {importlib.metadata.version('torch_xla')} is "
-            "installed. Install one of them."
-        ) from None
+    from torch_xla._internal import jax_workarounds
+
     jax_workarounds.jax_import_guard()  # type: ignore[no-untyped-call]
     with jax_workarounds.jax_env_context():
         try:

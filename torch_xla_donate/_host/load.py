@@ -1,10 +1,14 @@
-"""Checks the versions of torch and torch_xla, and loads the extension modules."""
+"""Checks the versions of torch and torch_xla, and loads the extension module that was built for them.
+
+A wheel has one module for each supported release, in `_built/torch_2_9` and so on. A module of another release can
+crash the process, so nothing but the fitting one is ever loaded.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -12,7 +16,8 @@ from typing import Any
 
 import torch
 
-SUPPORTED = ((2, 7), (2, 8), (2, 9))
+SUPPORTED = ((2, 8), (2, 9))
+_PACKAGE = Path(__file__).parents[1]
 _REBUILD = (
     "Rebuild torch_xla_donate in this environment: pip install --no-build-isolation --force-reinstall --no-deps ."
 )
@@ -58,34 +63,46 @@ def build_record(module: Path) -> Build:
     return Build(torch_version, torch_xla_version, abi == "1", compiler)
 
 
-def build() -> Build:
-    """The record of this package's module. Raises ImportError if it has not been built."""
-    spec = importlib.util.find_spec("torch_xla_donate._C")
-    if spec is None or spec.origin is None:
-        raise ImportError(f"torch_xla_donate has not been built. {_REBUILD}")
-    return build_record(Path(spec.origin))
+def built_modules() -> dict[tuple[int, int], Path]:
+    """The package's modules for the running Python, by the release in the name of the folder."""
+    found = _PACKAGE.glob(f"_built/torch_*_*/_C{importlib.machinery.EXTENSION_SUFFIXES[0]}")
+    return {tuple(map(int, file.parent.name.split("_")[1:])): file for file in sorted(found)}  # type: ignore[misc]
 
 
-def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> None:
-    """Raises ImportError unless torch and torch_xla are supported and match the build.
+def module_for(torch_version: str, torch_xla_version: str) -> Path:
+    """The file of the module for these versions.
 
     Args:
         torch_version: version of the running torch, such as ``2.9.1+cu128``.
         torch_xla_version: version of the installed torch_xla.
-        built: the versions that the module was built against.
+
+    Raises ImportError if they are not supported, do not belong together, or the package has no module for them.
     """
-    torch_minor, torch_xla_minor = _minor("torch", torch_version), _minor("torch_xla", torch_xla_version)
-    if torch_xla_minor not in SUPPORTED:
+    release, other = _minor("torch_xla", torch_xla_version), _minor("torch", torch_version)
+    installed = f"torch {torch_version} and torch_xla {torch_xla_version} are installed"
+    if release not in SUPPORTED:
         raise ImportError(
-            f"torch_xla_donate supports torch_xla {supported_versions()}, but torch_xla {torch_xla_version} is "
-            "installed. Install a supported version."
+            f"torch_xla_donate supports torch_xla {supported_versions()}, but {installed}. Install a supported version."
         )
-    if torch_minor != torch_xla_minor:
+    if release != other:
         raise ImportError(
             f"torch {torch_version} and torch_xla {torch_xla_version} do not belong together. "
             "Install the same minor version of both."
         )
-    if (_minor("torch", built.torch), _minor("torch_xla", built.torch_xla)) != (torch_minor, torch_xla_minor):
+    modules = built_modules()
+    if not modules:
+        raise ImportError(f"torch_xla_donate has not been built. {_REBUILD}")
+    if release not in modules:
+        has = ", ".join(f"{major}.{minor}" for major, minor in modules)
+        raise ImportError(f"torch_xla_donate has modules for torch and torch_xla {has}, but {installed}. {_REBUILD}")
+    return modules[release]
+
+
+def check_build(built: Build, torch_version: str, torch_xla_version: str) -> None:
+    """Raises ImportError unless a module's record fits the versions: its folder may have been filled by hand."""
+    if _minor("torch", built.torch) != _minor("torch", torch_version) or (
+        _minor("torch_xla", built.torch_xla) != _minor("torch_xla", torch_xla_version)
+    ):
         raise ImportError(
             f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}, "
             f"but torch {torch_version} and torch_xla {torch_xla_version} are installed. {_REBUILD}"
@@ -97,6 +114,11 @@ def check_versions(torch_version: str, torch_xla_version: str, built: Build) -> 
         )
 
 
+def build() -> Build:
+    """The record of the module for the installed torch and torch_xla. Raises ImportError if there is none."""
+    return build_record(module_for(torch.__version__, importlib.metadata.version("torch_xla")))
+
+
 def load() -> None:
     """Checks versions and loads the extension module. Raises ImportError if a version does not fit."""
     try:
@@ -106,10 +128,14 @@ def load() -> None:
             f"torch_xla_donate needs torch_xla {supported_versions()}, which is not installed for {sys.executable}. "
             "Install one of these versions."
         ) from error
-    check_versions(torch.__version__, torch_xla_version, build())
+    module = module_for(torch.__version__, torch_xla_version)
+    check_build(build_record(module), torch.__version__, torch_xla_version)
 
     import torch_xla  # noqa: F401  (hooks need the loaded module)
 
+    import torch_xla_donate
+
+    torch_xla_donate.__path__.insert(0, str(module.parent))  # first: the folder of the package may hold an old module
     from torch_xla_donate import _C  # noqa: F401
 
 

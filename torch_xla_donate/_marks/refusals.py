@@ -51,7 +51,7 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
         )
     if obstacle == "pending":
         return DonationError(
-            f"{name} is {describe(leaf)}, not materialised, because its value is still pending. "
+            f"{name} is {describe(leaf)} and has no buffer yet, because its value is still pending. "
             f"Call torch_xla.sync() first, or mark the tensor before you write to it through a view. {nothing}"
         )
     if obstacle == "read_only":

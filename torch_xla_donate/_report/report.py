@@ -251,6 +251,12 @@ def _text(found: DonationReport) -> str:
     return "\n".join([render(table), *more, *_notes(found)])
 
 
+def check_steps(steps: int | None) -> None:
+    """Raises TypeError or ValueError for a number of steps that no report has."""
+    if steps is not None:
+        check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
+
+
 def donation_report(*, steps: int | None = None) -> DonationReport:
     """The donors of the last steps with their outcome, and the pending marks.
 
@@ -267,8 +273,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         ValueError: ``steps`` is not positive.
         DonationError: a strict donation was unusable, and no step has raised that yet.
     """
-    if steps is not None:
-        check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
+    check_steps(steps)
     _C.wait_for_steps()
     kept = settings.kept_steps()
     found = _last_steps(int(min(steps or kept, kept)))

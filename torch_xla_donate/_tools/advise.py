@@ -35,11 +35,7 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
     Raises:
         TypeError: ``f`` cannot be called.
     """
-    if not callable(f):
-        raise TypeError(
-            f"f is of type {type(f).__name__}, which cannot be called. Pass the function of a step, and its arguments "
-            f"after it. {see('advise')}"
-        )
+    check_callable(f)
     torch_xla.sync()
     with StepWatch(min_runs=1) as watch:
         for _ in range(2):
@@ -53,6 +49,15 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
             watch.call = None
             del result
     return watch.advice()
+
+
+def check_callable(f: object) -> None:
+    """Raises TypeError for what cannot be called."""
+    if not callable(f):
+        raise TypeError(
+            f"f is of type {type(f).__name__}, which cannot be called. Pass the function of a step, and its arguments "
+            f"after it. {see('advise')}"
+        )
 
 
 def _call(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Call:

@@ -12,6 +12,7 @@ from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._report.holders import searching
 from torch_xla_donate._report.walk import Named, name_tensors
+from torch_xla_donate._text import cut
 from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
 from torch_xla_donate._tools.hints import Advice, Hint
 
@@ -173,5 +174,4 @@ def _detach(finding: Finding) -> str:
 
 def _listed(texts: Sequence[str]) -> str:
     first, more = texts[:1], texts[1:]
-    shown = ", ".join([*more[:_SHOWN], *(["..."] if len(more) > _SHOWN else [])])
-    return "".join(first) + (f" and {len(more)} more: {shown}" if more else "")
+    return "".join(first) + (f" and {len(more)} more: {', '.join(cut(more, _SHOWN, '...'))}" if more else "")

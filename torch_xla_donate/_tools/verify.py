@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch_xla_donate import hlo
+from torch_xla_donate import _config, hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools.collect import collect
 from torch_xla_donate._tools.run import Program
@@ -53,6 +53,11 @@ def verify(
         FileExistsError: `keep` is not empty.
         ImportError, ValueError: as for `hlo.compile_for`.
     """
+    if _config.IS_OFF:
+        raise ValueError(
+            f"TORCH_XLA_DONATE=0 switches torch_xla_donate off, so no step has donors. Unset it to verify a program. "
+            f"{see('switched_off')}"
+        )
     for name in filter(None, (topology, "cpu" if undonated else "")):
         check_topology(name)
     with _folder(keep) as folder:

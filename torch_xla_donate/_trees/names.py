@@ -132,6 +132,9 @@ def _keys(kind: Any, node: Any, count: int) -> tuple[Sequence[Any], bool]:
     entries = [entry for entry, _ in with_keys(node)[0]] if with_keys is not None else []
     if len(entries) != count:  # it has been registered without keys
         return range(count), True
+    if getattr(with_keys, "__qualname__", "").startswith("register_dataclass."):
+        # torch 2.8 gives the fields the keys of a mapping.
+        entries = [entry if isinstance(entry, pytree.GetAttrKey) else pytree.GetAttrKey(entry.key) for entry in entries]
     return [
         _step(entry.key, number) if isinstance(entry, pytree.MappingKey) else str(entry)
         for number, entry in enumerate(entries)

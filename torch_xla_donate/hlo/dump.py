@@ -21,7 +21,7 @@ import os
 import re
 from pathlib import Path
 
-from torch_xla_donate.hlo.model import DumpedModule, HloModule
+from torch_xla_donate.hlo.model import DumpedModule, HloModule, HloShape
 from torch_xla_donate.hlo.parser import FILE, STAGE, parse_file, parse_shape
 
 _HOW_TO_DUMP = 'Set XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts.'
@@ -79,6 +79,11 @@ _ELEMENT = re.compile(r"\s*%?([\w.-]+) = .* get-tuple-element\((?:\S+ )?%?([\w.-
 _COPY = re.compile(r" = (\S+) copy\((?:\S+ )?%?([\w.-]+)\)")
 
 
+def copies(text: str) -> list[tuple[HloShape, str]]:
+    """The copies of the entry computation of an optimised text: the shape, and the name of what is copied."""
+    return [(parse_shape(found[1]), found[2]) for line in _entry(text) if (found := _COPY.search(line))]
+
+
 def copied_bytes(text: str) -> dict[int, int]:
     """The bytes of the parameters that the entry computation of an optimised text copies, by number.
 
@@ -86,19 +91,20 @@ def copied_bytes(text: str) -> dict[int, int]:
     """
     parameters: dict[str, int] = {}
     elements: list[tuple[str, str, int]] = []
-    copies: list[tuple[str, str]] = []
-    entry = ENTRY.search(text)
-    for line in text[entry.start() :].splitlines() if entry is not None else ():
+    for line in _entry(text):
         if found := _PARAMETER.match(line):
             parameters[found[1]] = int(found[2])
         elif found := _ELEMENT.match(line):
             elements.append((found[1], found[2], int(found[3])))
-        elif found := _COPY.search(line):
-            copies.append((found[1], found[2]))
     numbers = dict(parameters)
     numbers.update((name, index) for name, source, index in elements if source in parameters and len(parameters) == 1)
     copied: dict[int, int] = {}
-    for shape, source in copies:
+    for shape, source in copies(text):
         if source in numbers:
-            copied[numbers[source]] = copied.get(numbers[source], 0) + parse_shape(shape).bytes
+            copied[numbers[source]] = copied.get(numbers[source], 0) + shape.bytes
     return copied
+
+
+def _entry(text: str) -> list[str]:
+    found = ENTRY.search(text)
+    return text[found.start() :].splitlines() if found is not None else []

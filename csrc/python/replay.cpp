@@ -1,0 +1,228 @@
+// Compares the arguments of a call with those of an earlier one, and marks the donated ones.
+#include "python/replay.h"
+
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "features/compiled_run.h"
+#include "host/graphs.h"
+#include "host/views.h"
+#include "python/bind.h"
+#include "python/deferred_decref.h"
+#include "registry/marks.h"
+#include "registry/watch.h"
+
+namespace torch_xla_donate {
+
+namespace {
+
+bool IsPlainValue(PyObject* object) {
+  return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) || PyUnicode_CheckExact(object);
+}
+
+// For values of IsPlainValue(), whose comparison runs no code of the program.
+bool IsSame(PyObject* one, PyObject* other) {
+  return one == other || (Py_TYPE(one) == Py_TYPE(other) && (PyLong_CheckExact(one) || PyUnicode_CheckExact(one)) &&
+                          PyObject_RichCompareBool(one, other, Py_EQ) == 1);
+}
+
+}  // namespace
+
+Replay::Replay(const py::list& structures, const py::list& leaves, std::vector<DonatedLeaf> donated, std::string graph,
+               py::object names)
+    : donated_(std::move(donated)), graph_(std::move(graph)), names_(std::move(names)) {
+  for (const py::handle structure : structures) {
+    possible_ = possible_ && ReadTokens(structure);
+  }
+  std::size_t places = 0;
+  for (const Token& token : tokens_) {
+    places += token.type == nullptr ? 1 : 0;
+  }
+  possible_ = possible_ && places == leaves.size() && !donated_.empty();
+  std::size_t tensors = 0;
+  ska::flat_hash_set<const lazy::BackendData*> buffers;
+  for (const py::handle item : leaves) {
+    Leaf leaf{Leaf::Kind::kValue, {}, {}};
+    if (THPVariable_Check(item.ptr())) {
+      const at::Tensor& tensor = THPVariable_Unpack(item.ptr());
+      const abi::Resolution resolved = abi::Resolve(tensor);
+      if (resolved.buffer == nullptr || resolved.state == abi::TensorState::kDynamic) {
+        possible_ = false;
+        return;
+      }
+      ++tensors;
+      buffers.insert(resolved.buffer.get());
+      leaf.kind = Leaf::Kind::kTensor;
+      leaf.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
+      leaf.dtype = tensor.scalar_type();
+      leaf.device = tensor.device().index();
+      leaf.requires_grad = tensor.requires_grad();
+    } else if (PyFloat_CheckExact(item.ptr())) {
+      leaf.kind = Leaf::Kind::kFloat;
+    } else {
+      leaf.value = py::reinterpret_borrow<py::object>(item);
+      possible_ = possible_ && IsPlainValue(item.ptr());
+    }
+    leaves_.push_back(std::move(leaf));
+  }
+  possible_ = possible_ && buffers.size() == tensors;
+}
+
+// False for the structure of a tree that is not one of builtin containers, or whose keys may be equal to others.
+bool Replay::ReadTokens(py::handle structure) {
+  if (!PyTuple_CheckExact(structure.ptr())) {
+    return false;
+  }
+  const py::ssize_t size = PyTuple_GET_SIZE(structure.ptr());
+  for (py::ssize_t i = 0; i < size; ++i) {
+    PyObject* type = PyTuple_GET_ITEM(structure.ptr(), i);
+    if (type == Py_None) {
+      tokens_.push_back({nullptr, {}, 0});
+      continue;
+    }
+    PyObject* content = ++i < size ? PyTuple_GET_ITEM(structure.ptr(), i) : Py_None;
+    if (type == reinterpret_cast<PyObject*>(&PyDict_Type) && PyTuple_CheckExact(content)) {
+      tokens_.push_back({&PyDict_Type, py::reinterpret_borrow<py::object>(content), 0});
+    } else if ((type == reinterpret_cast<PyObject*>(&PyList_Type) ||
+                type == reinterpret_cast<PyObject*>(&PyTuple_Type)) &&
+               PyLong_CheckExact(content)) {
+      tokens_.push_back({reinterpret_cast<PyTypeObject*>(type), {}, PyLong_AsSsize_t(content)});
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+// NOLINTBEGIN(misc-no-recursion): as deep as the structures, which Flatten() limits
+bool Replay::Collect(PyObject* tree, std::size_t& token, const py::list& leaves, std::size_t& count) const {
+  const Token& expected = tokens_[token++];
+  if (expected.type == nullptr) {
+    PyList_SET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(count++), py::handle(tree).inc_ref().ptr());
+    return true;
+  }
+  if (Py_TYPE(tree) != expected.type) {
+    return false;
+  }
+  if (expected.type == &PyDict_Type) {
+    if (PyDict_GET_SIZE(tree) != PyTuple_GET_SIZE(expected.keys.ptr())) {
+      return false;
+    }
+    PyObject *key = nullptr, *value = nullptr;
+    for (py::ssize_t position = 0, i = 0; PyDict_Next(tree, &position, &key, &value) != 0; ++i) {
+      PyObject* known = PyTuple_GET_ITEM(expected.keys.ptr(), i);
+      if ((key != known && !(IsPlainValue(key) && IsSame(key, known))) || !Collect(value, token, leaves, count)) {
+        return false;
+      }
+    }
+    return true;
+  }
+  if (PySequence_Fast_GET_SIZE(tree) != expected.count) {
+    return false;
+  }
+  PyObject** items = PySequence_Fast_ITEMS(tree);  // nothing here runs code that could change the list
+  for (py::ssize_t i = 0; i < expected.count; ++i) {
+    if (i + 16 < expected.count) {
+      __builtin_prefetch(items[i + 16]);
+    }
+    if (!Collect(items[i], token, leaves, count)) {
+      return false;
+    }
+  }
+  return true;
+}
+// NOLINTEND(misc-no-recursion)
+
+bool Replay::AreAlike(PyObject** leaves, std::vector<abi::Resolution>& resolved) const {
+  std::vector<const at::Tensor*> tensors;
+  tensors.reserve(leaves_.size());
+  for (std::size_t i = 0; i < leaves_.size(); ++i) {
+    PyObject* item = leaves[i];
+    const Leaf& expected = leaves_[i];
+    if (expected.kind == Leaf::Kind::kTensor ? !THPVariable_Check(item)
+        : expected.kind == Leaf::Kind::kFloat ? !PyFloat_CheckExact(item)
+                                              : !IsSame(item, expected.value.ptr())) {
+      return false;
+    }
+    if (expected.kind == Leaf::Kind::kTensor) {
+      tensors.push_back(&THPVariable_Unpack(item));
+      __builtin_prefetch(tensors.back()->unsafeGetTensorImpl());
+    }
+  }
+  abi::Prefetch(tensors);
+  ska::flat_hash_set<const lazy::BackendData*> buffers;
+  buffers.reserve(tensors.size());
+  std::size_t next = 0;
+  for (std::size_t i = 0; i < leaves_.size(); ++i) {
+    const Leaf& expected = leaves_[i];
+    if (expected.kind != Leaf::Kind::kTensor) {
+      continue;
+    }
+    const at::Tensor& tensor = *tensors[next++];
+    if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+        tensor.sizes() != at::IntArrayRef(expected.sizes) || tensor.scalar_type() != expected.dtype ||
+        tensor.requires_grad() != expected.requires_grad || !tensor.device().is_xla() ||
+        tensor.device().index() != expected.device) {
+      return false;
+    }
+    resolved[i] = abi::Resolve(tensor);
+    const bool has_data = resolved[i].state == abi::TensorState::kMaterialized ||
+                          resolved[i].state == abi::TensorState::kReadOnly;
+    if (!has_data || !buffers.insert(resolved[i].buffer.get()).second) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std::string& where, int strict) const {
+  RunDeferredDecrefs();
+  Begun begun;
+  begun.leaves = py::list(leaves_.size());
+  std::size_t token = 0, count = 0;
+  for (const py::handle argument : arguments) {
+    if (!Collect(argument.ptr(), token, begun.leaves, count)) {
+      return std::nullopt;
+    }
+  }
+  PyObject** items = PySequence_Fast_ITEMS(begun.leaves.ptr());
+  std::vector<abi::Resolution> resolved(leaves_.size());
+  if (!AreAlike(items, resolved)) {
+    return std::nullopt;
+  }
+  std::vector<Marks::Leaf> donated;
+  donated.reserve(donated_.size());
+  for (const DonatedLeaf& donor : donated_) {
+    if (resolved[donor.leaf].state != abi::TensorState::kMaterialized) {
+      return std::nullopt;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(items[donor.leaf]);
+    donated.push_back({std::move(resolved[donor.leaf].tensor), std::move(resolved[donor.leaf].buffer), tensor.sizes(),
+                       tensor.scalar_type(), static_cast<std::uint32_t>(donor.leaf), nullptr});
+  }
+  const auto site = MakeCallSite(where, strict, names_, /*for_compiled_run=*/true);
+  begun.call = std::make_unique<Call>(MarkForCall(donated, items, site));
+  for (std::size_t i = 0; i < leaves_.size(); ++i) {
+    if (leaves_[i].kind == Leaf::Kind::kTensor) {
+      abi::KeepValue(THPVariable_Unpack(items[i]));
+    }
+  }
+  resolved.clear();
+  for (Marks::Leaf& leaf : donated) {
+    leaf.buffer.reset();  // the call's own pointers must not count as other holders
+  }
+  if (!PerhapsShared(*site).empty()) {
+    return std::nullopt;
+  }
+  std::vector<RunDonor> donors;
+  donors.reserve(donated.size());
+  for (std::size_t i = 0; i < donated.size(); ++i) {
+    donors.push_back({abi::BufferOf(*donated[i].tensor), donated_[i].parameter, donated_[i].preferred_output});
+  }
+  begun.armed = DonateToNextRun(site, std::move(donors), graph_);
+  return begun;
+}
+
+}  // namespace torch_xla_donate

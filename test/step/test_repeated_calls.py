@@ -1,0 +1,168 @@
+"""compile(pure=True): calls like the last one take one pass in C++, all others the general way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch_xla
+from helpers import compiles, error_of, pointer
+
+import torch_xla_donate
+from torch_xla_donate import (
+    DonatedBufferError,
+    _host,
+    cancel_donation,
+    donate_buffer,
+    donation_disabled,
+    donation_report,
+    is_donated,
+)
+from torch_xla_donate._compile import pure
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
+    pytest.mark.usefixtures("notices_taken"),
+]
+
+
+@pytest.fixture
+def general(monkeypatch):
+    """The number of calls that went the general way: a counter in front of its first function."""
+    counted = []
+    leaves_of_call = pure.leaves_of_call
+    monkeypatch.setattr(pure, "leaves_of_call", lambda call: (counted.append(1), leaves_of_call(call))[1])
+    return counted
+
+
+def update(state, gradient, rate, *, name="sgd"):
+    return {"w": state["w"] - rate * gradient[0], "n": state["n"], "name": name}
+
+
+def start(make, value=1):
+    return {"w": make(4) * value, "n": 3}
+
+
+@pytest.fixture
+def step(make, general):
+    """A compiled update that has run twice, its state, and its gradient."""
+    f = torch_xla_donate.compile(update, donate_argnums=0, pure=True)
+    state, gradient = start(make), [make(4)]
+    torch_xla.sync()
+    for _ in range(2):
+        state = f(state, gradient, 0.5)
+    general.clear()
+    return f, state, gradient
+
+
+def test_a_loop_leaves_the_general_way_after_its_first_call(step, general):
+    f, state, gradient = step
+    address, before = pointer(state["w"]), compiles()
+    for number in range(3, 6):
+        given = state["w"]
+        state = f(state, gradient, 0.5)
+        assert is_donated(given) and pointer(state["w"]) == address
+        assert state["w"].tolist() == [x - 0.5 * number * x for x in range(4)]
+        assert donation_report().donors[-1].outcome == "donated"
+    assert not general and compiles() == before
+
+
+def test_numbers_of_a_repeated_call_may_change(step, general):
+    f, state, gradient = step
+    state = f(state, gradient, 0.25)
+    assert state["w"].tolist() == [0.0, -0.25, -0.5, -0.75] and not general
+
+
+DEVIATIONS = {
+    "another shape": lambda state, gradient: (
+        {"w": torch.ones(2, device="xla"), "n": 3},
+        [torch.ones(2, device="xla")],
+        0.5,
+    ),
+    "another dtype": lambda state, gradient: ({"w": state["w"].half(), "n": 3}, [gradient[0].half()], 0.5),
+    "another int": lambda state, gradient: ({"w": state["w"], "n": 4}, gradient, 0.5),
+    "a bool for an int": lambda state, gradient: ({"w": state["w"], "n": True}, gradient, 0.5),
+    "an int for a float": lambda state, gradient: (state, gradient, 1),
+    "another order of keys": lambda state, gradient: ({"n": 3, "w": state["w"]}, gradient, 0.5),
+    "a tuple for a list": lambda state, gradient: (state, tuple(gradient), 0.5),
+    "one more element": lambda state, gradient: (state, [*gradient, gradient[0] * 2], 0.5),
+    "a gradient is wanted": lambda state, gradient: (state, [gradient[0].detach().requires_grad_()], 0.5),
+    "pending work": lambda state, gradient: ({"w": state["w"] + 0, "n": 3}, gradient, 0.5),
+}
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS)
+def test_a_call_that_differs_goes_the_general_way(step, general, deviation):
+    f, state, gradient = step
+    arguments = DEVIATIONS[deviation](state, gradient)
+    cpu = [torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), a) for a in arguments]
+    with torch.no_grad():
+        expected = update(*cpu)
+        result = f(*arguments)
+    assert len(general) == 1 and is_donated(arguments[0]["w"])
+    assert list(result) == list(expected) and result["n"] is expected["n"]
+    assert result["w"].dtype == expected["w"].dtype and result["w"].tolist() == expected["w"].tolist()
+
+
+def test_other_keywords_modes_and_statics_go_the_general_way(step, general):
+    f, state, gradient = step
+    assert f(state, gradient, 0.5, name="other")["name"] == "other" and len(general) == 1
+    g = torch_xla_donate.compile(lambda t, k: t * k, donate_argnums=0, static_argnums=1, pure=True)
+    t = torch.ones(3, device="xla")
+    torch_xla.sync()
+    for k in (2, 2, 3, True):
+        t = g(t, k)
+    assert t.tolist() == [12.0] * 3
+
+
+def test_a_held_argument_is_kept(step):
+    f, state, gradient = step
+    held = _host.same_buffer(state["w"])
+    expected = held.cpu()
+    f(state, gradient, 0.5)
+    assert not is_donated(held) and torch.equal(held.cpu(), expected)
+    assert donation_report().donors[-1].reason_code == "held_by_others"
+
+
+def test_a_donated_argument_raises_and_marks_nothing(step):
+    f, state, gradient = step
+    after = f(state, gradient, 0.5)
+    assert "donated" in error_of(DonatedBufferError, f, state, gradient, 0.5)
+    torch_xla_donate.compile(lambda t: t + 1, donate_argnums=0, pure=True)(gradient[0])
+    with pytest.raises(RuntimeError, match="donated"):
+        f(after, gradient, 0.5)
+    assert not is_donated(after["w"])
+    assert f(after, [torch.zeros(4, device="xla")], 0.5)["w"].tolist() == [0.0, -0.5, -1.0, -1.5]
+
+
+def test_an_argument_given_twice_is_refused(step):
+    f, state, _ = step
+    assert "gradient" in error_of(ValueError, f, state, [state["w"]], 0.5)
+    assert not is_donated(state["w"])
+
+
+def test_donation_disabled_and_marks_by_hand_hold_in_repeated_calls(step):
+    f, state, gradient = step
+    with donation_disabled():
+        kept = f(state, gradient, 0.5)
+    assert not is_donated(state["w"])
+    donate_buffer(state["w"])
+    result = f(state, gradient, 0.5)
+    assert is_donated(state["w"]) and torch.equal(result["w"].cpu(), kept["w"].cpu())
+    donate_buffer(result["w"])
+    cancel_donation(result["w"])
+    f(result, gradient, 0.5)
+    assert is_donated(result["w"])
+
+
+def test_a_failing_repeated_run_keeps_its_arguments(step, monkeypatch):
+    f, state, gradient = step
+    before = state["w"].tolist()
+
+    def fail(*arguments):
+        raise RuntimeError("the run failed")
+
+    monkeypatch.setattr(pure._host, "run_graph", fail)
+    assert "the run failed" in error_of(RuntimeError, f, state, gradient, 0.5)
+    monkeypatch.undo()
+    assert not is_donated(state["w"]) and state["w"].tolist() == before
+    assert is_donated(state["w"]) is False and f(state, gradient, 0.0)["w"].tolist() == before
