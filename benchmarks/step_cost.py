@@ -48,6 +48,7 @@ MOST_PARAMETERS_COUNTED = 1_000
 # The aims: nothing marked, a step may take 1% longer; a look at one live tensor is "a small constant".
 HOOKS_AIM, AUTO_AIM_NS = 0.01, 100
 CONTROL, VALGRIND = "callgrind_control", "valgrind"
+NOTHING = "nothing"  # the dump that tells what a dump takes
 
 # What comes before the steps of a variant, and the step.
 Variant = tuple[Callable[[], Any], Callable[[], Any]]
@@ -235,15 +236,19 @@ def counted(name: str) -> Iterator[None]:
         raise RuntimeError(f"{name}: compiled while counting; expected a warm graph")
 
 
-def child(keys: Sequence[tuple[str, int]], repeat: int) -> None:
-    """The process that is counted: one dump for each variant, of ``repeat`` steps after three that do not count."""
+def child(keys: Sequence[tuple[str, int]]) -> None:
+    """The process that is counted: one dump for each variant, of some steps after three that do not count."""
     gc.freeze()
+    with counted(NOTHING):
+        pass
     for case, count in keys:
+        # The dump itself takes as long as some small steps, so there are many of them.
+        repeat = 200 if count <= 1 and "beside" not in case else 5
         for name, (before, step) in variants_of(case, count).items():
             before()
             for _ in range(3):
                 step()
-            with counted(f"{case},{count},{name}"):
+            with counted(f"{case},{count},{name},{repeat}"):
                 for _ in range(repeat):
                     step()
             off()
@@ -259,6 +264,12 @@ def totals(folder: Path) -> dict[str, int]:
         if trigger is not None:
             found[trigger.removeprefix("desc: Trigger: dump ")] = int(heads["summary"])
     return found
+
+
+def per_step(found: Mapping[str, int]) -> dict[str, float]:
+    """Instructions of a step, by case, number of tensors and variant. Without those of the dump itself."""
+    steps = {name: name.rpartition(",") for name in found if name != NOTHING}
+    return {name: (found[dump] - found[NOTHING]) / int(repeat) for dump, (name, _, repeat) in steps.items()}
 
 
 def under_valgrind(script: str, given: Any) -> dict[str, int]:
@@ -360,7 +371,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
 def main(as_child: str | None, tiny: bool, results: Path) -> None:
     """Cost of the hooks and of donation for a step; some minutes, most of them under valgrind."""
     if as_child is not None:
-        child(*json.loads(as_child))
+        child(json.loads(as_child))
         return
     sizes = TINY_SIZES if tiny else SIZES
     # Each sample begins with a collection, which then need not go through all modules.
@@ -369,9 +380,7 @@ def main(as_child: str | None, tiny: bool, results: Path) -> None:
     counts = all(shutil.which(program) is not None for program in (VALGRIND, CONTROL)) and not tiny
     if counts:
         keys = [(case, count) for case, count, *_ in sizes if "beside" in case or count <= MOST_PARAMETERS_COUNTED]
-        counted_steps = 5
-        found = under_valgrind(__file__, [keys, counted_steps])
-        add_instructions(rows, {name: total / counted_steps for name, total in found.items()})
+        add_instructions(rows, per_step(under_valgrind(__file__, keys)))
     largest = [
         row["auto_ns_for_each"]
         for row in rows

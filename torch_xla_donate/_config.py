@@ -54,6 +54,7 @@ class Strictness(enum.IntEnum):
 
 
 Strict = bool | Literal["off", "warn", "error"] | None
+STRICT = "TORCH_XLA_DONATE_STRICT"  # the value of `strict` where it is None
 _MODES = {mode.name.lower(): mode for mode in Strictness}
 
 
@@ -63,14 +64,13 @@ def strictness(strict: Strict) -> Strictness:
         return _MODES[strict]
     if strict is not None:
         return Strictness.ERROR if strict else Strictness.WARN
-    value = os.environ.get("TORCH_XLA_DONATE_STRICT", "").strip().lower()
+    value = os.environ.get(STRICT, "").strip().lower()
     if value in _MODES:
         return _MODES[value]
     if value in _TRUE or value in _FALSE:
         return Strictness.ERROR if value in _TRUE else Strictness.WARN
     raise ValueError(
-        f"TORCH_XLA_DONATE_STRICT={os.environ['TORCH_XLA_DONATE_STRICT']!r} is unknown. Set it to off, warn or error, "
-        "or to 1 for error and 0 for warn."
+        f"{STRICT}={os.environ[STRICT]!r} is unknown. Set it to off, warn or error, or to 1 for error and 0 for warn."
     )
 
 

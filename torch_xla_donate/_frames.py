@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import traceback
@@ -15,6 +16,7 @@ def is_internal(frame: types.FrameType) -> bool:
     return is_internal_code(str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
 
 
+@functools.lru_cache(maxsize=1024)  # called for each donation
 def is_internal_code(module: str, file: str) -> bool:
     """The same for code of this module and file."""
     generated = file.startswith("<eval_with_key>")  # torch.fx

@@ -65,8 +65,10 @@ std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
     }
     return !abi::HasView(*data);
   };
-  for (std::size_t i = 0; i < step.Live().size(); ++i) {
-    if (old_values.count(step.Live()[i].get()) == 0 && !hold(step.Live()[i].get(), step.List().BufferOf(i))) {
+  const std::vector<std::shared_ptr<abi::TensorData>>& live = step.Live();
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const bool is_old = !old_values.empty() && old_values.count(live[i].get()) != 0;
+    if (!is_old && !hold(live[i].get(), step.List().BufferOf(i))) {
       return std::nullopt;
     }
   }

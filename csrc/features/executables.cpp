@@ -19,7 +19,8 @@ namespace {
 
 using Executable = std::shared_ptr<const abi::HostCachedComputation>;
 
-std::atomic<bool> looks{false}, logs{false};
+// Whether the process looks at the executables of runs, logs runs, and has ever opened a record or inspected a run.
+std::atomic<bool> looks{false}, logs{false}, has_records{false}, has_inspections{false};
 
 struct Note {
   std::uint64_t number;
@@ -94,6 +95,10 @@ void Log(const RunContext& context, const Executable& executable) {
 }  // namespace
 
 void NoteExecutable(RunContext& context) {
+  if (!looks.load(std::memory_order_relaxed) && !logs.load(std::memory_order_relaxed) &&
+      !has_records.load(std::memory_order_relaxed) && !context.stopped) {
+    return;
+  }
   ThreadState& state = State();
   if (context.stopped) {
     state.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
@@ -129,22 +134,26 @@ void NoteExecutable(RunContext& context) {
 }
 
 void LookForCopies() { looks = true; }
-bool HasNewGraphs() { return State().has_new_graphs; }
+bool HasNewGraphs() { return looks.load(std::memory_order_relaxed) && State().has_new_graphs; }
 void ForgetNewGraphs() { State().has_new_graphs = false; }
 
 void InspectNextRun() {
+  has_inspections = true;
   State().inspecting = true;
   State().inspected = std::nullopt;
 }
 
-bool IsInspected() { return State().inspecting; }
+bool IsInspected() { return has_inspections.load(std::memory_order_relaxed) && State().inspecting; }
 
 std::optional<abi::CompiledGraph> TakeInspected() {
   State().inspecting = false;
   return std::exchange(State().inspected, std::nullopt);
 }
 
-void GraphRecord::Open() { State().records.push_back(shared_from_this()); }
+void GraphRecord::Open() {
+  has_records = true;
+  State().records.push_back(shared_from_this());
+}
 
 void GraphRecord::Close() {
   auto& records = State().records;

@@ -3,6 +3,7 @@
 
 #include <c10/util/ScopeExit.h>
 
+#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -36,6 +37,9 @@ ThreadState& State() {
   return state;
 }
 
+// Whether any thread has had a dry run. Until then, steps have nothing to drop and to end.
+std::atomic<bool> has_dry_runs{false};
+
 // The donors that XLA would have used for these outputs.
 std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, const DryRun& dry_run) {
   std::vector<ArraySize> sizes;
@@ -57,6 +61,7 @@ std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, 
 }
 
 void Remember(RunContext& run, const DryRun& dry_run) {
+  has_dry_runs.store(true, std::memory_order_relaxed);
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, dry_run);
   Steps::Get().NoteUndonated(donors, dry_run.step);
   ForgetCachedValues(Steps::Get().TensorsOf(donors));
@@ -104,6 +109,9 @@ void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorP
 void AllowReuseOfLastStep() { Steps::Get().ForgetUndonated(State().last_step); }
 
 void EndReuse() {
+  if (!has_dry_runs.load(std::memory_order_relaxed)) {
+    return;
+  }
   ForgetReused();
   State().last_step = 0;
 }
@@ -118,11 +126,21 @@ void ForgetReused() {
   State().reused.clear();
 }
 
-void DropDryRun() { State().dry_run.reset(); }
+void DropDryRun() {
+  if (has_dry_runs.load(std::memory_order_relaxed)) {
+    State().dry_run.reset();
+  }
+}
 
-void KeepDryRun(DryRun dry_run) { State().dry_run = std::move(dry_run); }
+void KeepDryRun(DryRun dry_run) {
+  has_dry_runs.store(true, std::memory_order_relaxed);
+  State().dry_run = std::move(dry_run);
+}
 
 void NoteDryRun(RunContext& run) {
+  if (!has_dry_runs.load(std::memory_order_relaxed)) {
+    return;
+  }
   const std::optional<DryRun> dry_run = std::exchange(State().dry_run, std::nullopt);
   if (dry_run.has_value() && dry_run->collection == run.collection) {
     Remember(run, *dry_run);

@@ -39,7 +39,13 @@ void ForContextOf(void* arena, const lazy::BackendDevice& device, const Function
 }  // namespace
 
 std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer) {
-  const std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kDataInfos));
+  const InfosLocked infos;
+  return infos.Of(buffer);
+}
+
+InfosLocked::InfosLocked() : lock_(ProcessMutex(MutexOf::kDataInfos)) {}
+
+std::optional<DataInfo> InfosLocked::Of(const lazy::BackendData& buffer) {
   const lazy::BackendData::Info* info = buffer.info();
   // No class derives from it, so this exact comparison works and costs a fraction of a dynamic_cast.
   if (info == nullptr || typeid(*info) != typeid(DeviceDataInfo)) {
@@ -49,15 +55,13 @@ std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer) {
   return DataInfo{known.tensor_id, known.read_only};
 }
 
-std::shared_ptr<lazy::BackendData::Info> ReplaceInfo(lazy::BackendData& buffer,
-                                                     std::shared_ptr<lazy::BackendData::Info> info) noexcept {
-  const std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kDataInfos));
+std::shared_ptr<lazy::BackendData::Info> InfosLocked::Replace(lazy::BackendData& buffer,
+                                                              std::shared_ptr<lazy::BackendData::Info> info) noexcept {
   return buffer.SetInfo(std::move(info));
 }
 
-void RestoreInfo(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
-                 std::shared_ptr<lazy::BackendData::Info> before) noexcept {
-  const std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kDataInfos));
+void InfosLocked::Restore(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
+                          std::shared_ptr<lazy::BackendData::Info> before) noexcept {
   if (buffer.info() == ours) {
     buffer.SetInfo(std::move(before));
   }
@@ -70,8 +74,7 @@ void WaitForHandOver(const lazy::BackendDevice& device) {
   static_cast<Executor*>(lazy::LazyGraphExecutor::Get())->PassBarrier(&nothing);
 }
 
-std::optional<std::size_t> OutputIds::ReplacementOf(const lazy::BackendData& buffer) const {
-  const std::optional<DataInfo> info = InfoOf(buffer);
+std::optional<std::size_t> OutputIds::ReplacementOf(const std::optional<DataInfo>& info) const {
   const auto found = !info.has_value() || info->read_only ? place_of_.end() : place_of_.find(info->tensor_id);
   return found == place_of_.end() ? std::nullopt : std::optional(found->second);
 }

@@ -4,11 +4,13 @@
 // Threads: any thread may call all functions, with or without the GIL.
 #pragma once
 
+#include <c10/util/flat_hash_map.h>
+
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "host/symbols.h"
@@ -25,13 +27,22 @@ struct DataInfo {
 // Nullopt if there is no note, or one of another class.
 std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer);
 
-// Replaces the executor's note while a graph is compiled; InfoOf() may run on other threads. Returns the one before.
-std::shared_ptr<lazy::BackendData::Info> ReplaceInfo(lazy::BackendData& buffer,
-                                                     std::shared_ptr<lazy::BackendData::Info> info) noexcept;
+// The notes of many buffers, read or replaced under one lock. While it lives, no other thread replaces a note.
+class InfosLocked {
+ public:
+  InfosLocked();
+  // As InfoOf().
+  static std::optional<DataInfo> Of(const lazy::BackendData& buffer);
+  // Replaces the executor's note while a graph is compiled. Returns the one before.
+  static std::shared_ptr<lazy::BackendData::Info> Replace(lazy::BackendData& buffer,
+                                                          std::shared_ptr<lazy::BackendData::Info> info) noexcept;
+  // Gives the data the note that it had `before`, unless the executor has replaced `ours`.
+  static void Restore(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
+                      std::shared_ptr<lazy::BackendData::Info> before) noexcept;
 
-// Gives the data the note that it had `before`, unless the executor has replaced `ours`.
-void RestoreInfo(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
-                 std::shared_ptr<lazy::BackendData::Info> before) noexcept;
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
 
 // The live tensors of a device that are newer than the tensor of this id. `arena` is the executor's.
 std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
@@ -54,14 +65,18 @@ class OutputIds {
  public:
   // Of several outputs with one id, which share a buffer, the first counts.
   void Add(const TensorData& output) { place_of_.emplace(AliasId(output), added_++); }
-  // The output that replaces the buffer, in the order of Add(); nullopt if torch_xla does not donate the buffer.
-  std::optional<std::size_t> ReplacementOf(const lazy::BackendData& buffer) const;
+  // The output that replaces a buffer with this note, in the order of Add(); nullopt if torch_xla does not donate it.
+  std::optional<std::size_t> ReplacementOf(const std::optional<DataInfo>& info) const;
+  std::optional<std::size_t> ReplacementOf(const lazy::BackendData& buffer) const {
+    return ReplacementOf(InfoOf(buffer));
+  }
+  void Reserve(std::size_t outputs) { place_of_.reserve(outputs); }
   bool Empty() const { return place_of_.empty(); }
   // The id of any output; there must be one.
   std::int64_t Any() const { return place_of_.begin()->first; }
 
  private:
-  std::unordered_map<std::int64_t, std::size_t> place_of_;
+  ska::flat_hash_map<std::int64_t, std::size_t> place_of_;
   std::size_t added_ = 0;
 };
 

@@ -1,6 +1,7 @@
 // Reads and writes torch_xla's part of a tensor through the layouts.
 #include "host/tensors.h"
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 
 #include <utility>
@@ -67,24 +68,49 @@ Resolution Resolve(const at::Tensor& tensor) {
   return result;
 }
 
+std::optional<HeldArray> HeldBy(const at::Tensor& tensor) {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->key_set().has(c10::DispatchKey::Functionalize)) {
+    const auto& wrapper = static_cast<const at::FunctionalTensorWrapper&>(*impl);
+    if (!wrapper.is_up_to_date()) {
+      return std::nullopt;
+    }
+    impl = wrapper.value().unsafeGetTensorImpl();
+  }
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
+  if (lazy_tensor == nullptr || *lazy_tensor == nullptr || impl->has_symbolic_sizes_strides()) {
+    return std::nullopt;
+  }
+  const std::shared_ptr<TensorData>& data = (*lazy_tensor)->data();
+  if (data->handle == nullptr || HasView(*data)) {
+    return std::nullopt;
+  }
+  return HeldArray{&data, &data->handle, impl->sizes()};
+}
+
 void Prefetch(const std::vector<const at::Tensor*>& tensors) {
   namespace functional = at::functionalization::impl;
-  std::vector<const char*> next;
-  next.reserve(tensors.size());
+  // A shared object follows its counters.
+  constexpr std::size_t kCounters = 16;
+  c10::SmallVector<const char*, 64> next;
+  for (const at::Tensor* tensor : tensors) {
+    __builtin_prefetch(tensor->unsafeGetTensorImpl());
+    __builtin_prefetch(reinterpret_cast<const char*>(tensor->unsafeGetTensorImpl()) + sizeof(c10::TensorImpl));
+  }
   for (const at::Tensor* tensor : tensors) {
     const c10::TensorImpl* impl = tensor->unsafeGetTensorImpl();
     if (functional::isFunctionalTensor(*tensor)) {
       const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(*tensor);
-      __builtin_prefetch(reinterpret_cast<const char*>(wrapper->storage().unsafeGetStorageImpl()) +
-                         sizeof(c10::StorageImpl));
+      const char* storage = reinterpret_cast<const char*>(wrapper->storage().unsafeGetStorageImpl());
+      __builtin_prefetch(storage);
+      __builtin_prefetch(storage + sizeof(c10::StorageImpl));
       impl = wrapper->value().unsafeGetTensorImpl();
     }
     next.push_back(reinterpret_cast<const char*>(impl));
     __builtin_prefetch(next.back());
     __builtin_prefetch(next.back() + sizeof(c10::TensorImpl));
   }
-  std::vector<const lazy::LazyTensor*> lazy_tensors;
-  lazy_tensors.reserve(next.size());
+  c10::SmallVector<const lazy::LazyTensor*, 64> lazy_tensors;
   for (const char* impl : next) {
     const lazy::LazyTensorPtr* found = LazyTensorOf(*reinterpret_cast<const c10::TensorImpl*>(impl));
     if (found != nullptr && *found != nullptr) {
@@ -92,16 +118,25 @@ void Prefetch(const std::vector<const at::Tensor*>& tensors) {
       __builtin_prefetch(lazy_tensors.back());
     }
   }
-  std::vector<const TensorData*> held;
-  held.reserve(lazy_tensors.size());
+  c10::SmallVector<const TensorData*, 64> held;
   for (const lazy::LazyTensor* tensor : lazy_tensors) {
     held.push_back(tensor->data().get());
+    const char* data = reinterpret_cast<const char*>(held.back());
+    __builtin_prefetch(data - kCounters);
     for (std::size_t line = 0; line < sizeof(HostTensorData); line += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(held.back()) + line);
+      __builtin_prefetch(data + line);
     }
   }
+  c10::SmallVector<const lazy::BackendData*, 64> buffers;
   for (const TensorData* data : held) {
-    __builtin_prefetch(data->handle.get());
+    if (data->handle != nullptr) {
+      buffers.push_back(data->handle.get());
+      __builtin_prefetch(reinterpret_cast<const char*>(buffers.back()) - kCounters);
+      __builtin_prefetch(buffers.back());
+    }
+  }
+  for (const lazy::BackendData* buffer : buffers) {
+    __builtin_prefetch(buffer->info());
   }
 }
 

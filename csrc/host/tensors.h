@@ -32,6 +32,16 @@ struct Resolution {
 // Returns what a tensor holds. Applies pending view updates first, as torch_xla does whenever it unwraps a tensor.
 Resolution Resolve(const at::Tensor& tensor);
 
+// What a tensor holds in the most frequent case: materialised device data, and no pending updates. The pointers are
+// valid while the tensor is alive and no step replaces its data.
+struct HeldArray {
+  const std::shared_ptr<TensorData>* tensor;
+  const lazy::BackendDataPtr* buffer;
+  at::IntArrayRef sizes;
+};
+// Nullopt in other cases, which Resolve() knows. Does not look whether torch_xla shares the data (see InfosLocked).
+std::optional<HeldArray> HeldBy(const at::Tensor& tensor);
+
 // Prefetches what Resolve() reads of these tensors. After a step, none of a thousand tensors is in the cache, and the
 // misses of Resolve() wait for each other.
 void Prefetch(const std::vector<const at::Tensor*>& tensors);

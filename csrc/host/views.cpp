@@ -175,15 +175,17 @@ lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor) {
   return own == nullptr && view != nullptr && RearrangesBase(*view) ? BaseBuffer(*view) : own;
 }
 
+bool HasAliases(const at::Tensor& tensor) {
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return impl.key_set().has(c10::DispatchKey::Functionalize) &&
+         static_cast<const at::FunctionalTensorWrapper&>(impl).storage().use_count() > 1;
+}
+
 void InvalidateViews(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  if (!functional::isFunctionalTensor(tensor)) {
+  if (!HasAliases(tensor)) {
     return;
   }
-  const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
-  if (wrapper->storage().use_count() == 1) {
-    return;
-  }
+  const auto* wrapper = static_cast<const at::FunctionalTensorWrapper*>(tensor.unsafeGetTensorImpl());
   // A tensor and its views share a storage. Replacing the base by the same tensor makes the views out of date.
   const at::Tensor base = GroupOf(*wrapper).base();
   if (base.unsafeGetTensorImpl() == wrapper->value().unsafeGetTensorImpl()) {

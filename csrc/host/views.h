@@ -38,6 +38,9 @@ at::Tensor TensorToDonate(const at::Tensor& tensor);
 // The buffer of that mark, also after a use of the view; null if there is none. Computes nothing.
 lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor);
 
+// Whether views of the tensor may exist, or other tensors share its storage. False without functionalization.
+bool HasAliases(const at::Tensor& tensor);
+
 // Makes every view of the tensor recompute its value from the tensor at its next use. A view computed earlier has a
 // separate buffer in torch_xla and would not notice that its base is gone. Does nothing for a view, or without
 // functionalization.

@@ -4,6 +4,9 @@
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <string>
@@ -13,6 +16,7 @@
 #include "features/outdated_tensors.h"
 #include "features/reuse_warnings.h"
 #include "features/run_guard.h"
+#include "features/switches.h"
 #include "features/use_guard.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
@@ -23,6 +27,7 @@
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "registry/watch.h"
+#include "step/hooks.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -59,65 +64,161 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   return false;
 }
 
-// Marks leaves that have no obstacle. `items` has their tensors.
-void Commit(const std::vector<Marks::Leaf>& resolved, PyObject** items, const std::shared_ptr<const CallSite>& site) {
+// Marks leaves that have no obstacle. Returns their donors for the call.
+std::shared_ptr<CallDonors> Commit(const std::shared_ptr<CallDonors>& donors,
+                                   const std::shared_ptr<const CallSite>& site, const std::vector<at::Tensor>& viewed) {
   // Looks up all leaves at once. If a step with one of them is running, only its end shows whether it used the buffer.
-  for (std::size_t i = Steps::Get().FirstTracked(resolved); i < resolved.size(); ++i) {
-    ThrowIfConsumed(resolved[i].buffer.get());
+  for (std::size_t i = Steps::Get().FirstTracked(*donors); i < donors->Size(); ++i) {
+    ThrowIfConsumed((*donors)[i].array.key);
   }
   if (Watches(kUndonated)) {
-    for (const Marks::Leaf& leaf : resolved) {
-      ReportReuse(leaf.buffer.get());
+    for (std::size_t i = 0; i < donors->Size(); ++i) {
+      ReportReuse((*donors)[i].array.key);
     }
   }
   OutdatedTensors::FollowAliases();
-  Marks::Get().Add(resolved, site);
+  Marks::Get().Add(donors, site);
   if (Watches(kUndonated)) {
-    Steps::Get().ForgetUndonated(resolved);
+    Steps::Get().ForgetUndonated(*donors);
   }
   try {
-    for (const Marks::Leaf& leaf : resolved) {
-      abi::InvalidateViews(THPVariable_Unpack(items[leaf.index]));
+    for (const at::Tensor& tensor : viewed) {
+      abi::InvalidateViews(tensor);
     }
   } catch (...) {
     Steps::Get().CancelCall(site.get());
     throw;
   }
+  return donors;
+}
+
+std::shared_ptr<CallDonors> Commit(const std::vector<Marks::Leaf>& resolved, PyObject** items,
+                                   const std::shared_ptr<const CallSite>& site) {
+  std::vector<at::Tensor> viewed;
+  for (const Marks::Leaf& leaf : resolved) {
+    if (const at::Tensor& tensor = THPVariable_Unpack(items[leaf.index]); abi::HasAliases(tensor)) {
+      viewed.push_back(tensor);
+    }
+  }
+  return Commit(Marks::DonorsOf(resolved, site), site, viewed);
+}
+
+// Resolves leaves in blocks, because the memory of a thousand tensors is in no cache after a step. Prefetched together,
+// the misses of a block do not wait for each other.
+class LeafBlock {
+ public:
+  static constexpr std::size_t kSize = 32;
+
+  void Prefetch(PyObject** items, std::size_t count) {
+    for (std::size_t i = 0; i < count; ++i) {
+      __builtin_prefetch(items[i]);
+    }
+    prefetched_.clear();
+    for (std::size_t i = 0; i < count; ++i) {
+      if (THPVariable_Check(items[i])) {
+        prefetched_.push_back(&THPVariable_Unpack(items[i]));
+      }
+    }
+    abi::Prefetch(prefetched_);
+  }
+
+  // Returns the obstacle to marking the leaf; "" if there is none so far.
+  const char* Resolve(const at::Tensor& tensor, std::size_t index, std::vector<at::Tensor>& viewed) {
+    std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
+    if (!held.has_value()) {
+      Other& other = *others_.emplace_back(std::make_unique<Other>());
+      other.tensor = abi::TensorToDonate(tensor);
+      other.resolution = abi::Resolve(other.tensor);
+      if (const char* obstacle = Obstacle(other.resolution); *obstacle != '\0') {
+        return obstacle;
+      }
+      held = {&other.resolution.tensor, &other.resolution.buffer, other.tensor.sizes()};
+    }
+    if (abi::HasAliases(tensor)) {
+      viewed.push_back(tensor);
+    }
+    leaves_[count_++] = {*held, tensor.scalar_type(), static_cast<std::uint32_t>(index)};
+    return "";
+  }
+
+  // Makes the donors of the resolved leaves. Returns the index of the first leaf that torch_xla shares between tensors.
+  std::optional<std::size_t> MakeDonors(CallDonors& donors, const std::shared_ptr<const CallSite>& site,
+                                        const std::vector<std::shared_ptr<abi::TensorData>>& outputs) {
+    const abi::InfosLocked infos;
+    for (std::size_t i = 0; i < count_; ++i) {
+      const Leaf& leaf = leaves_[i];
+      if (const auto info = infos.Of(**leaf.held.buffer); info.has_value() && info->read_only) {
+        return leaf.index;
+      }
+      donors.Add(*leaf.held.buffer, leaf.held.sizes, leaf.dtype,
+                 {*leaf.held.tensor, site, leaf.index, outputs.empty() ? nullptr : outputs[leaf.index],
+                  abi::ShardingOf(**leaf.held.tensor)});
+    }
+    count_ = 0;
+    others_.clear();
+    return std::nullopt;
+  }
+
+ private:
+  struct Leaf {
+    abi::HeldArray held;
+    at::ScalarType dtype;
+    std::uint32_t index;
+  };
+  // A tensor with pending updates, and what it holds after them.
+  struct Other {
+    at::Tensor tensor;
+    abi::Resolution resolution;
+  };
+  std::vector<const at::Tensor*> prefetched_;
+  std::array<Leaf, kSize> leaves_;
+  std::size_t count_ = 0;
+  std::vector<std::unique_ptr<Other>> others_;
+};
+
+// The outputs that should take the leaves' buffers, by leaf; empty if none is requested.
+std::vector<std::shared_ptr<abi::TensorData>> OutputsOf(const py::dict& preferred_outputs, std::size_t leaves) {
+  std::vector<std::shared_ptr<abi::TensorData>> outputs;
+  if (!preferred_outputs.empty()) {
+    outputs.resize(leaves);
+  }
+  for (const auto& [leaf, output] : preferred_outputs) {
+    outputs.at(leaf.cast<std::size_t>()) = abi::Resolve(TensorOf(output)).tensor;
+  }
+  return outputs;
 }
 
 // Takes the memory for its result before it marks, as the marks would stay if it could not return.
 std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
-                                 const py::dict& targets) {
+                                 const py::dict& preferred_outputs) {
   RunDeferredDecrefs();
-  const py::ssize_t count = PySequence_Fast_GET_SIZE(leaves.ptr());
+  const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(leaves.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
-  std::vector<Marks::Leaf> resolved;
-  resolved.reserve(static_cast<std::size_t>(count));
-  for (py::ssize_t i = 0; i < count; ++i) {
-    const auto refuse = [i](const char* obstacle) {
-      return std::make_unique<Call>(LeafRefusal{static_cast<std::size_t>(i), obstacle, std::nullopt});
-    };
-    if (items[i] == Py_None) {
-      continue;
-    }
-    if (!THPVariable_Check(items[i])) {
-      return refuse("not_tensor");
-    }
-    const at::Tensor tensor = abi::TensorToDonate(THPVariable_Unpack(items[i]));
-    abi::Resolution leaf = abi::Resolve(tensor);
-    const char* obstacle = Obstacle(leaf);
-    if (*obstacle != '\0') {
-      return refuse(obstacle);
-    }
-    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
-                        static_cast<std::uint32_t>(i),
-                        targets.contains(i) ? abi::Resolve(TensorOf(targets[py::int_(i)])).tensor : nullptr});
-  }
   auto call = std::make_unique<Call>(MakeCallSite(where, strict, std::move(names)));
-  for (const Marks::Leaf& leaf : resolved) {
-    call->buffers.push_back(leaf.buffer);
+  call->donors = std::make_shared<CallDonors>(count);
+  const auto outputs = OutputsOf(preferred_outputs, count);
+  std::vector<at::Tensor> viewed;
+  LeafBlock block;
+  for (std::size_t begin = 0; begin < count; begin += LeafBlock::kSize) {
+    const std::size_t end = std::min(count, begin + LeafBlock::kSize);
+    if (count > 1) {
+      block.Prefetch(items + begin, end - begin);
+    }
+    const char* obstacle = "";
+    std::size_t i = begin;
+    for (; i < end && *obstacle == '\0'; ++i) {
+      if (items[i] != Py_None) {
+        obstacle = THPVariable_Check(items[i]) ? block.Resolve(THPVariable_Unpack(items[i]), i, viewed) : "not_tensor";
+      }
+    }
+    if (const auto constant = block.MakeDonors(*call->donors, call->site, outputs)) {
+      return std::make_unique<Call>(LeafRefusal{*constant, "read_only", std::nullopt});
+    }
+    if (*obstacle != '\0') {
+      return std::make_unique<Call>(LeafRefusal{i - 1, obstacle, std::nullopt});
+    }
   }
-  Commit(resolved, items, call->site);
+  Commit(call->donors, call->site, viewed);
   return call;
 }
 
@@ -210,7 +311,7 @@ Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::
   Call call(std::move(site));
   call.is_scope = true;
   Steps::Get().BeginCall(call.site);
-  Commit(leaves, items, call.site);
+  call.donors = Commit(leaves, items, call.site);
   return call;
 }
 
@@ -224,10 +325,24 @@ void BindMarks(py::module_& m) {
       .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
-      "mark", &MarkLeaves, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"), py::arg("targets"),
-      "Marks a list or tuple of tensors (None is skipped), all or none; targets maps positions to the tensors that "
-      "should take the buffers. The first leaf that cannot be marked is the refusal of the call. strict: 0, 1 or 2, as "
-      "in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
+      "may_donate",
+      [](const py::tuple& names) {
+        const auto is_set = [](py::handle name) {
+          const char* text = PyUnicode_AsUTF8(name.ptr());
+          // NOLINTNEXTLINE(concurrency-mt-unsafe): Python changes the environment with the GIL
+          return text == nullptr ? throw py::error_already_set() : std::getenv(text) != nullptr;
+        };
+        return HooksInstalled() && SwitchedOffReason().empty() && std::none_of(names.begin(), names.end(), is_set);
+      },
+      py::arg("names"),
+      "Whether the hooks are in place, set_switched_off has named no setting, and none of these environment variables "
+      "is set.");
+  m.def("mark", &MarkLeaves, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
+        py::arg("preferred_outputs"),
+        "Marks a list or tuple of tensors (None is skipped), all or none; preferred_outputs maps positions to the "
+        "tensors that should take the buffers. The first leaf that cannot be marked is the refusal of the call. "
+        "strict: 0, 1 or 2, as "
+        "in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
   m.def("mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
         py::arg("for_compiled_run"), py::arg("names"),
         "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
@@ -259,17 +374,7 @@ void BindMarks(py::module_& m) {
       "cancel_call", [](const Call& call) { Steps::Get().CancelCall(call.site.get()); }, py::arg("call"),
       "Cancels the pending marks of a call.");
   m.def(
-      "cancel_marks",
-      [](const Call& call) {
-        std::vector<lazy::BackendDataPtr> buffers;
-        for (const std::weak_ptr<lazy::BackendData>& weak : call.buffers) {
-          if (lazy::BackendDataPtr buffer = weak.lock(); buffer != nullptr) {
-            buffers.push_back(std::move(buffer));
-          }
-        }
-        Marks::Get().Cancel(buffers);
-      },
-      py::arg("call"),
+      "cancel_marks", [](const Call& call) { Marks::Get().Cancel(*call.donors); }, py::arg("call"),
       "Cancels the pending marks of the buffers that a call of mark was given, even those of another call.");
   m.def(
       "end_call",

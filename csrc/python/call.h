@@ -25,9 +25,9 @@ struct LeafRefusal {
 struct Call {
   std::shared_ptr<CallSite> site;
   std::vector<std::uint32_t> constants;  // positions of leaves whose buffers torch_xla shares between tensors
-  std::vector<std::weak_ptr<lazy::BackendData>> buffers;  // of all leaves, also those marked earlier by another call
-  std::optional<LeafRefusal> refusal;                     // set if there are no marks
-  bool is_scope = false;                                  // the marks end with this object at the latest
+  std::shared_ptr<CallDonors> donors;    // of all leaves, also those marked earlier by another call
+  std::optional<LeafRefusal> refusal;    // set if there are no marks
+  bool is_scope = false;                 // the marks end with this object at the latest
 
   explicit Call(std::shared_ptr<CallSite> of) : site(std::move(of)) {}
   explicit Call(LeafRefusal why) : refusal(std::move(why)) {}

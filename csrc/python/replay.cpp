@@ -202,9 +202,6 @@ std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std:
     donated.push_back({std::move(resolved[donor.leaf].tensor), std::move(resolved[donor.leaf].buffer), tensor.sizes(),
                        tensor.scalar_type(), static_cast<std::uint32_t>(donor.leaf), nullptr});
   }
-  if (Steps::Get().FirstTracked(donated) < donated.size()) {
-    return std::nullopt;
-  }
   const auto site = MakeCallSite(where, strict, names_, /*for_compiled_run=*/true);
   begun.call = std::make_unique<Call>(MarkForCall(donated, items, site));
   for (std::size_t i = 0; i < leaves_.size(); ++i) {

@@ -45,7 +45,7 @@ class Replay {
   bool IsPossible() const { return possible_; }
 
   // Nullopt, with nothing marked, unless the arguments are like those of the earlier call and nothing else may hold a
-  // donated buffer. Throws the error of an earlier step that failed.
+  // donated buffer. Throws for a leaf that has been donated before, and the error of an earlier step that failed.
   std::optional<Begun> Begin(const py::list& arguments, const std::string& where, int strict) const;
 
  private:

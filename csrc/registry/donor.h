@@ -6,10 +6,13 @@
 
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/graphs.h"
@@ -23,6 +26,8 @@ namespace lazy = torch::lazy;
 // The effect of an unusable donation, in increasing order.
 enum class Strictness : std::uint8_t { kOff, kWarn, kError };
 
+class CallDonors;
+
 // One call of donate_buffer() or of a compiled function.
 struct CallSite {
   std::string where;  // "train.py:12"
@@ -30,6 +35,8 @@ struct CallSite {
   std::int64_t min_bytes = 0;     // the size from which an unusable donor matters, as it was set at the call
   bool for_compiled_run = false;  // for one run of a compiled graph: steps ignore the marks
   std::shared_ptr<void> names;    // names the leaves; a Python object, opaque here (see callbacks.h)
+  // What it was given; the owner is the object that Python holds. Set when the call marks its leaves.
+  mutable std::weak_ptr<CallDonors> donors GUARDED_BY(registry_mutex);
 };
 
 // A marked leaf: its tensor, and the call that marked it.
@@ -52,8 +59,16 @@ enum class DonorState {
 // The buffer of a donor.
 struct DonorArray {
   explicit DonorArray(lazy::BackendDevice where) : device(std::move(where)) {}
+  DonorArray(const lazy::BackendDataPtr& of, at::IntArrayRef of_sizes, at::ScalarType of_dtype)
+      : buffer(of), key(of.get()), sizes(of_sizes.begin(), of_sizes.end()), dtype(of_dtype), device(of->device()) {
+    bytes = static_cast<std::int64_t>(c10::elementSize(of_dtype));
+    for (const std::int64_t size : of_sizes) {
+      bytes *= size;
+    }
+  }
 
   std::weak_ptr<lazy::BackendData> buffer;
+  const lazy::BackendData* key = nullptr;  // of a marked donor: the address of the buffer; compared only
   c10::SmallVector<std::int64_t, 4> sizes;
   at::ScalarType dtype = at::ScalarType::Undefined;
   std::int64_t bytes = 0;  // of the whole array, before any sharding
@@ -93,6 +108,10 @@ struct Donor {
   explicit Donor(DonorArray of) : array(std::move(of)) {
     status.reported = array.automatic;  // no call has asked for it
   }
+  Donor(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, at::ScalarType dtype, Mark mark)
+      : array(buffer, sizes, dtype) {
+    status.marks.push_back(std::move(mark));
+  }
 
   // Appends the tensors that hold the buffer, by its marks.
   void AddTensors(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const REQUIRES(registry_mutex);
@@ -101,6 +120,40 @@ struct Donor {
   DonorStatus status GUARDED_BY(registry_mutex);
 };
 using DonorPtr = std::shared_ptr<Donor>;
+
+// The donors of one call, by their order among its leaves. They are allocated in blocks, because an allocation for each
+// takes longer than the mark. A block stays as long as one of its donors is used, so blocks are small.
+//
+// The call of donate_buffer() or of a compiled function owns it, and fills it before it marks.
+class CallDonors {
+ public:
+  explicit CallDonors(std::size_t leaves) : leaves_(leaves) {}
+
+  void Add(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, at::ScalarType dtype, Mark mark) {
+    if (blocks_.empty() || blocks_.back()->size() == kBlock) {
+      blocks_.push_back(std::make_shared<std::vector<Donor>>());
+      blocks_.back()->reserve(std::min(kBlock, leaves_ - made_));
+    }
+    blocks_.back()->emplace_back(buffer, sizes, dtype, std::move(mark));
+    ++made_;
+  }
+
+  std::size_t Size() const { return made_ + others_.size(); }
+  Donor& operator[](std::size_t i) const {
+    return i < made_ ? (*blocks_[i / kBlock])[i % kBlock] : *others_[i - made_];
+  }
+  DonorPtr At(std::size_t i) const {
+    return i < made_ ? DonorPtr(blocks_[i / kBlock], &(*this)[i]) : others_[i - made_];
+  }
+
+ private:
+  friend class Marks;
+  static constexpr std::size_t kBlock = 64;
+
+  std::size_t leaves_, made_ = 0;
+  std::vector<std::shared_ptr<std::vector<Donor>>> blocks_;
+  std::vector<DonorPtr> others_;  // of buffers that an earlier call has marked; the donors made for them are not used
+};
 
 // A marked buffer that a step does not donate.
 struct Refusal {

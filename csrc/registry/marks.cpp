@@ -7,6 +7,7 @@
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "registry/watch.h"
+#include "registry/weak_keys.h"
 
 namespace torch_xla_donate {
 
@@ -22,27 +23,38 @@ const DonorPtr* Marks::Find(Buffer buffer) const {
   return found == pending_.end() || found->second->array.buffer.expired() ? nullptr : &found->second;
 }
 
-void Marks::Add(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site) {
+std::shared_ptr<CallDonors> Marks::DonorsOf(const std::vector<Leaf>& leaves,
+                                            const std::shared_ptr<const CallSite>& site) {
+  auto donors = std::make_shared<CallDonors>(leaves.size());
+  for (const Leaf& leaf : leaves) {
+    donors->Add(leaf.buffer, leaf.sizes, leaf.dtype,
+                {leaf.tensor, site, leaf.index, leaf.preferred_output, abi::ShardingOf(*leaf.tensor)});
+  }
+  return donors;
+}
+
+void Marks::Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site) {
   MutexLock lock(registry_mutex);
+  site->donors = donors;
   try {
-    pending_.reserve(pending_.size() + leaves.size());
-    for (const Leaf& leaf : leaves) {
-      Mark mark{leaf.tensor, site, leaf.index, leaf.preferred_output, abi::ShardingOf(*leaf.tensor)};
-      if (const DonorPtr* donor = Find(leaf.buffer.get())) {
-        AddTo(**donor, std::move(mark));
+    pending_.reserve(pending_.size() + donors->made_);
+    for (std::size_t i = 0; i < donors->made_; ++i) {
+      Donor& made = (*donors)[i];
+      const auto [entry, is_new] = pending_.emplace(made.array.key, donors->At(i));
+      if (is_new) {
         continue;
       }
-      DonorArray array(leaf.buffer->device());
-      array.buffer = leaf.buffer;
-      array.sizes.assign(leaf.sizes.begin(), leaf.sizes.end());
-      array.dtype = leaf.dtype;
-      array.bytes = static_cast<std::int64_t>(c10::elementSize(leaf.dtype));
-      for (std::int64_t size : leaf.sizes) {
-        array.bytes *= size;
+      if (entry->second->array.buffer.expired()) {
+        entry->second->status.state = DonorState::kCancelled;
+        entry->second = donors->At(i);
+        continue;
       }
-      auto donor = std::make_shared<Donor>(std::move(array));
-      donor->status.marks.push_back(std::move(mark));
-      pending_.insert_or_assign(leaf.buffer.get(), std::move(donor));
+      const DonorPtr donor = entry->second;
+      if (donor->status.MarkOf(site.get()) == nullptr) {
+        donors->others_.push_back(donor);
+      }
+      made.status.state = DonorState::kCancelled;
+      AddTo(*donor, std::move(made.status.marks.front()));
     }
   } catch (...) {
     RemoveCall(site.get());
@@ -76,6 +88,19 @@ void Marks::AddTo(Donor& donor, Mark mark) {
 void Marks::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
   MutexLock lock(registry_mutex);
   CancelLocked(buffers);
+}
+
+void Marks::Cancel(const CallDonors& donors) {
+  MutexLock lock(registry_mutex);
+  for (std::size_t i = 0; i < donors.Size(); ++i) {
+    const lazy::BackendDataPtr buffer = donors[i].array.buffer.lock();
+    const DonorPtr* donor = Find(buffer.get());
+    if (donor != nullptr && !(*donor)->status.armed) {
+      (*donor)->status.state = DonorState::kCancelled;
+      pending_.erase(buffer.get());
+    }
+  }
+  Refresh();
 }
 
 void Marks::CancelLocked(const std::vector<lazy::BackendDataPtr>& buffers) noexcept {
@@ -136,6 +161,7 @@ std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendData
                                              const CallSite* call) const {
   std::vector<PendingMark> result;
   MutexLock lock(registry_mutex);
+  result.reserve(std::min(parameters.size(), pending_.size()));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const DonorPtr* donor = Find(parameters[i].get());
     if (donor == nullptr) {
@@ -149,38 +175,49 @@ std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendData
   return result;
 }
 
+template <typename Function>
+void Marks::ForPending(const CallSite* site, const Function& function) {
+  const std::shared_ptr<CallDonors> donors = site->donors.lock();
+  for (std::size_t i = 0; donors != nullptr && i < donors->Size(); ++i) {
+    const DonorStatus& status = (*donors)[i].status;
+    const Mark* mark = status.state == DonorState::kPending ? status.MarkOf(site) : nullptr;
+    if (mark != nullptr) {
+      function(*mark, donors->At(i));
+    }
+  }
+}
+
 std::vector<Marks::PendingMark> Marks::OfCall(const CallSite* site) const {
   std::vector<PendingMark> result;
   MutexLock lock(registry_mutex);
-  for (const auto& [buffer, donor] : pending_) {
-    const Mark* mark = donor->status.MarkOf(site);
-    if (mark != nullptr && !donor->array.buffer.expired()) {
-      result.push_back(Describe(mark->leaf, donor));
+  ForPending(site, [&result](const Mark& mark, const DonorPtr& donor) REQUIRES(registry_mutex) {
+    if (!donor->array.buffer.expired()) {
+      result.push_back(Describe(mark.leaf, donor));
     }
-  }
+  });
   return result;
 }
 
 std::optional<lazy::BackendDevice> Marks::DeviceOf(const CallSite* site) const {
   MutexLock lock(registry_mutex);
-  for (const auto& [buffer, donor] : pending_) {
-    if (donor->status.MarkOf(site) != nullptr) {
-      return donor->array.device;
+  std::optional<lazy::BackendDevice> device;
+  ForPending(site, [&device](const Mark& /*mark*/, const DonorPtr& donor) {
+    if (!device.has_value()) {
+      device = donor->array.device;
     }
-  }
-  return std::nullopt;
+  });
+  return device;
 }
 
 std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
   MutexLock lock(registry_mutex);
   std::vector<std::uint32_t> leaves;
-  for (const auto& entry : pending_) {
-    const lazy::BackendDataPtr buffer = entry.second->array.buffer.lock();
-    const auto& marks = entry.second->status.marks;
-    const Mark* const ours = entry.second->status.MarkOf(site);
-    if (buffer == nullptr || ours == nullptr) {
-      continue;
+  ForPending(site, [&leaves](const Mark& ours, const DonorPtr& donor) REQUIRES(registry_mutex) {
+    const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
+    if (buffer == nullptr) {
+      return;
     }
+    const auto& marks = donor->status.marks;
     long known = 1;  // `buffer`
     bool read = false;
     for (std::size_t i = 0; i < marks.size(); ++i) {
@@ -198,9 +235,9 @@ std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
       }
     }
     if (read || buffer.use_count() > known) {
-      leaves.push_back(ours->leaf);
+      leaves.push_back(ours.leaf);
     }
-  }
+  });
   return leaves;
 }
 
@@ -234,48 +271,56 @@ std::size_t Marks::Size() const {
 
 // ---- For the steps ----
 
+void Marks::Erase(const Donor& donor) noexcept {
+  if (const auto found = pending_.find(donor.array.key); found != pending_.end() && found->second.get() == &donor) {
+    pending_.erase(found);
+  }
+}
+
 void Marks::Remove(const Donor& donor) noexcept {
-  pending_.erase(donor.array.buffer.lock().get());
+  Erase(donor);
   Refresh();
 }
 
 void Marks::RemoveCall(const CallSite* site) noexcept {
+  const std::shared_ptr<CallDonors> donors = site->donors.lock();
   const auto is_of_call = [site](const Mark& mark) { return mark.site.get() == site; };
-  for (auto it = pending_.begin(); it != pending_.end();) {
-    auto& marks = it->second->status.marks;
+  for (std::size_t i = 0; donors != nullptr && i < donors->Size(); ++i) {
+    Donor& donor = (*donors)[i];
+    if (donor.status.state != DonorState::kPending) {
+      continue;
+    }
+    auto& marks = donor.status.marks;
     if (std::all_of(marks.begin(), marks.end(), is_of_call)) {
-      it->second->status.state = DonorState::kCancelled;
-      it = pending_.erase(it);
+      donor.status.state = DonorState::kCancelled;
+      Erase(donor);
     } else {
       marks.erase(std::remove_if(marks.begin(), marks.end(), is_of_call), marks.end());
-      ++it;
     }
   }
   Refresh();
 }
 
 void Marks::RemoveFreed() noexcept {
-  for (auto it = pending_.begin(); it != pending_.end();) {
-    if (!it->second->array.buffer.expired()) {
-      ++it;
-      continue;
+  ForgetGone(pending_, [](const DonorPtr& donor) REQUIRES(registry_mutex) {
+    const bool is_gone = donor->array.buffer.expired();
+    if (is_gone && donor->status.state == DonorState::kPending) {
+      donor->status.state = DonorState::kCancelled;
     }
-    if (it->second->status.state == DonorState::kPending) {
-      it->second->status.state = DonorState::kCancelled;
-    }
-    it = pending_.erase(it);
-  }
+    return is_gone;
+  });
   Refresh();
 }
 
-std::map<std::uint32_t, DonorPtr> Marks::OnlyOfCall(const CallSite* site) const {
-  std::map<std::uint32_t, DonorPtr> found;
-  for (const auto& [buffer, donor] : pending_) {
+std::vector<std::pair<std::uint32_t, DonorPtr>> Marks::OnlyOfCall(const CallSite* site) {
+  std::vector<std::pair<std::uint32_t, DonorPtr>> found;
+  ForPending(site, [&found, site](const Mark& mark, const DonorPtr& donor) REQUIRES(registry_mutex) {
     const auto& marks = donor->status.marks;
-    if (std::all_of(marks.begin(), marks.end(), [site](const Mark& mark) { return mark.site.get() == site; })) {
-      found.insert_or_assign(marks.front().leaf, donor);
+    if (std::all_of(marks.begin(), marks.end(), [site](const Mark& other) { return other.site.get() == site; })) {
+      found.emplace_back(mark.leaf, donor);
     }
-  }
+  });
+  std::sort(found.begin(), found.end());
   return found;
 }
 

@@ -14,9 +14,9 @@
 
 #include <atomic>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "registry/donor.h"
@@ -37,12 +37,17 @@ class Marks {
     std::uint32_t index;
     std::shared_ptr<abi::TensorData> preferred_output;  // null if not requested
   };
-  // Marks all leaves. A buffer that is marked already gains a mark if the tensor is new, or if the call requests more
-  // for it: an output, or to be stricter.
-  void Add(const std::vector<Leaf>& leaves, const std::shared_ptr<const CallSite>& site);
+  // The donors of these leaves, before they are marked.
+  static std::shared_ptr<CallDonors> DonorsOf(const std::vector<Leaf>& leaves,
+                                              const std::shared_ptr<const CallSite>& site);
+  // Marks all donors of a call. A buffer that is marked already gains a mark if the tensor is new, or if the call
+  // requests more for it: an output, or to be stricter.
+  void Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site);
 
   // Cancels the marks of these buffers that are pending and not armed.
   void Cancel(const std::vector<lazy::BackendDataPtr>& buffers);
+  // The same for the buffers that a call was given, even if another call has marked them.
+  void Cancel(const CallDonors& donors);
 
   bool IsPending(const lazy::BackendData* buffer) const;
   // Whether a mark is pending on the device; null for any.
@@ -88,8 +93,8 @@ class Marks {
   // Cancels the marks of a call. A buffer that another call has also marked stays marked.
   void RemoveCall(const CallSite* site) noexcept REQUIRES(registry_mutex);
   void RemoveFreed() noexcept REQUIRES(registry_mutex);
-  // The donors that only this call has marked, by leaf.
-  std::map<std::uint32_t, DonorPtr> OnlyOfCall(const CallSite* site) const REQUIRES(registry_mutex);
+  // The donors that only this call has marked, with their leaves, by leaf.
+  static std::vector<std::pair<std::uint32_t, DonorPtr>> OnlyOfCall(const CallSite* site) REQUIRES(registry_mutex);
   // Those whose tensors now hold other buffers because they were sharded.
   std::vector<DonorPtr> Resharded() const REQUIRES(registry_mutex);
   bool IsArmed(const lazy::BackendData* buffer) const REQUIRES(registry_mutex);
@@ -99,6 +104,11 @@ class Marks {
 
   static void AddTo(Donor& donor, Mark mark) REQUIRES(registry_mutex);
   static PendingMark Describe(std::size_t position, const DonorPtr& donor) REQUIRES(registry_mutex);
+  // The call's marks of donors that are pending, in the order of its leaves.
+  template <typename Function>
+  static void ForPending(const CallSite* site, const Function& function) REQUIRES(registry_mutex);
+  // Removes the entry of this donor. Another donor may have its buffer's address by now.
+  void Erase(const Donor& donor) noexcept REQUIRES(registry_mutex);
   // Null if no mark of the buffer is pending. An entry of a freed buffer belongs to an earlier object.
   const DonorPtr* Find(Buffer buffer) const REQUIRES(registry_mutex);
   bool IsResharded(const Donor& donor) const REQUIRES(registry_mutex);

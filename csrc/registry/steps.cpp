@@ -7,6 +7,7 @@
 
 #include "host/array_text.h"
 #include "registry/watch.h"
+#include "registry/weak_keys.h"
 
 namespace torch_xla_donate {
 
@@ -71,10 +72,10 @@ bool Steps::IsTracked(const lazy::BackendData* buffer) const {
   return Lookup(buffer) != nullptr;
 }
 
-std::size_t Steps::FirstTracked(const std::vector<Marks::Leaf>& leaves) const {
+std::size_t Steps::FirstTracked(const CallDonors& donors) const {
   MutexLock lock(registry_mutex);
-  std::size_t i = consumed_.empty() ? leaves.size() : 0;
-  while (i < leaves.size() && Lookup(leaves[i].buffer.get()) == nullptr) {
+  std::size_t i = consumed_.empty() ? donors.Size() : 0;
+  while (i < donors.Size() && Lookup(donors[i].array.key) == nullptr) {
     ++i;
   }
   return i;
@@ -139,10 +140,10 @@ void Steps::ForgetUndonated(std::uint64_t step) {
   Refresh();
 }
 
-void Steps::ForgetUndonated(const std::vector<Marks::Leaf>& marked) {
+void Steps::ForgetUndonated(const CallDonors& marked) {
   MutexLock lock(registry_mutex);
-  for (const Marks::Leaf& leaf : marked) {
-    undonated_.erase(leaf.buffer.get());
+  for (std::size_t i = 0; i < marked.Size(); ++i) {
+    undonated_.erase(marked[i].array.key);
   }
   Refresh();
 }
@@ -157,12 +158,8 @@ std::vector<std::shared_ptr<abi::TensorData>> Steps::TensorsOf(const std::vector
 }
 
 void Steps::ForgetFreed() noexcept {
-  for (auto it = undonated_.begin(); it != undonated_.end();) {
-    it = it->second.first->array.buffer.expired() ? undonated_.erase(it) : std::next(it);
-  }
-  for (auto it = consumed_.begin(); it != consumed_.end();) {
-    it = it->second.donor->array.buffer.expired() ? consumed_.erase(it) : std::next(it);
-  }
+  ForgetGone(undonated_, [](const auto& entry) { return entry.first->array.buffer.expired(); });
+  ForgetGone(consumed_, [](const Consumed& entry) { return entry.donor->array.buffer.expired(); });
   remembered_ = consumed_.size();
 }
 
@@ -227,7 +224,7 @@ void Steps::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t
   MutexLock lock(registry_mutex);
   OpenCall* const call = FindOpen(site);
   std::vector<Refusal> refused;
-  for (const auto& [leaf, donor] : Marks::Get().OnlyOfCall(site)) {
+  for (const auto& [leaf, donor] : Marks::OnlyOfCall(site)) {
     const auto own = reasons.find(leaf);
     refused.push_back({donor, own == reasons.end() ? reason : own->second, notify});
   }
@@ -258,6 +255,8 @@ Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<
   // Another thread may have cancelled marks since the caller found them.
   std::vector<const Offer*> left;
   std::vector<DonorPtr> donors, not_offered;
+  left.reserve(offers.size());
+  donors.reserve(offers.size());
   for (const Offer& offer : offers) {
     if (offer.donor->status.state == DonorState::kPending) {
       left.push_back(&offer);
@@ -277,6 +276,7 @@ Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<
   auto step = std::make_shared<Step>(next_step_, std::move(donors), std::move(not_offered), after_backward_thread);
   step->tallies = Tallies::Get().OfThisThread();
   std::vector<std::shared_ptr<abi::TensorData>> tensors;
+  tensors.reserve(step->donors.size());
   for (const DonorPtr& donor : step->donors) {
     donor->AddTensors(tensors);
   }
@@ -285,12 +285,12 @@ Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<
     for (; noted < left.size(); ++noted) {
       const DonorPtr& donor = left[noted]->donor;
       if (!donor->array.automatic) {  // no tensor holds an automatic donor, so no use can be checked
-        consumed_.insert_or_assign(donor->array.buffer.lock().get(), Consumed{donor, step});
+        consumed_.insert_or_assign(donor->array.key, Consumed{donor, step});
       }
     }
   } catch (...) {
     while (noted-- > 0) {
-      consumed_.erase(left[noted]->donor->array.buffer.lock().get());
+      consumed_.erase(left[noted]->donor->array.key);
     }
     throw;
   }

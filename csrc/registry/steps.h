@@ -102,8 +102,8 @@ class Steps {
 
   // Whether a step has claimed the buffer and is not known to have left it unused. Does not wait.
   bool IsTracked(const lazy::BackendData* buffer) const;
-  // Returns the index of the first leaf whose buffer IsTracked(), or the number of leaves.
-  std::size_t FirstTracked(const std::vector<Marks::Leaf>& leaves) const;
+  // Returns the index of the first donor whose buffer IsTracked(), or the number of donors.
+  std::size_t FirstTracked(const CallDonors& donors) const;
   // As IsTracked(), but false during the step if the graph did not use the buffer in its last run. Does not wait.
   bool IsConsumed(const lazy::BackendData* buffer) const;
   // Cancels the marks of these buffers. If a step has consumed one of them, or a call is about to, cancels none and
@@ -121,7 +121,7 @@ class Steps {
   std::optional<ConsumedDonor> FindUndonated(const lazy::BackendData* buffer) const;
   // The program may use the step's donors, because the step failed or will run again.
   void ForgetUndonated(std::uint64_t step);
-  void ForgetUndonated(const std::vector<Marks::Leaf>& marked);
+  void ForgetUndonated(const CallDonors& marked);
   // The tensors that hold the donors' buffers, by their marks.
   std::vector<std::shared_ptr<abi::TensorData>> TensorsOf(const std::vector<DonorPtr>& donors) const;
 

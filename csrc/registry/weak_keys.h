@@ -1,4 +1,4 @@
-// Forgets the objects that are gone in sets and maps whose keys are weak pointers.
+// Forgets the objects that are gone: in sets and maps whose keys are weak pointers, and in hash maps.
 //
 // Threads: as the container. Errors: throws none.
 #pragma once
@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <iterator>
 #include <memory>
+#include <new>
 #include <utility>
 
 namespace torch_xla_donate {
@@ -17,6 +18,25 @@ bool IsExpired(const std::weak_ptr<T>& key) {
 template <typename T, typename Value>
 bool IsExpired(const std::pair<const std::weak_ptr<T>, Value>& entry) {
   return entry.first.expired();
+}
+
+// Removes the entries for which `is_gone(value)` holds. Each call reads the whole table, and a table keeps the size of
+// its fullest hour. So one that has been nearly empty since the last call gives its memory back.
+template <typename Map, typename IsGone>
+void ForgetGone(Map& map, const IsGone& is_gone) noexcept {
+  constexpr std::size_t kSmall = 1024, kSparse = 32;
+  const std::size_t before = map.size();
+  if (before > 0) {
+    for (auto it = map.begin(); it != map.end();) {
+      it = is_gone(it->second) ? map.erase(it) : std::next(it);
+    }
+  }
+  if (map.bucket_count() > kSmall && before * kSparse < map.bucket_count()) {
+    try {
+      map.rehash(0);
+    } catch (const std::bad_alloc&) {  // it keeps its size
+    }
+  }
 }
 
 class Pruner {

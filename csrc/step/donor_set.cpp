@@ -44,10 +44,12 @@ void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason
 std::vector<MarkObstacle> FindObstacles(const std::vector<Marks::PendingMark>& marks,
                                         const std::vector<std::shared_ptr<abi::TensorData>>& live) {
   std::vector<const void*> buffers;
+  buffers.reserve(marks.size());
   for (const Marks::PendingMark& mark : marks) {
-    buffers.push_back(mark.donor->array.buffer.lock().get());
+    buffers.push_back(mark.donor->array.key);
   }
   std::vector<BufferHolder> holders;
+  holders.reserve(live.size());
   for (const auto& data : live) {
     const void* buffer = data == nullptr           ? nullptr
                          : data->handle != nullptr ? data->handle.get()
@@ -70,10 +72,15 @@ Claim::~Claim() {
 }
 
 void Claim::RestoreInfos() noexcept {
-  for (RewrittenInfo& info : rewritten_) {
-    abi::RestoreInfo(*info.buffer, info.ours.get(), std::move(info.before));
+  if (rewritten_.empty()) {
+    return;
   }
+  std::vector<RewrittenInfo> rewritten = std::move(rewritten_);  // released without the lock
   rewritten_.clear();
+  const abi::InfosLocked infos;
+  for (RewrittenInfo& info : rewritten) {
+    infos.Restore(*info.buffer, ours_.get(), std::move(info.before));
+  }
 }
 
 void Claim::Compiled() {
@@ -137,13 +144,25 @@ void DonorSet::FindOutputs() {
   if (indices.size() == context_.roots.size() && std::all_of(indices.begin(), indices.end(), is_output)) {
     std::transform(indices.begin(), indices.end(), std::back_inserter(outputs_), tensor_at);
   }
-  for (std::size_t i = 0; i < outputs_.size(); ++i) {
-    ids_.Add(*outputs_[i]);
-    number_of_.emplace(outputs_[i], i);
+  const auto prefers = [](const Marks::PendingMark& mark) { return mark.preferred_output != nullptr; };
+  if (std::any_of(marks_.begin(), marks_.end(), prefers)) {
+    number_of_.emplace(outputs_.size());
+  }
+  ids_.Reserve(outputs_.size());
+  for (const abi::TensorData* output : outputs_) {
+    ids_.Add(*output);
+    if (number_of_.has_value()) {
+      number_of_->Add(output);
+    }
   }
   if (outputs_.empty()) {
     context_.gate.Refuse(ReasonCode::kUnmatched, /*notify_user=*/true);
   }
+}
+
+std::optional<std::size_t> DonorSet::NumberOf(const abi::TensorData* output) const {
+  const std::uint32_t number = number_of_.has_value() ? number_of_->Of(output) : AddressNumbers::kUnknown;
+  return number == AddressNumbers::kUnknown ? std::nullopt : std::optional<std::size_t>(number);
 }
 
 void DonorSet::ProposeMarks() {
@@ -156,9 +175,10 @@ void DonorSet::Triage() {
     return;
   }
   const std::vector<MarkObstacle> obstacles = FindObstacles(marks_, live_);
+  const abi::InfosLocked infos;
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     refusals_[i] = ReasonOf(obstacles[i]);
-    const auto info = abi::InfoOf(*context_.graph->parameters_data[marks_[i].position]);
+    const auto info = infos.Of(*context_.graph->parameters_data[marks_[i].position]);
     if (refusals_[i].empty() && info.has_value() && info->read_only) {
       refusals_[i] = ReasonCode::kConstant;
     }
@@ -200,11 +220,11 @@ StepFacts DonorSet::Facts(const std::optional<Liveness>& reach) {
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     PlanInput& input = facts.inputs[marks_[i].position];
     input.is_marked = refusals_[i].empty();
-    const auto output = number_of_.find(marks_[i].preferred_output.get());
-    if (input.is_marked && output != number_of_.end()) {
-      input.preferred_output = output->second;
+    if (input.is_marked) {
+      input.preferred_output = NumberOf(marks_[i].preferred_output.get());
     }
   }
+  const abi::InfosLocked infos;
   for (std::size_t i = 0; i < facts.inputs.size(); ++i) {
     PlanInput& input = facts.inputs[i];
     if (reach.has_value()) {
@@ -212,10 +232,10 @@ StepFacts DonorSet::Facts(const std::optional<Liveness>& reach) {
       input.is_read_later = reach->Read()[i];
     }
     const lazy::BackendData& buffer = *graph.parameters_data[i];
-    const std::optional<abi::DataInfo> info = abi::InfoOf(buffer);
+    const std::optional<abi::DataInfo> info = infos.Of(buffer);
     // torch_xla notes an info on the data of tensors. The random seed has none.
     const bool is_constant = !info.has_value() || info->read_only;
-    if (const auto replacement = ids_.ReplacementOf(buffer)) {
+    if (const auto replacement = ids_.ReplacementOf(info)) {
       input.is_updated_in_place = input.is_marked || !is_constant;
       input.preferred_output = input.preferred_output.has_value() ? input.preferred_output : replacement;
     }
@@ -231,15 +251,19 @@ DonorSet::Donation DonorSet::Plan() {
   const StepFacts facts = Facts(reach_);
   const PlanResult result = DonorPlanner::Get().Choose(facts);
   const DonorChoice& choice = *result.choice;
+  const std::size_t count = graph.parameters_data.size();
   Donation donation;
-  ska::flat_hash_map<const lazy::BackendData*, Steps::Offer> offer_of;
+  std::vector<Steps::Offer> offers;
+  std::vector<std::size_t> offer_at(count, count);  // by parameter; `count` if it is not offered
+  offers.reserve(choice.pairs.chosen.size() + marks_.size());
   std::vector<DonorPtr> automatic_donors;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
     DonorArray array = choice.prototypes[i];
     array.device = context_.collection.device;  // another device may have had this graph before
     array.buffer = graph.parameters_data[choice.pairs.chosen[i]];
     automatic_donors.push_back(std::make_shared<Donor>(std::move(array)));
-    offer_of.emplace(graph.parameters_data[choice.pairs.chosen[i]].get(), Steps::Offer{automatic_donors.back()});
+    offer_at[choice.pairs.chosen[i]] = offers.size();
+    offers.push_back({automatic_donors.back()});
   }
   donation.move = PrepareMove(choice.pairs.output_order, context_.roots, live_, context_.collection);
   std::vector<std::size_t> place_of(context_.roots.size());
@@ -248,30 +272,35 @@ DonorSet::Donation DonorSet::Plan() {
   }
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     if (refusals_[i].empty()) {
-      Steps::Offer offer{marks_[i].donor};
-      if (const auto output = number_of_.find(marks_[i].preferred_output.get()); output != number_of_.end()) {
-        offer.requested = place_of[output->second];
+      offer_at[marks_[i].position] = offers.size();
+      offers.push_back({marks_[i].donor});
+      if (const auto output = NumberOf(marks_[i].preferred_output.get())) {
+        offers.back().requested = place_of[*output];
       }
-      offer_of.emplace(graph.parameters_data[marks_[i].position].get(), std::move(offer));
-    }
-  }
-  const std::size_t count = graph.parameters_data.size();
-  for (std::size_t i = 0; i < count; ++i) {
-    const auto output = choice.pairs.preferred_output[i];
-    if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end() && output) {
-      found->second.preferred_output = place_of[*output];
     }
   }
   if (facts.sharded && !automatic_donors.empty()) {
     donation.on_success = [result, donors = std::move(automatic_donors)] { DonorPlanner::Get().Learn(result, donors); };
   }
-  donation.offers.reserve(offer_of.size());
-  PutFirst(choice.pairs.parameter_order, graph, context_.collection);
+  donation.offers.reserve(offers.size());
+  donation.is_own.reserve(offers.size());
+  const std::vector<std::size_t> new_number = PutFirst(choice.pairs.parameter_order, graph, context_.collection);
+  std::vector<std::size_t> old_number(count);
   for (std::size_t i = 0; i < count; ++i) {
-    if (const auto found = offer_of.find(graph.parameters_data[i].get()); found != offer_of.end()) {
-      found->second.parameter = i;
-      donation.offers.push_back(std::move(found->second));
+    old_number[new_number.empty() ? i : new_number[i]] = i;
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::size_t old = old_number[i];
+    if (offer_at[old] == count) {
+      continue;
     }
+    Steps::Offer& offer = offers[offer_at[old]];
+    offer.parameter = i;
+    if (const auto output = choice.pairs.preferred_output[old]) {
+      offer.preferred_output = place_of[*output];
+    }
+    donation.offers.push_back(std::move(offer));
+    donation.is_own.push_back(facts.inputs[old].is_updated_in_place);
   }
   return donation;
 }
@@ -281,6 +310,8 @@ DonorSet::Donation DonorSet::WithoutPlan() const {
   for (std::size_t i = 0; i < marks_.size(); ++i) {
     if (refusals_[i].empty()) {
       donation.offers.push_back({marks_[i].donor});
+      const lazy::BackendData& buffer = *context_.graph->parameters_data[marks_[i].position];
+      donation.is_own.push_back(ids_.ReplacementOf(buffer).has_value());
     }
   }
   return donation;
@@ -309,6 +340,25 @@ void DonorSet::EndDryRun(std::uint64_t step) {
   phases::DryRunEnded(std::move(result));
 }
 
+// The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
+void DonorSet::RewriteInfos(const Donation& donation, const StepPtr& step, Claim& claim) const noexcept {
+  if (step == nullptr) {
+    return;
+  }
+  const abi::InfosLocked infos;
+  std::size_t offer = 0;
+  for (const DonorPtr& donor : step->donors) {
+    while (donation.offers[offer].donor != donor) {  // another thread has cancelled its mark
+      ++offer;
+    }
+    if (!donation.is_own[offer]) {
+      const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
+      claim.rewritten_.push_back({buffer, nullptr});
+      claim.rewritten_.back().before = infos.Replace(*buffer, claim.ours_);
+    }
+  }
+}
+
 bool DonorSet::Commit(Claim& claim) {
   Prepare();
   const Gate& gate = context_.gate;
@@ -332,19 +382,12 @@ bool DonorSet::Commit(Claim& claim) {
       donation = WithoutPlan();
     }
   }
-  // The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
-  const auto ours =
+  claim.ours_ =
       donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);
   claim.rewritten_.reserve(donation.offers.size());
   const auto [step, tensors] = Steps::Get().Claim(donation.offers, std::move(refused), context_.after_backward_thread);
   // Nothing throws from here on, or XLA would get another graph than the one planned.
-  for (std::size_t i = 0; step != nullptr && i < step->donors.size(); ++i) {
-    const lazy::BackendDataPtr buffer = step->donors[i]->array.buffer.lock();
-    if (!ids_.ReplacementOf(*buffer).has_value()) {
-      claim.rewritten_.push_back({buffer, ours, nullptr});
-      claim.rewritten_.back().before = abi::ReplaceInfo(*buffer, ours);
-    }
-  }
+  RewriteInfos(donation, step, claim);
   if (donation.move.has_value()) {
     claim.moved_ = Apply(std::move(*donation.move), context_.roots, context_.collection);
   }

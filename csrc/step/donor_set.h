@@ -19,10 +19,10 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "host/address_numbers.h"
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "step/live_tensors.h"
@@ -70,11 +70,12 @@ class Claim {
   friend class DonorSet;
   struct RewrittenInfo {
     lazy::BackendDataPtr buffer;
-    std::shared_ptr<lazy::BackendData::Info> ours, before;
+    std::shared_ptr<lazy::BackendData::Info> before;
   };
   void RestoreInfos() noexcept;
 
-  StepPtr step_;  // null if the claim has only moved outputs
+  StepPtr step_;                                   // null if the claim has only moved outputs
+  std::shared_ptr<lazy::BackendData::Info> ours_;  // the note that replaces theirs
   std::vector<RewrittenInfo> rewritten_;
   MovedOutputs moved_;  // until the step is scheduled
   bool compiled_ = false;
@@ -114,15 +115,19 @@ class DonorSet {
   // The result of the plan, before anything is changed.
   struct Donation {
     std::vector<Steps::Offer> offers;  // in the order of the parameters
+    std::vector<bool> is_own;          // by offer: torch_xla donates it anyway, because an output replaces it
     std::optional<OutputMove> move;
     std::function<void()> on_success;
   };
 
   void FindOutputs();
+  // Of an output that a mark prefers; nullopt for null, and for a tensor that is no output.
+  std::optional<std::size_t> NumberOf(const abi::TensorData* output) const;
   void Triage();
   void Prepare();
   Donation Plan();
   Donation WithoutPlan() const;
+  void RewriteInfos(const Donation& donation, const StepPtr& step, Claim& claim) const noexcept;
   void EndDryRun(std::uint64_t step);
 
   GraphContext& context_;
@@ -134,8 +139,8 @@ class DonorSet {
   bool prepared_ = false;
   std::vector<std::shared_ptr<abi::TensorData>> live_;
   std::vector<const abi::TensorData*> outputs_;
-  std::unordered_map<const abi::TensorData*, std::size_t> number_of_;  // of each output
-  abi::OutputIds ids_;                                                 // of the outputs
+  std::optional<AddressNumbers> number_of_;  // of each output, if a mark prefers one
+  abi::OutputIds ids_;                       // of the outputs
   bool recorded_ = false;
 };
 

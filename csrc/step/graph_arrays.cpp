@@ -69,9 +69,10 @@ GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, c
 }
 
 std::vector<NearParameter> NearParameters::operator()(std::size_t output) {
-  if (position_of_.empty()) {
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      position_of_.emplace(parameters_[i].get(), i);
+  if (!position_of_.has_value()) {
+    position_of_.emplace(parameters_.size());
+    for (const lazy::BackendDataPtr& parameter : parameters_) {
+      position_of_->Add(parameter.get());
     }
   }
   std::vector<NearParameter> result;
@@ -86,8 +87,8 @@ std::vector<NearParameter> NearParameters::operator()(std::size_t output) {
   for (; !open.empty(); open.pop()) {
     const auto [node, distance] = open.front();
     if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
-      if (const auto position = position_of_.find(data.get()); position != position_of_.end()) {
-        result.push_back({distance, position->second});
+      if (const std::size_t i = position_of_->Of(data.get()); i != AddressNumbers::kUnknown) {
+        result.push_back({distance, i});
       }
       continue;
     }

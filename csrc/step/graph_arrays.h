@@ -5,9 +5,9 @@
 
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
+#include "host/address_numbers.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
 #include "step/plan.h"
@@ -46,7 +46,7 @@ class NearParameters {
  private:
   const std::vector<lazy::BackendDataPtr>& parameters_;
   const std::vector<lazy::Value>& roots_;
-  std::unordered_map<const lazy::BackendData*, std::size_t> position_of_;  // filled by the first call
+  std::optional<AddressNumbers> position_of_;  // filled by the first call
 };
 
 }  // namespace torch_xla_donate

@@ -6,18 +6,9 @@
 namespace torch_xla_donate {
 
 Liveness::Liveness(const std::vector<lazy::BackendDataPtr>& parameters)
-    : position_of_(std::make_unique<ska::flat_hash_map<const lazy::BackendData*, std::size_t>>()),
-      held_(parameters.size(), false),
-      read_(parameters.size(), false) {
-  position_of_->reserve(parameters.size());
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    position_of_->emplace(parameters[i].get(), i);
-  }
-}
-
-void Liveness::Hold(const lazy::BackendData* buffer) {
-  if (const auto found = position_of_->find(buffer); found != position_of_->end()) {
-    held_[found->second] = true;
+    : position_of_(parameters.size()), held_(parameters.size(), false), read_(parameters.size(), false) {
+  for (const lazy::BackendDataPtr& parameter : parameters) {
+    position_of_.Add(parameter.get());
   }
 }
 
@@ -30,8 +21,8 @@ void Liveness::HoldGraph(const lazy::Value& root) {
       continue;
     }
     const lazy::BackendDataPtr data = lazy::getBackend()->GetComputationDataFromNode(node);
-    if (const auto found = position_of_->find(data.get()); found != position_of_->end()) {
-      read_[found->second] = true;
+    if (const std::size_t i = position_of_.Of(data.get()); i != AddressNumbers::kUnknown) {
+      read_[i] = true;
     }
     for (const lazy::Output& operand : node->operands()) {
       open.push_back(operand.node);

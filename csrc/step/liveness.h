@@ -9,12 +9,10 @@
 // Ownership: belongs to one step. Threads: belongs to one thread. Errors: throws none itself.
 #pragma once
 
-#include <c10/util/flat_hash_map.h>
-
-#include <memory>
 #include <unordered_set>
 #include <vector>
 
+#include "host/address_numbers.h"
 #include "host/symbols.h"
 
 namespace torch_xla_donate {
@@ -26,7 +24,11 @@ class Liveness {
   explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);
 
   // Notes that the program holds the buffer, which may belong to no parameter.
-  void Hold(const lazy::BackendData* buffer);
+  void Hold(const lazy::BackendData* buffer) {
+    if (const std::size_t i = position_of_.Of(buffer); i != AddressNumbers::kUnknown) {
+      held_[i] = true;
+    }
+  }
   // Notes that the graph may still run and read its inputs.
   void HoldGraph(const lazy::Value& root);
   // By position of the parameter: those given to Hold(), and those that a graph of HoldGraph() reads.
@@ -34,8 +36,7 @@ class Liveness {
   const std::vector<bool>& Read() const { return read_; }
 
  private:
-  // Behind a pointer, because moving such a map takes memory and must not fail.
-  std::unique_ptr<ska::flat_hash_map<const lazy::BackendData*, std::size_t>> position_of_;
+  AddressNumbers position_of_;
   std::vector<bool> held_, read_;
   std::unordered_set<const lazy::Node*> seen_;
 };

@@ -20,15 +20,15 @@ constexpr std::size_t kOutputSalt = 0x6f7574707574;
 
 }  // namespace
 
-void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
-              abi::Executor::SyncTensorCollection& collection) {
+std::vector<std::size_t> PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
+                                  abi::Executor::SyncTensorCollection& collection) {
   const std::size_t count = graph.parameters_data.size();
   // new_number[i] is the new position of parameter i.
   std::vector<std::size_t> new_number(count, count);
   std::size_t next = 0;
   for (std::size_t position : positions) {
     if (position >= count || new_number[position] != count) {
-      return;
+      return {};
     }
     new_number[position] = next++;
   }
@@ -38,7 +38,7 @@ void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     }
   }
   if (std::is_sorted(new_number.begin(), new_number.end())) {
-    return;
+    return {};
   }
 
   // The lowering numbers parameters in the order of their nodes. These are leaves, so they may all come first.
@@ -54,11 +54,11 @@ void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     } else if (leaves.size() < graph.parameter_sequence.size()) {
       leaves.push_back({node, new_number[graph.parameter_sequence[leaves.size()]]});
     } else {
-      return;
+      return {};
     }
   }
   if (leaves.size() != graph.parameter_sequence.size()) {
-    return;
+    return {};
   }
   std::stable_sort(leaves.begin(), leaves.end(),
                    [](const Leaf& left, const Leaf& right) { return left.parameter < right.parameter; });
@@ -78,6 +78,7 @@ void PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrde
     graph.parameter_sequence[i] = leaves[i].parameter;
   }
   std::copy(others.begin(), others.end(), graph.post_order.begin() + static_cast<std::ptrdiff_t>(leaves.size()));
+  return new_number;
 }
 
 std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,

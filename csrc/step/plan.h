@@ -9,9 +9,9 @@
 #include <cstddef>
 #include <functional>
 #include <optional>
-#include <unordered_map>
 #include <vector>
 
+#include "host/address_numbers.h"
 #include "step/size_pairing.h"
 
 namespace torch_xla_donate {
@@ -33,19 +33,19 @@ template <typename IsMarked>
 std::vector<MarkObstacle> FindObstacles(const std::vector<const void*>& buffers,
                                         const std::vector<BufferHolder>& holders, const IsMarked& is_marked) {
   std::vector<MarkObstacle> obstacles(buffers.size(), MarkObstacle::kNone);
-  std::unordered_map<const void*, std::size_t> position_of;
-  for (std::size_t i = 0; i < buffers.size(); ++i) {
-    position_of.emplace(buffers[i], i);
+  AddressNumbers position_of(buffers.size());
+  for (const void* buffer : buffers) {
+    position_of.Add(buffer);
   }
   for (const BufferHolder& holder : holders) {
-    const auto found = position_of.find(holder.buffer);
-    if (found == position_of.end()) {
+    const std::size_t i = position_of.Of(holder.buffer);
+    if (i == AddressNumbers::kUnknown) {
       continue;
     }
     if (holder.is_viewed) {
-      obstacles[found->second] = MarkObstacle::kViewed;
-    } else if (!is_marked(found->second, holder.tensor)) {
-      obstacles[found->second] = MarkObstacle::kShared;
+      obstacles[i] = MarkObstacle::kViewed;
+    } else if (!is_marked(i, holder.tensor)) {
+      obstacles[i] = MarkObstacle::kShared;
     }
   }
   return obstacles;

@@ -142,15 +142,21 @@ std::vector<HeldInput> DonorPlanner::LastHeld() const {
 }
 
 void DonorPlanner::BeginStep(const lazy::BackendDevice& device) {
+  if (!has_left_.load(std::memory_order_relaxed)) {
+    return;
+  }
   std::map<lazy::BackendDevice, Left>::node_type before;  // released without the lock, as it may be large
   std::lock_guard<std::mutex> lock(mutex_);
   before = last_left_.extract(device);
+  has_left_.store(!last_left_.empty(), std::memory_order_relaxed);
 }
 
 PlanResult DonorPlanner::Choose(const StepFacts& step) {
   const std::size_t count = step.inputs.size();
   std::vector<bool> donors;
   std::vector<std::size_t> preferred;
+  donors.reserve(count);
+  preferred.reserve(count);
   for (const PlanInput& input : step.inputs) {
     donors.push_back(input.IsDonor());
     preferred.push_back(input.preferred_output.has_value() ? *input.preferred_output + 1 : 0);
@@ -210,6 +216,7 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
   if (!left.inputs.empty()) {
     lock.lock();
     last_left_.insert_or_assign(step.device, std::move(left));
+    has_left_.store(true, std::memory_order_relaxed);
   }
   return answer;
 }

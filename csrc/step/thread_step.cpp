@@ -199,7 +199,7 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
 }
 
 void ThreadStep::PrepareRun(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) {
-  run_ = std::make_unique<RunContext>(RunContext{run, &collection, RunsAll(collection)});
+  run_.emplace(RunContext{run, &collection, RunsAll(collection)});
   run_->recorded = std::exchange(recorded_, false);
   if (phase_ == StepPhase::kCompiled) {
     run_->claim = claim_;
@@ -269,13 +269,14 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
     failed_run_ = nullptr;
     std::rethrow_exception(std::exchange(failure_, nullptr));
   }
-  if (run_ == nullptr || &run_->run.mwait != runner) {
+  if (!run_.has_value() || &run_->run.mwait != runner) {
     return run;
   }
-  std::unique_ptr<RunContext> context = std::move(run_);
+  RunContext context = std::move(*run_);
+  run_.reset();
   claim_ = nullptr;
   phase_ = StepPhase::kIdle;
-  const std::shared_ptr<Claim> claim = context->claim;
+  const std::shared_ptr<Claim> claim = context.claim;
   try {
     return StartRun(std::move(run), std::move(context));
   } catch (...) {
@@ -286,15 +287,15 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
   }
 }
 
-std::function<void()> ThreadStep::StartRun(std::function<void()> run, std::unique_ptr<RunContext> context) {
-  phases::AtStart(*context);
-  if (context->claim != nullptr) {
-    context->claim->NoteExecutable(context->run);
+std::function<void()> ThreadStep::StartRun(std::function<void()> run, RunContext context) {
+  phases::AtStart(context);
+  if (context.claim != nullptr) {
+    context.claim->NoteExecutable(context.run);
   }
-  if (context->ends.empty()) {
+  if (context.ends.empty()) {
     return run;
   }
-  const auto end = std::make_shared<RunEnd>(std::move(context->ends));
+  const auto end = std::make_shared<RunEnd>(std::move(context.ends));
   std::function<void()> completion = [run = std::move(run), end] {
     HandOver().load(std::memory_order_acquire);
     try {

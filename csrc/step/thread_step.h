@@ -82,12 +82,12 @@ class ThreadStep {
  private:
   void ClaimDonors(GraphContext& context);
   void PrepareRun(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection);
-  std::function<void()> StartRun(std::function<void()> run, std::unique_ptr<RunContext> context);
+  std::function<void()> StartRun(std::function<void()> run, RunContext context);
 
   StepPhase phase_ = StepPhase::kIdle;
   LiveTensors list_;
-  std::shared_ptr<Claim> claim_;     // from kClaimed to kCompiled
-  std::unique_ptr<RunContext> run_;  // made by Prepare(), taken by Start()
+  std::shared_ptr<Claim> claim_;   // from kClaimed to kCompiled
+  std::optional<RunContext> run_;  // made by Prepare(), taken by Start()
   // The run that could not be prepared, and the error, which Start() raises.
   const lazy::MultiWait* failed_run_ = nullptr;  // compared only, never dereferenced
   std::exception_ptr failure_;

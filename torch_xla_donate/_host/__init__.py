@@ -55,6 +55,7 @@ from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,
     default_device_number,
+    donates,
     ignores_donors,
     ignoring_donors,
     in_eager_mode,

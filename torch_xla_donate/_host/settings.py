@@ -39,9 +39,12 @@ def auto_sharding() -> bool:
 _NEEDED_TO_DONATE = {"XLA_ENABLE_PARAM_ALIASING": True, "XLA_STABLEHLO_COMPILE": False, "XLA_AUTO_SPMD": False}
 
 
+_NAMES = tuple(_NEEDED_TO_DONATE)
+
+
 def ignoring_donors() -> list[str]:
     """The settings that make torch_xla ignore every donor, such as ``XLA_ENABLE_PARAM_ALIASING=0``."""
-    # Runs at every donation, and os.environ is slow.
+    # `_C` reads what torch_xla reads, and os.environ is slow.
     return [
         f"{name}={value}"
         for name, needed in _NEEDED_TO_DONATE.items()
@@ -54,6 +57,14 @@ def ignores_donors() -> str:
     setting = AUTO_SHARDING if auto_sharding() else next(iter(ignoring_donors()), "")
     _C.set_switched_off(setting)
     return setting
+
+
+def donates() -> bool:
+    """Whether the hooks are in place and no setting is there that may make torch_xla ignore donors.
+
+    A quick answer for each donation; `ignores_donors` reads the settings.
+    """
+    return bool(_C.may_donate(_NAMES)) and not xlac()._xla_get_auto_sharding()
 
 
 def in_eager_mode() -> bool:

@@ -8,25 +8,29 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C, _report, _trees
-from torch_xla_donate._marks.into import check_targets
+from torch_xla_donate._marks.into import check_outputs
 from torch_xla_donate._marks.refusals import refusal
 from torch_xla_donate._marks.request import DonationRequest, prepare
 from torch_xla_donate._marks.scope import current_body
 
 
 def mark(
-    leaves: Sequence[Any], names: _trees.Names, targets: Sequence[Any], request: DonationRequest, argument: str = ""
+    leaves: Sequence[Any],
+    names: _trees.Names,
+    preferred_outputs: Sequence[Any],
+    request: DonationRequest,
+    argument: str = "",
 ) -> _C.Call:
     """Marks all leaves, or none and raises an error.
 
-    targets: the output for each leaf, or None; empty without outputs.
+    preferred_outputs: the output for each leaf, or None; empty without outputs.
     argument: the argument that the names belong to.
     """
-    wanted = check_targets(leaves, names, targets) if targets else {}
-    marked = _C.mark(leaves, request.where, request.strictness(), names, wanted)
+    outputs = check_outputs(leaves, names, preferred_outputs) if preferred_outputs else {}
+    marked = _C.mark(leaves, request.where, request.strictness(), names, outputs)
     if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
         leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
-        marked = _C.mark(leaves, request.where, request.strictness(), names, wanted)
+        marked = _C.mark(leaves, request.where, request.strictness(), names, outputs)
     if (why := marked.refusal) is not None:
         name = names.name(why.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
@@ -38,13 +42,13 @@ class Donation(NamedTuple):
     """A tensor to be donated.
 
     name: its name in messages, which need not be unique.
-    target: the output that should reuse the buffer, as with ``into=``.
+    preferred_output: the output that should reuse the buffer, as with ``into=``.
     """
 
     name: str
     tensor: Any
     request: DonationRequest
-    target: torch.Tensor | None = None
+    preferred_output: torch.Tensor | None = None
 
 
 def mark_all(donations: Sequence[Donation]) -> None:
@@ -55,9 +59,10 @@ def mark_all(donations: Sequence[Donation]) -> None:
     body = current_body.value
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
-        targets = [given.target for given in free]
+        outputs = [given.preferred_output for given in free]
         names = _trees.FixedNames([given.name for given in free])
-        mark([given.tensor for given in free], names, targets if any(t is not None for t in targets) else [], request)
+        has_outputs = any(output is not None for output in outputs)
+        mark([given.tensor for given in free], names, outputs if has_outputs else [], request)
     if body is not None:
         for given, argument in zip(donations, arguments):
             if argument is not None:

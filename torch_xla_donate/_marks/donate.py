@@ -8,15 +8,18 @@ import torch
 
 from torch_xla_donate import _C, _config, _trees
 from torch_xla_donate._errors import DonationError, see
+from torch_xla_donate._frames import call_site
 from torch_xla_donate._marks.batch import Donation, mark, mark_all
-from torch_xla_donate._marks.into import targets_in_order
+from torch_xla_donate._marks.into import outputs_in_order
 from torch_xla_donate._marks.refusals import describe, refusal
-from torch_xla_donate._marks.request import DonationRequest, prepare
+from torch_xla_donate._marks.request import DonationRequest, check_options, prepare, strictness
 from torch_xla_donate._marks.scope import current_body
 
 
 class Marks:
     """The result of `donate_buffer`: a context that cancels the marks if its block raises. Holds no tensor."""
+
+    __slots__ = ("_call",)
 
     def __init__(self, call: _C.Call | None) -> None:
         self._call = call
@@ -63,9 +66,11 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
             tensors (cached constants, the RNG seed).
         DonatedBufferError: a step has consumed a leaf.
     """
-    request = DonationRequest.make(strict, stacklevel)
+    check_options(strict, stacklevel)
+    where = call_site(stacklevel)
     body = current_body.value
     if body is not None:
+        request = DonationRequest(where, strict)
         donations = _donations(tensors, request)
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
@@ -77,16 +82,26 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         if stands_for is not None:
             mark_all(donations)
             return Marks(None)  # an error ends the trace of the body and its requests
-    prepare(request.where)
-    if into is None and type(tensors) in (list, tuple):
-        # The common case needs no pytree, unless a leaf is a container.
-        marked = _C.mark(tensors, request.where, request.strictness(), _trees.IndexNames(), {})
-        if marked.refusal is None:
+    prepare(where)
+    effect = strictness(strict)
+    if into is None:
+        # The common cases need no pytree, unless a leaf is a container.
+        kind = type(tensors)
+        if kind is list or kind is tuple:
+            marked = _C.mark(tensors, where, effect, _ITEMS, {})
+        elif isinstance(tensors, torch.Tensor):
+            marked = _C.mark((tensors,), where, effect, _SINGLE, {})
+        else:
+            marked = None
+        if marked is not None and marked.refusal is None:
             return Marks(marked)
-    is_single = isinstance(tensors, torch.Tensor)
-    leaves, names = ([tensors], _trees.TreePaths(None)) if is_single else _trees.flatten(tensors, "tensors")
-    targets = [] if into is None else targets_in_order(names, into, len(leaves))
-    return Marks(mark(leaves, names, targets, request, "tensors"))
+    leaves, names = ([tensors], _SINGLE) if isinstance(tensors, torch.Tensor) else _trees.flatten(tensors, "tensors")
+    outputs = [] if into is None else outputs_in_order(names, into, len(leaves))
+    return Marks(mark(leaves, names, outputs, DonationRequest(where, strict), "tensors"))
+
+
+_ITEMS = _trees.IndexNames()
+_SINGLE = _trees.TreePaths(None)
 
 
 def _donations(tensors: Any, request: DonationRequest) -> list[Donation]:

@@ -11,6 +11,8 @@ from torch_xla_donate._errors import DonationError, see, warn
 
 def check_options(strict: _config.Strict, stacklevel: int) -> None:
     """Raises TypeError or ValueError for a bad argument of a public function."""
+    if strict is None and type(stacklevel) is int and stacklevel > 0:  # as mostly: the text below takes longer
+        return
     _config.check_strict(strict)
     remedy = "Pass 1 for the line of the call, or 2 for the line that calls your helper. Nothing was donated."
     check_count("stacklevel", stacklevel, 1, f"{remedy} {see('refused')}")
@@ -34,7 +36,14 @@ class DonationRequest(NamedTuple):
 
     def strictness(self) -> _config.Strictness:
         """The effect of an unusable donation."""
-        return _config.strictness(self.strict)
+        return strictness(self.strict)
+
+
+def strictness(strict: _config.Strict) -> _config.Strictness:
+    """The effect of an unusable donation, as `_config.strictness`, for every call of `donate_buffer`."""
+    if strict is None and _C.environment(_config.STRICT) is None:  # os.environ is slow
+        return _config.Strictness.WARN
+    return _config.strictness(strict)
 
 
 def prepare(where: str) -> None:
@@ -44,13 +53,14 @@ def prepare(where: str) -> None:
         DonationError: the hooks have been removed.
         ImportError: the layouts differ from the expected ones.
     """
-    if not _C.installed():
+    donates = _host.donates()
+    if not donates and not _C.installed():
         raise DonationError(
             "the hooks of torch_xla_donate have been removed from torch_xla, so nothing can be donated. "
             f"Start a new process to install them again. {see('refused')}"
         )
     _host.verify_layouts()
-    setting = _host.ignores_donors()
+    setting = "" if donates else _host.ignores_donors()
     if setting and setting not in _warned_settings:
         _warned_settings.add(setting)
         warn(
