@@ -9,6 +9,8 @@
 #include <new>
 #include <utility>
 
+#include "registry/thread_safety.h"
+
 namespace torch_xla_donate {
 
 template <typename T>
@@ -23,7 +25,7 @@ bool IsExpired(const std::pair<const std::weak_ptr<T>, Value>& entry) {
 // Removes the entries for which `is_gone(value)` holds. Each call reads the whole table, and a table keeps the size of
 // its fullest hour. So one that has been nearly empty since the last call gives its memory back.
 template <typename Map, typename IsGone>
-void ForgetGone(Map& map, const IsGone& is_gone) noexcept {
+void ForgetGone(Map& map, const IsGone& is_gone) noexcept REQUIRES(registry_mutex) {
   constexpr std::size_t kSmall = 1024, kSparse = 32;
   const std::size_t before = map.size();
   if (before > 0) {
@@ -34,7 +36,7 @@ void ForgetGone(Map& map, const IsGone& is_gone) noexcept {
   if (map.bucket_count() > kSmall && before * kSparse < map.bucket_count()) {
     try {
       map.rehash(0);
-    } catch (const std::bad_alloc&) {  // it keeps its size
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): it keeps its size
     }
   }
 }
