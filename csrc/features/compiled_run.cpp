@@ -58,10 +58,13 @@ bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
 // The marks are armed, so no other thread can cancel or claim them.
 void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
   const std::vector<lazy::BackendDataPtr> buffers = BuffersOf(announced.donors);
+  std::vector<DonorPtr> marked = Marks::Get().DonorsOf(buffers, announced.call.get());
   std::vector<Steps::Offer> offers;
-  for (const auto& mark : Marks::Get().Among(buffers, announced.call.get())) {
-    const RunDonor& donor = announced.donors[mark.position];
-    offers.push_back({mark.donor, donor.parameter, donor.preferred_output});
+  offers.reserve(marked.size());
+  for (std::size_t i = 0; i < marked.size(); ++i) {
+    if (marked[i] != nullptr) {
+      offers.push_back({std::move(marked[i]), announced.donors[i].parameter, announced.donors[i].preferred_output});
+    }
   }
   if (offers.empty()) {
     return;

@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "features/compiled_run.h"
+#include "host/address_numbers.h"
 #include "host/graphs.h"
+#include "host/tensors.h"
 #include "host/views.h"
 #include "python/bind.h"
 #include "python/deferred_decref.h"
@@ -66,6 +68,9 @@ Replay::Replay(const py::list& structures, const py::list& leaves, std::vector<D
       possible_ = possible_ && IsPlainValue(item.ptr());
     }
     leaves_.push_back(std::move(leaf));
+  }
+  for (const DonatedLeaf& donor : donated_) {
+    leaves_[donor.leaf].is_donated = true;
   }
   possible_ = possible_ && buffers.size() == tensors;
 }
@@ -135,25 +140,23 @@ bool Replay::Collect(PyObject* tree, std::size_t& token, const py::list& leaves,
 }
 // NOLINTEND(misc-no-recursion)
 
-bool Replay::AreAlike(PyObject** leaves, std::vector<abi::Resolution>& resolved) const {
+bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) const {
   std::vector<const at::Tensor*> tensors;
   tensors.reserve(leaves_.size());
   for (std::size_t i = 0; i < leaves_.size(); ++i) {
     PyObject* item = leaves[i];
     const Leaf& expected = leaves_[i];
-    if (expected.kind == Leaf::Kind::kTensor ? !THPVariable_Check(item)
+    if (expected.kind == Leaf::Kind::kTensor  ? !THPVariable_Check(item)
         : expected.kind == Leaf::Kind::kFloat ? !PyFloat_CheckExact(item)
                                               : !IsSame(item, expected.value.ptr())) {
       return false;
     }
     if (expected.kind == Leaf::Kind::kTensor) {
       tensors.push_back(&THPVariable_Unpack(item));
-      __builtin_prefetch(tensors.back()->unsafeGetTensorImpl());
     }
   }
   abi::Prefetch(tensors);
-  ska::flat_hash_set<const lazy::BackendData*> buffers;
-  buffers.reserve(tensors.size());
+  AddressNumbers buffers(tensors.size());
   std::size_t next = 0;
   for (std::size_t i = 0; i < leaves_.size(); ++i) {
     const Leaf& expected = leaves_[i];
@@ -167,14 +170,29 @@ bool Replay::AreAlike(PyObject** leaves, std::vector<abi::Resolution>& resolved)
         tensor.device().index() != expected.device) {
       return false;
     }
-    resolved[i] = abi::Resolve(tensor);
-    const bool has_data = resolved[i].state == abi::TensorState::kMaterialized ||
-                          resolved[i].state == abi::TensorState::kReadOnly;
-    if (!has_data || !buffers.insert(resolved[i].buffer.get()).second) {
+    const std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
+    abi::Resolution other;
+    if (!held.has_value()) {
+      other = abi::Resolve(tensor);
+      if (other.state != abi::TensorState::kMaterialized && other.state != abi::TensorState::kReadOnly) {
+        return false;
+      }
+    }
+    const lazy::BackendDataPtr& buffer = held.has_value() ? *held->buffer : other.buffer;
+    if (buffers.Of(buffer.get()) != AddressNumbers::kUnknown) {
       return false;
     }
+    buffers.Add(buffer.get());
+    if (expected.is_donated) {
+      donated.push_back({held.has_value() ? *held->tensor : other.tensor, buffer, tensor.sizes(), expected.dtype,
+                         static_cast<std::uint32_t>(i), nullptr});
+    }
   }
-  return true;
+  const abi::InfosLocked infos;
+  return std::none_of(donated.begin(), donated.end(), [&infos](const Marks::Leaf& leaf) {
+    const auto info = infos.Of(*leaf.buffer);
+    return info.has_value() && info->read_only;
+  });
 }
 
 std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std::string& where, int strict) const {
@@ -188,28 +206,19 @@ std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std:
     }
   }
   PyObject** items = PySequence_Fast_ITEMS(begun.leaves.ptr());
-  std::vector<abi::Resolution> resolved(leaves_.size());
-  if (!AreAlike(items, resolved)) {
-    return std::nullopt;
-  }
   std::vector<Marks::Leaf> donated;
   donated.reserve(donated_.size());
-  for (const DonatedLeaf& donor : donated_) {
-    if (resolved[donor.leaf].state != abi::TensorState::kMaterialized) {
-      return std::nullopt;
-    }
-    const at::Tensor& tensor = THPVariable_Unpack(items[donor.leaf]);
-    donated.push_back({std::move(resolved[donor.leaf].tensor), std::move(resolved[donor.leaf].buffer), tensor.sizes(),
-                       tensor.scalar_type(), static_cast<std::uint32_t>(donor.leaf), nullptr});
+  if (!AreAlike(items, donated)) {
+    return std::nullopt;
   }
   const auto site = MakeCallSite(where, strict, names_, /*for_compiled_run=*/true);
   begun.call = std::make_unique<Call>(MarkForCall(donated, items, site));
+  // As in mark_arguments: an argument that is a view of a donated one keeps its value.
   for (std::size_t i = 0; i < leaves_.size(); ++i) {
-    if (leaves_[i].kind == Leaf::Kind::kTensor) {
+    if (leaves_[i].kind == Leaf::Kind::kTensor && abi::HasAliases(THPVariable_Unpack(items[i]))) {
       abi::KeepValue(THPVariable_Unpack(items[i]));
     }
   }
-  resolved.clear();
   for (Marks::Leaf& leaf : donated) {
     leaf.buffer.reset();  // the call's own pointers must not count as other holders
   }

@@ -15,7 +15,6 @@
 #include <string>
 #include <vector>
 
-#include "host/tensors.h"
 #include "python/call.h"
 
 namespace torch_xla_donate {
@@ -61,11 +60,12 @@ class Replay {
     at::ScalarType dtype = at::ScalarType::Undefined;
     c10::DeviceIndex device = 0;
     bool requires_grad = false;
+    bool is_donated = false;
   };
 
   bool ReadTokens(py::handle structure);
   bool Collect(PyObject* tree, std::size_t& token, const py::list& leaves, std::size_t& count) const;
-  bool AreAlike(PyObject** leaves, std::vector<abi::Resolution>& resolved) const;
+  bool AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) const;
 
   std::vector<Token> tokens_;
   std::vector<Leaf> leaves_;

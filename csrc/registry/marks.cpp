@@ -157,8 +157,7 @@ Marks::PendingMark Marks::Describe(std::size_t position, const DonorPtr& donor) 
   return described;
 }
 
-std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendDataPtr>& parameters,
-                                             const CallSite* call) const {
+std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendDataPtr>& parameters) const {
   std::vector<PendingMark> result;
   MutexLock lock(registry_mutex);
   result.reserve(std::min(parameters.size(), pending_.size()));
@@ -167,9 +166,20 @@ std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendData
     if (donor == nullptr) {
       continue;
     }
-    const DonorStatus& status = (*donor)->status;
-    if (call == nullptr ? !status.armed && !status.IsForCompiledRun() : status.MarkOf(call) != nullptr) {
+    if (const DonorStatus& status = (*donor)->status; !status.armed && !status.IsForCompiledRun()) {
       result.push_back(Describe(i, *donor));
+    }
+  }
+  return result;
+}
+
+std::vector<DonorPtr> Marks::DonorsOf(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) const {
+  std::vector<DonorPtr> result(buffers.size());
+  MutexLock lock(registry_mutex);
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    const DonorPtr* donor = Find(buffers[i].get());
+    if (donor != nullptr && (*donor)->status.MarkOf(call) != nullptr) {
+      result[i] = *donor;
     }
   }
   return result;

@@ -63,9 +63,10 @@ class Marks {
     c10::SmallVector<std::shared_ptr<abi::TensorData>, 1> tensors;
     std::shared_ptr<abi::TensorData> preferred_output;  // that should take the buffer, or null
   };
-  // The pending marks among a graph's parameters; without a call, those meant for steps.
-  std::vector<PendingMark> Among(const std::vector<lazy::BackendDataPtr>& parameters,
-                                 const CallSite* call = nullptr) const;
+  // The pending marks among a graph's parameters that are meant for steps.
+  std::vector<PendingMark> Among(const std::vector<lazy::BackendDataPtr>& parameters) const;
+  // The donors of these buffers; null for one that this call has not marked, or whose mark is over.
+  std::vector<DonorPtr> DonorsOf(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) const;
   // The pending marks of a call.
   std::vector<PendingMark> OfCall(const CallSite* site) const;
   // Of a call's pending marks; nullopt if it has none.
