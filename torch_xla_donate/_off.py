@@ -19,7 +19,7 @@ from torch_xla_donate._computations import user_computation as computations
 from torch_xla_donate._errors import DonationWarning, see
 from torch_xla_donate._loops.donations import chosen_arguments
 from torch_xla_donate._marks.donate import Marks
-from torch_xla_donate._marks.into import targets_in_order
+from torch_xla_donate._marks.into import outputs_in_order
 
 if TYPE_CHECKING:
     from torch_xla_donate._tools.hints import Advice
@@ -38,7 +38,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         if leaf is not None and (tensor.device.type != "xla" or tensor.layout != torch.strided):
             raise _marks.refusal(tensor, "not_xla", name)
     if into is not None:
-        targets_in_order(names, into, len(leaves))
+        outputs_in_order(names, into, len(leaves))
     return Marks(None)
 
 

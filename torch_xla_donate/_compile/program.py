@@ -202,7 +202,7 @@ class TracedProgram:
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        results = [outputs[make] if type(make) is int else make(outputs, leaves) for make in self._results]
+        results = [outputs[make] if isinstance(make, int) else make(outputs, leaves) for make in self._results]
         if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)

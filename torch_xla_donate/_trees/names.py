@@ -134,7 +134,7 @@ def _keys(kind: Any, node: Any, count: int) -> tuple[Sequence[Any], bool]:
         return range(count), True
     if getattr(with_keys, "__qualname__", "").startswith("register_dataclass."):
         # torch 2.8 gives the fields the keys of a mapping.
-        entries = [entry if isinstance(entry, pytree.GetAttrKey) else pytree.GetAttrKey(entry.key) for entry in entries]
+        entries = [pytree.GetAttrKey(entry.key) if isinstance(entry, pytree.MappingKey) else entry for entry in entries]
     return [
         _step(entry.key, number) if isinstance(entry, pytree.MappingKey) else str(entry)
         for number, entry in enumerate(entries)
