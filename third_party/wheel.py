@@ -66,11 +66,14 @@ class Hosts:
     def __init__(self, folder: Path, given: dict[str, Path]) -> None:
         self._folder, self._given = folder, given
 
-    def make(self, release: str, name: str, *packages: str) -> Path:
+    def make(self, release: str, name: str, packages: tuple[str, ...], *, programs: bool) -> Path:
+        """programs: whether the packages are installed beside a reused environment, too, as their programs must be."""
         folder = self._folder / f"{name}-{release}"
         run(sys.executable, "-m", "venv", folder)
         python = folder / "bin" / "python"
         if release in self._given:
+            if programs:
+                run(python, "-m", "pip", "install", "-q", *packages)
             # Only the folder: .pth files in it, which may lead to a checkout, are not followed.
             code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
             theirs, ours = (run(interpreter, "-c", code).strip() for interpreter in (self._given[release], python))
@@ -85,7 +88,7 @@ class Hosts:
 
 def build(hosts: Hosts, release: str, sdist: Path, folder: Path) -> Path:
     """The wheel with the module of one release."""
-    python = hosts.make(release, "build", *BUILD_TOOLS)
+    python = hosts.make(release, "build", BUILD_TOOLS, programs=True)
     out = folder / f"wheel-{release}"
     run(python, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", out, sdist)
     hosts.drop(python)
@@ -135,7 +138,7 @@ def repair(wheel: Path, out: Path, tools: Path) -> Path:
 
 def check(hosts: Hosts, release: str, wheel: Path, folder: Path) -> None:
     """Uses the wheel as somebody who has installed it, in a folder without the checkout."""
-    python = hosts.make(release, "use", *TEST_TOOLS)
+    python = hosts.make(release, "use", TEST_TOOLS, programs=False)
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel)
     outside = folder / f"outside-{release}"
     for name in ("examples", "test"):

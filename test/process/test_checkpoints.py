@@ -185,7 +185,7 @@ def test_an_asynchronous_checkpoint_takes_a_copy_on_the_host(tmp_path):
     start_group(tmp_path)
     plain = sharded(1.0)
     # torch's own asynchronous checkpoints do not take XLA tensors, donated or not.
-    with pytest.raises(RuntimeError, match="invalid python storage"):
+    with pytest.raises((RuntimeError, dcp.api.CheckpointException), match="invalid python storage"):  # 2.9, 2.8
         dcp.async_save(plain, checkpoint_id=tmp_path / "unsupported").result()
     writer = dcp.FileSystemWriter(tmp_path / "async", per_thread_copy_ahead=0)
     future = dcp.async_save({"w": plain["w"].cpu()}, storage_writer=writer)
