@@ -30,8 +30,8 @@ EXAMPLES = (
     ("ema_and_gan.py", "--donate", "--steps", "3", "--hidden", "64"),
     ("loops.py",),
     ("spmd.py",),
-    ("train_transformer.py", "--donate", "--steps", "2", "--layers", "2", "--width", "64"),
-    ("train_digits.py", "--mode", "donate", "--steps", "3", "--hidden", "128"),
+    ("train_transformer.py", "--donate", "--steps", "4", "--layers", "2", "--width", "64"),
+    ("train_digits.py", "--mode", "donate", "--steps", "5", "--hidden", "128"),
     ("user_computation.py",),
     ("checkpoint.py",),
 )
