@@ -3,10 +3,11 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from torch_xla_donate import _absent, _config
+from torch_xla_donate import _config
 
 if _config.IS_OFF:
-    globals()["_C"] = _absent  # every module that imports `_C` finds it here
+    # Every module that imports `_C` finds this one in its place.
+    globals()["_C"] = importlib.import_module("torch_xla_donate._absent")
 
 from torch_xla_donate import _host  # first: it checks the versions and loads `_C`
 

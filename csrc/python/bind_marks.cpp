@@ -64,9 +64,9 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   return false;
 }
 
-// Marks leaves that have no obstacle. Returns their donors for the call.
-std::shared_ptr<CallDonors> Commit(const std::shared_ptr<CallDonors>& donors,
-                                   const std::shared_ptr<const CallSite>& site, const std::vector<at::Tensor>& viewed) {
+// Marks the donors of leaves that have no obstacle. `viewed` are those that may have views.
+void Commit(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site,
+            const std::vector<at::Tensor>& viewed) {
   // Looks up all leaves at once. If a step with one of them is running, only its end shows whether it used the buffer.
   for (std::size_t i = Steps::Get().FirstTracked(*donors); i < donors->Size(); ++i) {
     ThrowIfConsumed((*donors)[i].array.key);
@@ -89,18 +89,6 @@ std::shared_ptr<CallDonors> Commit(const std::shared_ptr<CallDonors>& donors,
     Steps::Get().CancelCall(site.get());
     throw;
   }
-  return donors;
-}
-
-std::shared_ptr<CallDonors> Commit(const std::vector<Marks::Leaf>& resolved, PyObject** items,
-                                   const std::shared_ptr<const CallSite>& site) {
-  std::vector<at::Tensor> viewed;
-  for (const Marks::Leaf& leaf : resolved) {
-    if (const at::Tensor& tensor = THPVariable_Unpack(items[leaf.index]); abi::HasAliases(tensor)) {
-      viewed.push_back(tensor);
-    }
-  }
-  return Commit(Marks::DonorsOf(resolved, site), site, viewed);
 }
 
 // Resolves leaves in blocks, because the memory of a thousand tensors is in no cache after a step. Prefetched together,
@@ -310,8 +298,15 @@ Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::
   }
   Call call(std::move(site));
   call.is_scope = true;
+  std::vector<at::Tensor> viewed;
+  for (const Marks::Leaf& leaf : leaves) {
+    if (const at::Tensor& tensor = THPVariable_Unpack(items[leaf.index]); abi::HasAliases(tensor)) {
+      viewed.push_back(tensor);
+    }
+  }
+  call.donors = Marks::DonorsOf(leaves, call.site);
   Steps::Get().BeginCall(call.site);
-  call.donors = Commit(leaves, items, call.site);
+  Commit(call.donors, call.site, viewed);
   return call;
 }
 
@@ -341,8 +336,7 @@ void BindMarks(py::module_& m) {
         py::arg("preferred_outputs"),
         "Marks a list or tuple of tensors (None is skipped), all or none; preferred_outputs maps positions to the "
         "tensors that should take the buffers. The first leaf that cannot be marked is the refusal of the call. "
-        "strict: 0, 1 or 2, as "
-        "in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
+        "strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
   m.def("mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
         py::arg("for_compiled_run"), py::arg("names"),
         "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "

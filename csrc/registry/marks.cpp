@@ -93,25 +93,24 @@ void Marks::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
 void Marks::Cancel(const CallDonors& donors) {
   MutexLock lock(registry_mutex);
   for (std::size_t i = 0; i < donors.Size(); ++i) {
-    const lazy::BackendDataPtr buffer = donors[i].array.buffer.lock();
-    const DonorPtr* donor = Find(buffer.get());
-    if (donor != nullptr && !(*donor)->status.armed) {
-      (*donor)->status.state = DonorState::kCancelled;
-      pending_.erase(buffer.get());
-    }
+    CancelLocked(donors[i].array.buffer.lock().get());
   }
   Refresh();
 }
 
 void Marks::CancelLocked(const std::vector<lazy::BackendDataPtr>& buffers) noexcept {
   for (const lazy::BackendDataPtr& buffer : buffers) {
-    const DonorPtr* donor = Find(buffer.get());
-    if (donor != nullptr && !(*donor)->status.armed) {
-      (*donor)->status.state = DonorState::kCancelled;
-      pending_.erase(buffer.get());
-    }
+    CancelLocked(buffer.get());
   }
   Refresh();
+}
+
+void Marks::CancelLocked(Buffer buffer) noexcept {
+  const DonorPtr* donor = Find(buffer);
+  if (donor != nullptr && !(*donor)->status.armed) {
+    (*donor)->status.state = DonorState::kCancelled;
+    pending_.erase(buffer);
+  }
 }
 
 bool Marks::IsPending(const lazy::BackendData* buffer) const {

@@ -104,6 +104,7 @@ class Marks {
   using Buffer = const lazy::BackendData*;
 
   static void AddTo(Donor& donor, Mark mark) REQUIRES(registry_mutex);
+  void CancelLocked(Buffer buffer) noexcept REQUIRES(registry_mutex);
   static PendingMark Describe(std::size_t position, const DonorPtr& donor) REQUIRES(registry_mutex);
   // The call's marks of donors that are pending, in the order of its leaves.
   template <typename Function>

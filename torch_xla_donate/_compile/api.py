@@ -14,7 +14,6 @@ from torch_xla_donate._compile.arguments import ArgNames, ArgNums, Arguments, fu
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.lazy import LazyCompiled
 from torch_xla_donate._compile.module import ModuleProxy
-from torch_xla_donate._compile.plain import PlainCompiled
 from torch_xla_donate._compile.pure import PureCompiled
 from torch_xla_donate._errors import see
 
@@ -191,6 +190,8 @@ def _make(
     if backend not in ("lazy", "openxla"):
         raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile_errors")}')
     if _config.IS_OFF:
+        from torch_xla_donate._compile.plain import PlainCompiled  # training needs no switch
+
         return PlainCompiled(f, arguments, strict)
     if pure:
         return PureCompiled(f, arguments, strict, **kwargs)

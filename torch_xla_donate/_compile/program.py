@@ -34,11 +34,10 @@ class TracedProgram:
     offered: the positions of the leaves that the graph may consume.
 
     Attributes:
-        replay: what begins calls whose arguments are like those of the first; None if nothing does.
+        replay: what begins later calls whose arguments are like those of the trace; None if nothing does.
     """
 
     replay: _C.Replay | None = None
-    _is_noted = False
 
     def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
@@ -207,22 +206,17 @@ class TracedProgram:
             return _C.unflatten(results, self._tokens)
         return pytree.tree_unflatten(results, self._structure)
 
-    def note_call(
-        self, structures: Sequence[Hashable], leaves: Sequence[Any], donated: int, names: Callable[[], CallNames]
-    ) -> None:
-        """Sets `replay` from the first call, which a later call with such arguments begins as.
+    def set_replay(self, structures: Sequence[Hashable], leaves: Sequence[Any], donated: int, names: CallNames) -> None:
+        """Sets `replay` from the call that was traced, unless the general way has to look at each call.
 
         donated: the number of leaves of donated arguments, which come first.
         """
-        if self._is_noted:
-            return
-        self._is_noted = True
         tensors = [i for i in range(donated) if isinstance(leaves[i], torch.Tensor)]
-        # Else the general way must look at each call. Under SPMD it compares shardings.
+        # Under SPMD the general way compares shardings.
         if self.captured or self.returned or self.donors != tensors or _host.runtime().is_spmd():
             return
         donors = [(i, *self._places[i]) for i in self.donors]
-        replay = _C.Replay(list(structures), list(leaves), donors, self.name, names())
+        replay = _C.Replay(list(structures), list(leaves), donors, self.name, names)
         self.replay = replay if replay.possible else None
 
 

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 
 from torch_xla_donate import _C, _config, _frames, _host, _numbers, _report, _trees
-from torch_xla_donate._compile.arguments import Arguments, CallArguments, CallNames
+from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donation import RepeatedCall, RunDonation, leaves_of_call
 from torch_xla_donate._compile.program import TracedProgram
@@ -20,10 +20,12 @@ _CLOSED_OVER = _C.Reason("closed_over")
 
 
 class _Call:
-    """The flattened arguments of a call, and their signature."""
+    """The flattened arguments of a call, their signature, and what else its program depends on (`_state`)."""
 
-    def __init__(self, arguments: CallArguments, leaves: list[Any], structures: Sequence[Hashable]) -> None:
-        self.arguments, self.leaves, self.structures = arguments, leaves, structures
+    def __init__(
+        self, arguments: CallArguments, state: Hashable, leaves: list[Any], structures: Sequence[Hashable]
+    ) -> None:
+        self.arguments, self.state, self.leaves, self.structures = arguments, state, leaves, structures
         self.sign()
 
     def sign(self) -> None:
@@ -58,11 +60,12 @@ class PureCompiled(Compiled):
             return self._f(*args, **kwargs)
 
     def _run(self, arguments: CallArguments, where: str) -> Any:
-        repeated = self._repeat(arguments, where)
+        state = self._state(arguments)
+        repeated = self._repeat(arguments, state, where)
         if repeated is not None:
             return repeated[0]
         leaves, parts = leaves_of_call(arguments)
-        call = _Call(arguments, leaves, [structure for _, structure in parts])
+        call = _Call(arguments, state, leaves, [structure for _, structure in parts])
         with self.on_device(arguments, call.devices):
             if call.pending:
                 torch_xla.sync()
@@ -73,7 +76,7 @@ class PureCompiled(Compiled):
                 return self._run_once(call, donation)
 
     def _state(self, arguments: CallArguments) -> Hashable:
-        """What a program depends on besides the leaves of the call."""
+        """What a program depends on besides the device and the leaves of the call. Static 1, 1.0 and True differ."""
         return (
             id(arguments.roles),
             *map(_trees.exact, arguments.values(arguments.roles.static)),
@@ -83,9 +86,9 @@ class PureCompiled(Compiled):
             torch.get_default_dtype(),
         )
 
-    def _repeat(self, arguments: CallArguments, where: str) -> tuple[Any] | None:
+    def _repeat(self, arguments: CallArguments, state: Hashable, where: str) -> tuple[Any] | None:
         """The result of a call whose arguments are like those of the last one; None if they are not."""
-        program = self._last.get((self._state(arguments), _host.current_device()))
+        program = self._last.get((state, _host.current_device()))
         if program is None or program.replay is None or _report.no_donation() or not program.is_current():
             return None
         try:
@@ -109,12 +112,12 @@ class PureCompiled(Compiled):
     def _replay(self, call: _Call, donation: RunDonation | None) -> Any:
         while True:
             key = (
-                self._state(call.arguments),
+                call.state,
                 _host.current_device(),
                 *call.structures,
                 call.signature,
                 donation.choice() if donation is not None else None,
-                self._values(call),
+                self._values(call.others),
                 _host.shardings(call.leaves),
             )
             program = self._programs.get(key)
@@ -127,19 +130,14 @@ class PureCompiled(Compiled):
         if program.returned:
             _C.keep_returned([call.leaves[i] for i in program.returned])
         donors = program.donors or program.usable(donation.undonated(call.leaves))
-        if donation.is_whole():
-            program.note_call(call.structures, call.leaves, donation.count, lambda: self._names_of(call))
-            self._last[self._state(call.arguments), _host.current_device()] = program
+        if program.replay is not None:
+            self._last[call.state, _host.current_device()] = program
         with donation.consumed([call.leaves[i] for i in donors], program.name, program.places(donors)):
             return program.run(call.leaves)
 
-    def _names_of(self, call: _Call) -> CallNames:
-        return self.names(call.arguments, call.structures[: len(call.arguments.roles.donated)])
-
-    def _values(self, call: _Call) -> Hashable:
-        """The leaves that are not tensors and the static arguments, for the program's key. 1, 1.0 and True differ."""
-        values = [*call.others, *call.arguments.values(call.arguments.roles.static)]
-        for value in call.others:
+    def _values(self, others: Sequence[Any]) -> Hashable:
+        """The leaves that are not tensors, for the program's key. 1, 1.0 and True differ."""
+        for value in others:
             try:
                 hash(value)
             except TypeError:
@@ -149,11 +147,7 @@ class PureCompiled(Compiled):
                     f"torch.utils._pytree, or pass a hashable value. {see('pure')}"
                 ) from None
         # Floats among the leaves are inputs of the graph.
-        count = len(call.others)
-        return (
-            *("float" if _numbers.is_float(value) else _trees.exact(value) for value in values[:count]),
-            *map(_trees.exact, values[count:]),
-        )
+        return tuple("float" if _numbers.is_float(value) else _trees.exact(value) for value in others)
 
     def note_compilation(self, call: CallArguments, where: str) -> None:
         pass  # _trace_program counts the traces
@@ -183,4 +177,7 @@ class PureCompiled(Compiled):
             self.note_signature(call.arguments, _frames.call_site(self.stacklevel))
         offered = donation.positions(call.leaves) if donation is not None else ()
         program = self._programs[key] = TracedProgram(self._trace, self.function, call.arguments, offered)
+        if donation is not None and donation.is_whole():
+            names = self.names(call.arguments, call.structures[: len(call.arguments.roles.donated)])
+            program.set_replay(call.structures, call.leaves, donation.count, names)
         return program
