@@ -136,7 +136,7 @@ def bytes_of_a_mark(count: int) -> float:
 
 def child(sizes: Sequence[int]) -> None:
     """The process that is counted: a dump for each part and size, after calls that do not count."""
-    gc.freeze()
+    step_cost.begin_counting()
     for parts_of, most in ((parts_of_marks, MOST_COUNTED), (parts_of_report, MOST_COUNTED_IN_A_GRAPH)):
         for count in (size for size in sizes if size <= most):
             with parts_of(count) as parts:

@@ -236,11 +236,16 @@ def counted(name: str) -> Iterator[None]:
         raise RuntimeError(f"{name}: compiled while counting; expected a warm graph")
 
 
-def child(keys: Sequence[tuple[str, int]]) -> None:
-    """The process that is counted: one dump for each variant, of some steps after three that do not count."""
+def begin_counting() -> None:
+    """Each process that is counted calls it first. Counts what a dump itself takes."""
     gc.freeze()
     with counted(NOTHING):
         pass
+
+
+def child(keys: Sequence[tuple[str, int]]) -> None:
+    """The process that is counted: one dump for each variant, of some steps after three that do not count."""
+    begin_counting()
     for case, count in keys:
         # The dump itself takes as long as some small steps, so there are many of them.
         repeat = 200 if count <= 1 and "beside" not in case else 5
@@ -255,7 +260,7 @@ def child(keys: Sequence[tuple[str, int]]) -> None:
 
 
 def totals(folder: Path) -> dict[str, int]:
-    """Instructions of the thread that steps, by the name of the dump."""
+    """Instructions of the thread that steps, by the name of the dump. Without those of the dump itself."""
     found = {}
     for path in folder.glob("counts.*-01"):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -263,13 +268,14 @@ def totals(folder: Path) -> dict[str, int]:
         trigger = next((line for line in lines[:40] if line.startswith("desc: Trigger: dump ")), None)
         if trigger is not None:
             found[trigger.removeprefix("desc: Trigger: dump ")] = int(heads["summary"])
-    return found
+    of_dump = found.pop(NOTHING)
+    return {name: total - of_dump for name, total in found.items()}
 
 
 def per_step(found: Mapping[str, int]) -> dict[str, float]:
-    """Instructions of a step, by case, number of tensors and variant. Without those of the dump itself."""
-    steps = {name: name.rpartition(",") for name in found if name != NOTHING}
-    return {name: (found[dump] - found[NOTHING]) / int(repeat) for dump, (name, _, repeat) in steps.items()}
+    """Instructions of a step, by case, number of tensors and variant."""
+    steps = {dump: dump.rpartition(",") for dump in found}
+    return {name: found[dump] / int(repeat) for dump, (name, _, repeat) in steps.items()}
 
 
 def under_valgrind(script: str, given: Any) -> dict[str, int]:

@@ -77,6 +77,19 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+#: A program that donates a tensor, for processes that run under other circumstances.
+DONATING_PROGRAM = """
+import torch, torch_xla
+import torch_xla_donate as txd
+
+old = torch.ones(4).to("xla")
+txd.donate_buffer(old)
+new = old + 1
+torch_xla.sync(wait=True)
+assert txd.is_donated(old) and new.tolist() == [2.0] * 4
+print("DONATED")
+"""
+
 #: The options of `compile` for each of its backends.
 BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
 

@@ -8,18 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import DONATING_PROGRAM
 
-PROGRAM = """
-import torch, torch_xla
-import torch_xla_donate as txd
-
-old = torch.ones(4).to("xla")
-txd.donate_buffer(old)
-new = old + 1
-torch_xla.sync(wait=True)
-assert txd.is_donated(old) and new.tolist() == [2.0] * 4
-print("DONATED")
-"""
 # The breakpoint is set as soon as libtorch is there, before the import compares pointers.
 COMMANDS = """
 set pagination off
@@ -40,7 +30,7 @@ continue
 def test_a_breakpoint_in_a_hooked_function_changes_nothing(tmp_path: Path) -> None:
     """It changes the function's code, and not the pointers to it."""
     program, commands = tmp_path / "program.py", tmp_path / "commands"
-    program.write_text(PROGRAM, encoding="utf-8")
+    program.write_text(DONATING_PROGRAM, encoding="utf-8")
     commands.write_text(COMMANDS, encoding="utf-8")
     command = ["gdb", "-nx", "-batch", "-x", str(commands), "--args", sys.executable, str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
