@@ -372,6 +372,8 @@ void Steps::Keep(const StepPtr& step) noexcept {
 void Steps::Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs) {
   MutexLock lock(registry_mutex);
   step->outputs.assign(outputs.begin(), outputs.end());
+  step->consumed.reserve(step->donors.size());
+  last_consumed_.try_emplace(step->donors.front()->array.device);
   const auto known = outcomes_.find(graph_hash);
   if (known != outcomes_.end() && known->second->used.size() == step->donors.size()) {
     step->outcome = known->second;
@@ -420,9 +422,12 @@ std::shared_ptr<GraphOutcome> Steps::DescribeOutcome(const Step& step) const {
 void Steps::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
   // Before the lock is taken, because HasValue() calls the host.
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
-    const lazy::BackendDataPtr buffer = step->donors[i]->array.buffer.lock();
+    lazy::BackendDataPtr buffer = step->donors[i]->array.buffer.lock();
     // The running step holds its parameters, so the buffer exists. A missing one could not be used anyway.
     step->used[i] = buffer == nullptr || !buffer->HasValue();
+    if (step->used[i]) {
+      step->consumed.push_back(std::move(buffer));
+    }
   }
   std::shared_ptr<GraphOutcome> outcome;
   try {
@@ -430,8 +435,12 @@ void Steps::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
   } catch (const std::exception& error) {  // a reason may lack a size, but the step must end
     Tallies::Get().NoteError(error.what());
   }
-  MutexLock lock(registry_mutex);
-  Finish(step, std::move(outcome), failure);
+  {
+    MutexLock lock(registry_mutex);
+    Finish(step, std::move(outcome), failure);
+    last_consumed_.find(step->donors.front()->array.device)->second.swap(step->consumed);
+  }
+  step->consumed.clear();  // of the run before; without the lock, because this may wait
 }
 
 void Steps::Abandon(const StepPtr& step, const Reason& failure) noexcept {

@@ -3,7 +3,7 @@
 // A step claims the pending marks (marks.h) that it reads. After it, each donor is donated or unusable. Reports can
 // read the last steps, 8 unless SetKept() says otherwise.
 //
-// Ownership: steps share their donors with marks.h. They hold buffers and executables weakly.
+// Ownership: steps share their donors with marks.h. They hold buffers and executables weakly, but for consumed buffers.
 // Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
 //   step, takes the GIL or runs a graph. A forked child can use it.
 // Errors: only std::bad_alloc. A member that throws it has changed nothing. The end of a step throws nothing, as
@@ -16,6 +16,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -70,6 +71,7 @@ struct Step {
   std::vector<std::weak_ptr<StepTally>> tallies GUARDED_BY(registry_mutex);  // that count it
   // Memory for the end of the step, so that the end cannot fail. Only the thread that ends the step uses it.
   std::vector<bool> used;
+  std::vector<lazy::BackendDataPtr> consumed;
 };
 using StepPtr = std::shared_ptr<Step>;
 
@@ -168,7 +170,8 @@ class Steps {
       CountRun(is_step);
     }
   }
-  // The step has run, or has failed for the reason given. Reads from the buffers whether XLA used them.
+  // The device has the step's run, or the step has failed for the reason given. Reads from the buffers whether XLA used
+  // them, and keeps the used ones until the device has its next run: see last_consumed_.
   void RecordOutcome(const StepPtr& step, const Reason& failure = {}) noexcept;
   // The step will not run, so XLA used no donor.
   void Abandon(const StepPtr& step, const Reason& failure) noexcept;
@@ -244,6 +247,10 @@ class Steps {
   std::uint64_t next_step_ GUARDED_BY(registry_mutex) = 1;
   std::size_t running_ GUARDED_BY(registry_mutex) = 0;
   ska::flat_hash_map<Buffer, Consumed> consumed_ GUARDED_BY(registry_mutex);
+  // By device, what its last run with donors has consumed. XLA's CPU client waits for the run when such a buffer is
+  // destroyed, so a program whose old tensors go at once could not prepare a step while the one before it runs. They
+  // have no memory of the device.
+  std::map<lazy::BackendDevice, std::vector<lazy::BackendDataPtr>> last_consumed_ GUARDED_BY(registry_mutex);
   std::size_t remembered_ GUARDED_BY(registry_mutex) = 0;  // the size of consumed_ after the last ForgetFreed()
   ska::flat_hash_map<Buffer, std::pair<DonorPtr, std::uint64_t>> undonated_ GUARDED_BY(registry_mutex);
   std::size_t most_kept_ GUARDED_BY(registry_mutex) = 8;
