@@ -20,6 +20,8 @@ BENCHMARKS = (
     "moved_tensors",
     "donation_copies",
     "jax_side_by_side",
+    "overlap",
+    "first_call",
     "demo",
 )
 

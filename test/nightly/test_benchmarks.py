@@ -323,3 +323,23 @@ def test_growth_finds_the_parts_that_bend() -> None:
     growth = import_benchmark("growth")
     flat, bent = {"10": 90.0, "1000": 5.0, "10000": 9.0}, {"1000": 5.0, "10000": 11.0, "100000": 30.0}
     assert growth.bends({"flat": flat, "bent": bent, "without 1,000": {"10": 1.0}}) == {"bent": 10_000}
+
+
+def test_overlap_reads_calls_and_runs_from_the_profile(tmp_path: Path) -> None:
+    printed, found = run("overlap.py", tmp_path, "--tiny")
+    assert "overlap" in printed
+    assert_neutral(found)
+    assert [row["variant"] for row in found["rows"]] == ["not donated", "marks", "pure=True", "JAX, donated"]
+    for row in found["rows"]:
+        assert len(row["calls"]) == len(row["runs"]) == 12
+        assert all(begin < end for part in ("calls", "runs") for begin, end in row[part])
+    assert (tmp_path / "overlap.svg").exists()
+
+
+def test_first_call_measures_the_import_and_the_same_step_in_three_ways(tmp_path: Path) -> None:
+    printed, found = run("first_call.py", tmp_path, "--tiny")
+    assert "first_call" in printed and "The import takes" in printed
+    assert_neutral(found)
+    for row in found["rows"]:
+        assert 0 < row["compile"] < row["seconds"]
+        assert_ratio(row["over_jax"])
