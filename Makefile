@@ -176,12 +176,12 @@ $(VENV)/installed: $(REQUIRED) pyproject.toml
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "installing torch, torch_xla and the tools into $(VENV) (about $(NEEDED) GB, a few minutes) ..."
 	$(BIN)/pip install -q -r $(REQUIRED)
-	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py)
+	$(BIN)/python third_party/dev_requirements.py | xargs -d '\n' $(BIN)/pip install -q
 	@printf '%s\n' "$(CURDIR)" "$(CURDIR)/torch_xla_donate/_pytest" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
 	@touch $@
 
 $(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py
-	$(BIN)/pip install -q $$($(BIN)/python third_party/dev_requirements.py docs)
+	$(BIN)/python third_party/dev_requirements.py docs | xargs -d '\n' $(BIN)/pip install -q
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv

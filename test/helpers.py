@@ -111,7 +111,7 @@ def lacking(release: str, reason: str, *, run: bool = True) -> pytest.MarkDecora
     return pytest.mark.xfail(is_here, reason=f"torch_xla {release}: {reason}", strict=True, run=run)
 
 
-needs_tpu_compiler = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -56,12 +56,16 @@ def state() -> dict[str, Any]:
 
 @functools.cache
 def ends_of_with(code: types.CodeType) -> frozenset[int]:
-    """At the end of a `with` without an error. Python checks for no signal between the three Nones and the call."""
+    """At the end of a `with` without an error. Python checks for no signal between the three Nones and the call.
+
+    Python 3.10 loads one None, and copies it twice.
+    """
     plain = [i for i in dis.get_instructions(code) if i.opname not in ("PRECALL", "CACHE")]
     found: set[int] = set()
     for at in range(len(plain) - 3):
         *nones, call = plain[at : at + 4]
-        if all(i.opname == "LOAD_CONST" and i.argval is None for i in nones) and call.opname.startswith("CALL"):
+        is_none = [i.opname == "DUP_TOP" or (i.opname == "LOAD_CONST" and i.argval is None) for i in nones]
+        if all(is_none) and call.opname.startswith("CALL"):
             found.update(range(nones[0].offset, call.offset + 1))
     return frozenset(found)
 
@@ -95,6 +99,8 @@ class Interrupter:
     def run(self, function):
         """Whether it was interrupted."""
         before = sys.gettrace()
+        # Python 3.12 sends events of instructions only if the frame that sets the trace function asks for them.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._call)
         try:
             function()

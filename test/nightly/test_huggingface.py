@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from children import run_file
-from helpers import needs_tpu_compiler
+from helpers import needs_jax
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@needs_tpu_compiler
+@needs_jax
 def test_the_page_shows_what_each_way_reuses_of_a_llama(tmp_path: Path) -> None:
     """The example exits with 1 if losses or tokens differ by a bit."""
     example = run_file(ROOT / "examples" / "huggingface.py", "--out", str(tmp_path), exit_code=0, timeout=1800)

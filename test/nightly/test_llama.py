@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import needs_tpu_compiler
+from helpers import needs_jax
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-@needs_tpu_compiler
+@needs_jax
 @pytest.mark.parametrize("way", ["functional", "in-place", "by-hand"])
 def test_the_formula_is_right_for_1b_on_16_devices(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))

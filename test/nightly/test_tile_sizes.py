@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import needs_tpu_compiler
+from helpers import needs_jax
 
 from torch_xla_donate import _C, _host
 
@@ -59,7 +59,7 @@ def random_pairs(count: int, seed: int) -> list[tuple[str, str]]:
     return pairs
 
 
-@needs_tpu_compiler
+@needs_jax
 @pytest.mark.parametrize(
     ("topology", "platform"),
     [

@@ -12,7 +12,7 @@ import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.runtime as xr
 from children import run_in_child
-from helpers import BACKENDS, compiles, make, pointer
+from helpers import BACKENDS, compiles, make, needs_jax, pointer
 
 import torch_xla_donate
 from torch_xla_donate import donate_buffer, is_donated
@@ -72,7 +72,7 @@ def read_aliases(folder: Path) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["step", "pure", "openxla"])
+@pytest.mark.parametrize("kind", [pytest.param("step", marks=needs_jax), "pure", "openxla"])
 def test_a_donating_and_a_plain_run_never_share_an_entry(tmp_path, kind):
     # WHEN one process donates first, and another one last, each with a separate cache
     for name in ("first", "last"):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch_xla
 from children import Ended, run_file, run_in_child
-from helpers import needs_tpu_compiler
+from helpers import needs_jax
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6
@@ -251,7 +251,7 @@ def test_a_donated_functional_state_is_aliased_as_a_whole(
 
 def test_the_transformer_learns(transformer: Training) -> None:
     losses = [float.fromhex(loss) for loss in transformer.runs["donate"]["losses"]]
-    assert losses[0] - losses[-1] > 0.3
+    assert losses[0] - losses[-1] > 0.2  # the text is that of this Python
     assert_picture(transformer.folder / "train_transformer.png")
 
 
@@ -302,7 +302,7 @@ def test_a_slice_written_cache_is_copied_whole_unless_donated(caches: Caches) ->
     assert "tokens of all modes: the same" in output
 
 
-@needs_tpu_compiler
+@needs_jax
 def test_the_tpu_compiler_aliases_the_same_caches(caches: Caches) -> None:
     _, modes = caches
     assert [modes[mode]["v6e"]["aliases"] for mode in ("plain", "donate", "index_copy_")] == [0, 4, 4]
@@ -319,7 +319,7 @@ def printed(output: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
 
 
-@needs_tpu_compiler
+@needs_jax
 def test_the_loops_reuse_on_a_tpu_what_the_page_shows(tmp_path: Path) -> None:
     output = run_example("loops.py", "--out", str(tmp_path)).stdout
     assert printed(output) == shown("examples.md", "python examples/loops.py")

@@ -9,7 +9,7 @@ import torch_xla
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xr
 from children import in_process
-from helpers import lacking, model_of, pointer
+from helpers import lacking, model_of, needs_jax, pointer
 from torch import nn
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
 
@@ -138,6 +138,7 @@ def looked_up(model, tokens):
     return scan(lambda carry, x: (carry * x, None), rows, model["factors"])[0].sum()
 
 
+@needs_jax
 @lacking("2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding")
 @in_process(devices=4)
 def test_each_iteration_of_spmd_gets_its_slice_with_a_scan() -> None:
@@ -153,6 +154,7 @@ def test_each_iteration_of_spmd_gets_its_slice_with_a_scan() -> None:
     assert model["rows"].grad[:, 0].tolist() == [4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 0.0]
 
 
+@needs_jax
 @in_process(devices=4)
 def test_lower_accumulates_over_placeholders_and_runs_nothing() -> None:
     xr.use_spmd()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch_xla
 from children import in_process
-from helpers import lacking, needs_tpu_compiler
+from helpers import lacking, needs_jax
 
 from torch_xla_donate import auto_donate, donation_report, hlo
 
@@ -36,19 +36,20 @@ def check_row(devices: int, topology: str, way: str) -> None:
     assert row["memory"]["output_bytes"] == model.outputs(size, devices, topology[:3])
 
 
-@needs_tpu_compiler
+@needs_jax
 @in_process()
 def test_the_formula_is_exact_on_one_device() -> None:
     check_row(1, "v6e:1x1", "by-hand")
 
 
 @spmd_scan
-@needs_tpu_compiler
+@needs_jax
 @in_process(devices=4)
 def test_the_formula_is_exact_and_all_is_aliased_on_four_devices() -> None:
     check_row(4, "v5e:2x2", "by-hand")
 
 
+@needs_jax
 @spmd_scan
 @in_process(devices=4)
 def test_auto_donate_donates_what_lower_does_by_hand(dump_folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,13 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
+from helpers import needs_jax
 
 from torch_xla_donate import compile, donate_buffer, hlo, placeholder
 from torch_xla_donate._tools.dump import read_text, summarize
 from torch_xla_donate._tools.memory import findings, with_undonated
 from torch_xla_donate._tools.summary import StepSummary
 
-needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 MIB = 1 << 20
 
 

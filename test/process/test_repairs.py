@@ -10,7 +10,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from children import in_process, run_in_child
-from helpers import lacking
+from helpers import lacking, needs_jax
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation
 from torch_xla.experimental.scan import scan
 
@@ -20,6 +20,7 @@ def test_stock_torch_xla_still_confuses_graphs_of_other_wiring() -> None:
     assert run_in_child(bare.graphs_of_other_wiring).value == [-5.0, -5.0, -5.0]  # the second should be -1.0
 
 
+@needs_jax
 @lacking("2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding")
 @in_process(devices=4)
 def test_each_iteration_of_spmd_gets_the_first_slice_with_a_scan() -> None:

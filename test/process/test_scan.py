@@ -11,7 +11,7 @@ import torch_xla
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xr
 from children import in_process
-from helpers import TellingLock, lacking
+from helpers import TellingLock, lacking, needs_jax
 from torch_xla.experimental.scan import scan as host_scan
 
 from torch_xla_donate import DonationError, _host, compile, donation_report, hlo, is_donated, scan, scan_layers
@@ -66,6 +66,7 @@ def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
     assert aliased_bytes(dump_folder) == [8 * 4 * 4 // 4]
 
 
+@needs_jax
 @lacking("2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding")
 @pytest.mark.filterwarnings("ignore")
 @in_process(devices=4)

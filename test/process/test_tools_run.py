@@ -72,7 +72,11 @@ def test_a_script_sees_what_python_shows_it(script: Path, arguments: list[str]):
     assert json.loads(found.stdout)["argv"] == [str(script), *arguments]
 
 
-@pytest.mark.parametrize("target", ["../{0}/script.py", "link.py", "folder/", "link", "a.pyz", "."])
+# Python 3.10 leaves the dot in the path of the program.
+DOT = pytest.param(".", marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="has another path in Python 3.10"))
+
+
+@pytest.mark.parametrize("target", ["../{0}/script.py", "link.py", "folder/", "link", "a.pyz", DOT])
 def test_a_relative_program_sees_what_python_shows_it(script: Path, monkeypatch: pytest.MonkeyPatch, target: str):
     """A script, a folder or an archive, each also by a link. It changes the folder before its first import."""
     folder = script.parent / "folder"

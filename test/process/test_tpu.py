@@ -15,13 +15,13 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process
-from helpers import make, needs_tpu_compiler
+from helpers import make, needs_jax
 from torch_xla.utils.dlpack import to_dlpack
 
 from torch_xla_donate import DonationError, compile, donate_buffer, hlo, placeholder, placeholder_like
 from torch_xla_donate.hlo.dump import copies
 
-pytestmark = needs_tpu_compiler
+pytestmark = needs_jax
 
 F32 = torch.float32
 

@@ -244,12 +244,17 @@ def step_in_one_frame(lstm):
 def step_that_calls(lstm):
     """The graph after the break gets arguments that are pending; torch_xla runs what they wait for before it."""
 
+    # A function, because Python 3.12 has comprehensions in the frame around them, and torch.compile skips a frame that
+    # breaks in a loop.
+    def trained(weights):
+        return {name: value.detach().requires_grad_() for name, value in weights.items()}
+
     def loss_of(weights, x):
         zeros = (torch.zeros(1, 2, 6, device=x.device), torch.zeros(1, 2, 6, device=x.device))
         return torch.func.functional_call(lstm, weights, (x, zeros))[0].pow(2).mean()
 
     def step(state, x):
-        weights = {name: value.detach().requires_grad_() for name, value in state["weights"].items()}
+        weights = trained(state["weights"])
         loss = loss_of({**weights}, x)
         gradients = dict(zip(weights, torch.autograd.grad(loss, list(weights.values()))))
         with torch.no_grad():

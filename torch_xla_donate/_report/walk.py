@@ -114,7 +114,7 @@ def name_tensors() -> dict[int, Named]:
     return walk.found
 
 
-_PARTS = ("STORE_SUBSCR", "STORE_ATTR")
+_PARTS = ("STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR")
 
 
 def _inner_stores(variable: str, code: types.CodeType) -> Iterator[int]:
@@ -135,15 +135,26 @@ def assigned_at(name: str, code: types.CodeType, line: int) -> int:
 
 def stores_of(name: str, code: types.CodeType, kinds: tuple[str, ...] = ("STORE_",)) -> Iterator[int]:
     """The lines of the instructions of these kinds that store a variable, or an item or attribute on its line."""
+    starts = dict(dis.findlinestarts(code))
     current = code.co_firstlineno
     line_of_load = 0
     for instruction in dis.get_instructions(code):
-        current = instruction.starts_line or current
-        if instruction.argval == name and instruction.opname.startswith("LOAD_"):
-            line_of_load = current
-        is_part = instruction.opname in kinds and current == line_of_load
-        if is_part or (instruction.argval == name and instruction.opname.startswith(kinds)):
-            yield current
+        current = starts.get(instruction.offset) or current
+        for operation, variable in _accesses(instruction):
+            if variable == name and operation.startswith("LOAD_"):
+                line_of_load = current
+            is_part = operation in kinds and current == line_of_load
+            if is_part or (variable == name and operation.startswith(kinds)):
+                yield current
+
+
+def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, object]]:
+    """An instruction and its argument. Python 3.13 has instructions that load or store two variables."""
+    parts = instruction.opname.replace("_FAST", "").split("_")
+    if isinstance(instruction.argval, tuple) and set(parts) <= {"LOAD", "STORE"}:
+        yield from ((f"{part}_FAST", variable) for part, variable in zip(parts, instruction.argval))
+    else:
+        yield instruction.opname, instruction.argval
 
 
 # Files of Python and of installed packages.
