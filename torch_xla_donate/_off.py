@@ -58,9 +58,8 @@ def scan(
 
     _marks.check_options(strict, stacklevel)
     chosen_arguments(donate, ("init", "xs"))
-    pure = {"is_fn_pure": True} if is_fn_pure else {}  # torch_xla 2.7 does not know it
     with _marks.inside_call.replaced(True):  # a compiled function in the body is a part of it
-        result: tuple[Any, Any] = host_scan(fn, init, xs, partition_fn=partition_fn, **pure)
+        result: tuple[Any, Any] = host_scan(fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
     return result
 
 
@@ -78,9 +77,8 @@ def scan_layers(
     from torch_xla.experimental.scan_layers import scan_layers as host_scan_layers
 
     _marks.check_options(strict, stacklevel)
-    pure = {"is_layer_pure": True} if is_layer_pure else {}
     with _marks.inside_call.replaced(True):
-        return host_scan_layers(list(layers), input_data, partition_fn=partition_fn, **pure)
+        return host_scan_layers(list(layers), input_data, partition_fn, is_layer_pure)
 
 
 def gradient_accumulation(

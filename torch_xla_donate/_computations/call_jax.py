@@ -66,8 +66,8 @@ def call_jax(
     if donated:
         outputs = jax.tree.leaves(results)
         pairs = _host.paired([leaves[index] for index in donated], outputs)
-        targets = {donated[donor]: outputs[output] for donor, output in pairs}
-        give(leaves, donated, offered, request, targets)
+        into = {donated[donor]: outputs[output] for donor, output in pairs}
+        give(leaves, donated, offered, request, into)
     return results
 
 

@@ -58,12 +58,12 @@ def user_computation(
     module.check(tensors, names)
     donated = to_donate(tensors, module.donors, names, request)
     results = _host.call_computation(name, tensors, module.callable)
-    targets: dict[int, torch.Tensor] = {}
+    into: dict[int, torch.Tensor] = {}
     for index in donated:
         output = module.aliases.get(index)
         if output is not None and _same_array(results[output], tensors[index]):
-            targets[index] = results[output]
-    give(tensors, donated, names, request, targets)
+            into[index] = results[output]
+    give(tensors, donated, names, request, into)
     return results
 
 
@@ -248,10 +248,10 @@ def give(
     donated: Sequence[int],
     names: _trees.Names,
     request: _marks.DonationRequest,
-    targets: Mapping[int, torch.Tensor],
+    into: Mapping[int, torch.Tensor],
 ) -> None:
-    """Marks the donors that `to_donate` returned. targets: the outputs that should reuse their buffers."""
+    """Marks the donors that `to_donate` returned. into: the outputs that should reuse their buffers."""
     if donated:
         _marks.mark_all(
-            [_marks.Donation(names.name(index), tensors[index], request, targets.get(index)) for index in donated]
+            [_marks.Donation(names.name(index), tensors[index], request, into.get(index)) for index in donated]
         )
