@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch_xla_donate._tools.hints import Advice as Advice
     from torch_xla_donate._tools.hints import Hint as Hint
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "Advice",
