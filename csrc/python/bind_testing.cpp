@@ -58,6 +58,7 @@ void BindTesting(py::module_& m) {
         py::dict result;
         result["pending"] = Marks::Get().Size();
         result["consumed"] = steps.consumed;
+        result["just_consumed"] = steps.just_consumed;
         result["undonated"] = steps.undonated;
         result["steps"] = steps.kept;
         result["outcomes"] = steps.outcomes;

@@ -371,9 +371,9 @@ void Steps::Keep(const StepPtr& step) noexcept {
 
 void Steps::Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs) {
   MutexLock lock(registry_mutex);
-  step->outputs.assign(outputs.begin(), outputs.end());
   step->consumed.reserve(step->donors.size());
   last_consumed_.try_emplace(step->donors.front()->array.device);
+  step->outputs.assign(outputs.begin(), outputs.end());
   const auto known = outcomes_.find(graph_hash);
   if (known != outcomes_.end() && known->second->used.size() == step->donors.size()) {
     step->outcome = known->second;
@@ -435,12 +435,21 @@ void Steps::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
   } catch (const std::exception& error) {  // a reason may lack a size, but the step must end
     Tallies::Get().NoteError(error.what());
   }
-  {
-    MutexLock lock(registry_mutex);
-    Finish(step, std::move(outcome), failure);
-    last_consumed_.find(step->donors.front()->array.device)->second.swap(step->consumed);
+  std::vector<lazy::BackendDataPtr> consumed = std::move(step->consumed);  // destroyed without the lock: it may wait
+  MutexLock lock(registry_mutex);
+  Finish(step, std::move(outcome), failure);
+  if (failure.empty()) {
+    last_consumed_.find(step->donors.front()->array.device)->second.swap(consumed);
   }
-  step->consumed.clear();  // of the run before; without the lock, because this may wait
+}
+
+std::vector<lazy::BackendDataPtr> Steps::TakeConsumed(const lazy::BackendDevice& device) noexcept {
+  if (!has_steps_.load(std::memory_order_relaxed)) {
+    return {};
+  }
+  MutexLock lock(registry_mutex);
+  const auto found = last_consumed_.find(device);
+  return found == last_consumed_.end() ? std::vector<lazy::BackendDataPtr>() : std::exchange(found->second, {});
 }
 
 void Steps::Abandon(const StepPtr& step, const Reason& failure) noexcept {
@@ -627,7 +636,11 @@ std::vector<StepSnapshot> Steps::TakeNotices(const std::optional<lazy::BackendDe
 
 Steps::Counts Steps::Size() const {
   MutexLock lock(registry_mutex);
-  return {consumed_.size(), undonated_.size(), kept_.size(), outcomes_.size()};
+  std::size_t just_consumed = 0;
+  for (const auto& [device, buffers] : last_consumed_) {
+    just_consumed += buffers.size();
+  }
+  return {consumed_.size(), just_consumed, undonated_.size(), kept_.size(), outcomes_.size()};
 }
 
 }  // namespace torch_xla_donate

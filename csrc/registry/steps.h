@@ -69,7 +69,8 @@ struct Step {
   // The same for each step without donors until the next step with donors; as many as steps are kept.
   std::deque<std::uint64_t> plain_steps GUARDED_BY(registry_mutex);
   std::vector<std::weak_ptr<StepTally>> tallies GUARDED_BY(registry_mutex);  // that count it
-  // Memory for the end of the step, so that the end cannot fail. Only the thread that ends the step uses it.
+  // Memory for the end of the step, so that the end cannot fail. Only Commit() and the thread that ends the step use
+  // it.
   std::vector<bool> used;
   std::vector<lazy::BackendDataPtr> consumed;
 };
@@ -171,8 +172,12 @@ class Steps {
     }
   }
   // The device has the step's run, or the step has failed for the reason given. Reads from the buffers whether XLA used
-  // them, and keeps the used ones until the device has its next run: see last_consumed_.
+  // them. Keeps the used ones of a run that has not failed: see TakeConsumed().
   void RecordOutcome(const StepPtr& step, const Reason& failure = {}) noexcept;
+  // What the device's last run has consumed, for its next run, which destroys it when the device has that run. XLA's
+  // CPU client waits for a run when a buffer that it consumes is destroyed. A program whose old tensors go at once
+  // could not prepare a step while the one before it runs. The buffers have no memory of the device any more.
+  std::vector<lazy::BackendDataPtr> TakeConsumed(const lazy::BackendDevice& device) noexcept;
   // The step will not run, so XLA used no donor.
   void Abandon(const StepPtr& step, const Reason& failure) noexcept;
   // Whether the donor's step has ended without using it.
@@ -194,7 +199,7 @@ class Steps {
   std::vector<StepSnapshot> TakeNotices(const std::optional<lazy::BackendDevice>& device);
 
   struct Counts {
-    std::size_t consumed, undonated, kept, outcomes;
+    std::size_t consumed, just_consumed, undonated, kept, outcomes;
   };
   Counts Size() const;
 
@@ -247,9 +252,6 @@ class Steps {
   std::uint64_t next_step_ GUARDED_BY(registry_mutex) = 1;
   std::size_t running_ GUARDED_BY(registry_mutex) = 0;
   ska::flat_hash_map<Buffer, Consumed> consumed_ GUARDED_BY(registry_mutex);
-  // By device, what its last run with donors has consumed. XLA's CPU client waits for the run when such a buffer is
-  // destroyed, so a program whose old tensors go at once could not prepare a step while the one before it runs. They
-  // have no memory of the device.
   std::map<lazy::BackendDevice, std::vector<lazy::BackendDataPtr>> last_consumed_ GUARDED_BY(registry_mutex);
   std::size_t remembered_ GUARDED_BY(registry_mutex) = 0;  // the size of consumed_ after the last ForgetFreed()
   ska::flat_hash_map<Buffer, std::pair<DonorPtr, std::uint64_t>> undonated_ GUARDED_BY(registry_mutex);

@@ -292,11 +292,12 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, RunContext
   if (context.claim != nullptr) {
     context.claim->NoteExecutable(context.run);
   }
-  if (context.ends.empty()) {
+  auto consumed = std::make_shared<std::vector<lazy::BackendDataPtr>>(Steps::Get().TakeConsumed(context.run.device));
+  if (context.ends.empty() && consumed->empty()) {
     return run;
   }
   const auto end = std::make_shared<RunEnd>(std::move(context.ends));
-  std::function<void()> completion = [run = std::move(run), end] {
+  std::function<void()> completion = [run = std::move(run), end, consumed = std::move(consumed)] {
     HandOver().load(std::memory_order_acquire);
     try {
       run();
@@ -308,6 +309,7 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, RunContext
       throw;
     }
     end->Call({});
+    consumed->clear();  // last, because it may wait for the run before
   };
   HandOver().fetch_add(1, std::memory_order_release);
   return completion;

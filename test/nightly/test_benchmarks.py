@@ -331,8 +331,8 @@ def test_overlap_reads_calls_and_runs_from_the_profile(tmp_path: Path) -> None:
     assert_neutral(found)
     assert [row["variant"] for row in found["rows"]] == ["not donated", "marks", "pure=True", "JAX, donated"]
     for row in found["rows"]:
-        assert len(row["calls"]) == len(row["runs"]) == 12
-        assert all(begin < end for part in ("calls", "runs") for begin, end in row[part])
+        assert len(row["calls"]) == len(row["begins"]) == 12
+        assert all(begin < end for part in ("calls", "busy") for begin, end in row[part])
     assert (tmp_path / "overlap.svg").exists()
 
 

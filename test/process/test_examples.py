@@ -251,7 +251,7 @@ def test_a_donated_functional_state_is_aliased_as_a_whole(
 
 def test_the_transformer_learns(transformer: Training) -> None:
     losses = [float.fromhex(loss) for loss in transformer.runs["donate"]["losses"]]
-    assert losses[0] - losses[-1] > 0.2  # the text is that of this Python
+    assert losses[0] - losses[-1] > 0.1  # how much depends on the text, which is that of this Python
     assert_picture(transformer.folder / "train_transformer.png")
 
 

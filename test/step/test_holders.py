@@ -14,6 +14,7 @@ import torch
 import torch_xla
 
 from torch_xla_donate import _C, auto_donate, donation_report
+from torch_xla_donate._report import walk
 from torch_xla_donate._report.walk import user_frames
 
 HERE = "test_holders.py"
@@ -27,6 +28,30 @@ def _automatic():
 
 def holders():
     return [held.holder for held in donation_report().held]
+
+
+def assigns(xs, state):
+    w = 1
+    y = [w + 1 for w in xs]
+    state["w"] = y
+    w, z = y
+    z[:] = [w]
+    z.a = w
+    w = [
+        w + 1
+        for w in xs
+    ]  # fmt: skip
+    return w, z
+
+
+def test_the_lines_that_store_a_variable_or_a_part_are_found_in_the_bytecode_of_each_python():
+    def lines(name, *kinds):
+        found = walk.stores_of(name, assigns.__code__, *kinds)
+        return [line - assigns.__code__.co_firstlineno for line in found]
+
+    assert lines("w") == [1, 4, 7]
+    assert lines("z") == [4]
+    assert lines("z", walk._PARTS) == [5, 6]
 
 
 def test_a_local_variable_and_the_line_that_sets_it(make):

@@ -1,20 +1,20 @@
-"""What a step has consumed stays until the device has its next run: XLA's CPU client waits for a run to destroy it."""
+"""What a run has consumed stays until the device has its next run: XLA's CPU client waits for a run to destroy it."""
 
 from __future__ import annotations
 
 import pytest
 import torch_xla
 import torch_xla.core.xla_model as xm
+from helpers import pointer
 
 import torch_xla_donate
 from torch_xla_donate import _C, donate_buffer
 
 
-def consumed() -> int:
-    """How many consumed buffers exist."""
+def just_consumed() -> int:
+    """How many buffers stay, when nothing runs any more."""
     xm.wait_device_ops()
-    torch_xla.sync()  # a step forgets those that are freed
-    return _C.sizes()["consumed"]
+    return _C.sizes()["just_consumed"]
 
 
 def marked(tensors):
@@ -30,14 +30,24 @@ pure = torch_xla_donate.compile(lambda tensors: [t + 1.0 for t in tensors], dona
 
 @pytest.mark.parametrize("update", [marked, pure])
 def test_consumed_buffers_stay_until_the_next_run(make, update):
-    one, five = [make(4)], [make(4) for _ in range(5)]
-    for _ in range(2):  # the second call of each length has everything
-        one, five = update(one), update(five)
-    one = update(one)
-    before = consumed() - 1
+    tensors = [make(4) for _ in range(5)]
+    for _ in range(3):
+        memory = pointer(tensors[0])
+        tensors = update(tensors)
+        assert just_consumed() == 5
+        assert pointer(tensors[0]) == memory  # and the array itself is not one of them
+    assert [t.tolist() for t in tensors] == [[3.0, 4.0, 5.0, 6.0]] * 5
+
+
+@pytest.mark.parametrize("update", [marked, pure])
+def test_a_run_that_donates_nothing_ends_them_and_the_hooks_rest(make, update):
+    other = make(4)
+    tensors = [make(4) for _ in range(5)]
+    before = _C.sizes()["consumed"]  # tensors of other tests that still wait for the garbage collector
+    tensors = update(tensors)
     for _ in range(2):
-        five = update(five)
-        assert consumed() == before + 5
-    one = update(one)
-    assert consumed() == before + 1
-    assert [t.tolist() for t in (*one, *five)] == [[4.0, 5.0, 6.0, 7.0]] * 6
+        other = other * 2
+        torch_xla.sync()
+        assert just_consumed() == 0
+    assert _C.sizes()["consumed"] <= before
+    assert tensors[0].tolist() == [1.0, 2.0, 3.0, 4.0]

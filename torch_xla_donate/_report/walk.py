@@ -136,16 +136,32 @@ def assigned_at(name: str, code: types.CodeType, line: int) -> int:
 def stores_of(name: str, code: types.CodeType, kinds: tuple[str, ...] = ("STORE_",)) -> Iterator[int]:
     """The lines of the instructions of these kinds that store a variable, or an item or attribute on its line."""
     starts = dict(dis.findlinestarts(code))
+    instructions = list(dis.get_instructions(code))
+    # Python 3.12 has comprehensions in the code around them. Their variables are others, even of the same name.
+    inlined = [_place(one) for one in instructions if one.opname == "LOAD_FAST_AND_CLEAR" and one.argval == name]
     current = code.co_firstlineno
     line_of_load = 0
-    for instruction in dis.get_instructions(code):
+    for instruction in instructions:
         current = starts.get(instruction.offset) or current
+        if inlined and any(start <= _place(instruction)[0] and _place(instruction)[1] <= end for start, end in inlined):
+            continue
         for operation, variable in _accesses(instruction):
-            if variable == name and operation.startswith("LOAD_"):
+            if variable == name and operation.startswith(_LOADS):
                 line_of_load = current
             is_part = operation in kinds and current == line_of_load
             if is_part or (variable == name and operation.startswith(kinds)):
                 yield current
+
+
+# Of variables; other instructions load attributes and constants, which may have the same name.
+_LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF")
+
+
+def _place(instruction: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Where the code of an instruction begins and ends: lines and columns. Python 3.11 and newer know it."""
+    place = instruction.positions
+    assert place is not None
+    return (place.lineno or 0, place.col_offset or 0), (place.end_lineno or 0, place.end_col_offset or 0)
 
 
 def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, object]]:
@@ -354,7 +370,8 @@ def user_frames() -> Iterator[types.FrameType]:
     """The user's frames, the innermost of each thread first; this thread comes before all others."""
     others = sys._current_frames()
     others.pop(threading.get_ident(), None)
-    for top in (sys._getframe(), *others.values()):
+    # Not the frame of this generator, which would refer to itself and so keep the walk and its tensors.
+    for top in (sys._getframe().f_back, *others.values()):
         frame: types.FrameType | None = top
         while frame is not None:
             if not is_internal(frame):
