@@ -82,7 +82,9 @@ class Hosts:
             theirs, ours = (run(interpreter, "-c", code).strip() for interpreter in (self._given[release], python))
             (Path(ours) / "host.pth").write_text(theirs + "\n")
         else:
-            run(python, "-m", "pip", "install", "-q", *releases()[release], *packages)
+            run(python, "-m", "pip", "install", "-q", *releases()[release])
+            # Afterwards, because the wheel of torch_xla has a copy of torchax, which needs flax.
+            run(python, "-m", "pip", "install", "-q", *packages)
         return python
 
     def drop(self, python: Path) -> None:
