@@ -30,6 +30,7 @@ CASES = {
     "SGD, 64 x 4 MiB": ("sgd", 64, 1 << 20),
     "SGD, 1,000 x 64 KiB": ("sgd", 1_000, 1 << 14),
     "Adam, 1 x 256 MiB": ("adam", 1, 1 << 26),
+    "Adam, 1,000 x 64 KiB": ("adam", 1_000, 1 << 14),
 }
 TINY_CASES = {"SGD, 2 x 4 KiB": ("sgd", 2, 1 << 10), "Adam, 2 x 4 KiB": ("adam", 2, 1 << 10)}
 RATE, BETA, GAMMA, SMALL = 0.125, 0.875, 0.75, 1e-3
