@@ -11,6 +11,9 @@ import os
 import sys
 from pathlib import Path
 
+# Or torch 2.8 starts a thread and processes that compile for Triton, as soon as torch_xla imports its inductor.
+os.environ["TORCH_WARM_POOL"] = "0"
+
 import numpy  # noqa: F401
 import pytest
 import torch_xla.core.xla_model
