@@ -49,8 +49,7 @@ Timed = Callable[[], float]
 def step() -> None:
     """Runs the pending work, to its end."""
     torch_xla.sync(wait=True)
-    # sync() waits until the device has the work, not until it is done. A donating step would seem slow, because only
-    # that cannot be queued.
+    # sync() waits until the device has the work, not until it is done.
     xm.wait_device_ops()
 
 
