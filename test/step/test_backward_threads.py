@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS
+from helpers import each_backend
 
 from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report
 
@@ -35,7 +35,7 @@ def test_outside_of_compile_autograd_has_its_own_threads(make):
     torch_xla.sync()
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 def test_compiled_functions_run_autograd_on_their_thread(make, options):
     seen = []
     parameters, x = model(make)

@@ -113,7 +113,8 @@ def test_updates_of_arguments_in_place_are_seen(make, donated):
         x, y = make(3), make(3)
         assert g(x, y).tolist() == [0, 4, 8]
         assert x.tolist() == [0, 2, 4]
-        assert is_donated(y) or y.tolist() == [0, 1, 2]
+        assert {donor.outcome for donor in donation_report(steps=1).donors} == {"donated"}
+        assert is_donated(y) if donated else y.tolist() == [0, 1, 2]
 
 
 def test_captured_parameters_stay_and_their_updates_are_seen(make):
@@ -346,8 +347,10 @@ def test_a_graph_of_views_is_computed_from_the_views():
         a = torch.arange(9.0).reshape(3, 3).to(device)
         state, found = (a, a.data, a.t()), []
         torch_xla.sync()
-        for _ in range(4):
-            state, total = call(*state)
+        for number in range(4):
+            given, (state, total) = state, call(*state)
+            # The arguments of the first call are one buffer, which is returned.
+            assert device == "cpu" or is_donated(given[0]) is (number > 0)
             found.append(total.tolist())
         return found
 
@@ -366,12 +369,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "donated"),
-    [("copy_", ()), ("copy_", (0,)), ("copy_", (1,)), *((name, (0, 1)) for name in COPIES)],
-    ids=str,
-)
-def test_a_whole_copy_of_an_argument_is_a_new_value(name, donated):
+@pytest.mark.parametrize("name", COPIES)
+def test_a_whole_copy_of_an_argument_is_a_new_value(name):
     """torch_xla's functional copy writes into its first operand, which misled the bridge."""
 
     def f(a, b):
@@ -397,9 +396,8 @@ def test_a_whole_copy_of_an_argument_is_a_new_value(name, donated):
     def in_place(call):
         return lambda a, b: (*call(a, b), a, b)
 
-    if name != "copy_" or not donated:
-        assert_as_on_the_cpu(run, in_place(openxla(f)), in_place(f))
-    assert_as_on_the_cpu(run, openxla(f_of_state, donate_argnums=donated), f_of_state)
+    assert_as_on_the_cpu(run, in_place(openxla(f)), in_place(f))
+    assert_as_on_the_cpu(run, openxla(f_of_state, donate_argnums=(0, 1)), f_of_state)
 
 
 def test_work_outside_the_graph_reads_the_donor_first():

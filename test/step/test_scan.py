@@ -347,13 +347,10 @@ class Alike:
         return "alike"
 
 
-def test_keys_that_print_alike_do_not_donate_for_each_other(make):
-    kinds = (lambda: torch.nn.Linear(3, 3), lambda: torch.nn.Parameter(torch.ones(2)), Alike)
-    for first, second in ((kind(), kind()) for kind in kinds):
-        check_two_keys(make, first, second)
+@pytest.mark.parametrize("kind", [lambda: torch.nn.Linear(3, 3), lambda: torch.nn.Parameter(torch.ones(2)), Alike])
+def test_keys_that_print_alike_do_not_donate_for_each_other(make, kind):
+    first, second = kind(), kind()
 
-
-def check_two_keys(make, first, second):
     def body(carry, x):
         return {first: carry[first] + x, second: carry[second] * 2}, carry[first] * 1
 
