@@ -6,6 +6,7 @@ import functools
 import random
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -134,25 +135,18 @@ def test_every_kind_of_callable_donates(make, options):
 
 @each_backend
 def test_calls_from_several_threads_in_turn(make, options):
-    g, lock, errors = compile(lambda x: x + 1, donate_argnums=0, **options), threading.Lock(), []
+    g, lock = compile(lambda x: x + 1, donate_argnums=0, **options), threading.Lock()
     g(make(3))
 
-    def run():
-        try:
-            for _ in range(5):
-                with lock:
-                    x = make(3)
-                    assert g(x).tolist() == [1, 2, 3]
-                    assert is_donated(x)
-        except BaseException as error:
-            errors.append(error)
+    def run(_):
+        for _ in range(5):
+            with lock:
+                x = make(3)
+                assert g(x).tolist() == [1, 2, 3]
+                assert is_donated(x)
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(run, range(4)))
     assert _XLAC._get_allow_execution()
 
 

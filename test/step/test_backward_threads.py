@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS, compiles, pointer
+from helpers import each_backend
 
-from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report, is_donated
+from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report
 
 
 def gradients(parameters, x, seen):
@@ -35,7 +35,7 @@ def test_outside_of_compile_autograd_has_its_own_threads(make):
     torch_xla.sync()
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 def test_compiled_functions_run_autograd_on_their_thread(make, options):
     seen = []
     parameters, x = model(make)
@@ -61,26 +61,6 @@ def test_the_setting_of_the_program_comes_back_after_an_error(make):
             with pytest.raises(ValueError, match="no"):
                 compile(fail)(make(2))
             assert torch.autograd.is_multithreading_enabled() is before
-
-
-@pytest.mark.parametrize("options", [{}, {"pure": True}], ids=str)
-def test_thirty_steps_move_nothing_and_compile_once(make, options):
-    parameters, x = model(make)
-    torch_xla.sync()
-
-    @compile(donate_argnums=0, **options)
-    def step(parameters, x):
-        return [p - 0.1 * g for p, g in zip(parameters, gradients(parameters, x, []))]
-
-    parameters = step(parameters, x)
-    places = [pointer(p) for p in parameters]
-    before = compiles()
-    for _ in range(30):
-        old = parameters
-        parameters = step(parameters, x)
-        assert all(map(is_donated, old))
-        assert [pointer(p) for p in parameters] == places
-    assert compiles() == before
 
 
 def step_with_backward(w, marks=True):

@@ -52,14 +52,6 @@ def test_donations_in_the_step_donate_carry_and_slices(make):
     assert outcome == {"carried_tensors[0]": "donated", "iterable_tensors[0]": "unusable"}
 
 
-def test_arguments_are_donated_from_outside(make):
-    model, carried = model_of(), [make(6), make(7)]
-    kept = gradient_accumulation(counted(model), (make(3, 2, 4),), model, *carried, donate="carried_tensors")
-    torch_xla.sync()
-    del kept
-    assert all(map(is_donated, carried))
-
-
 def test_an_iterable_tensor_is_donated_to_an_output_of_its_size(make):
     def step(x, a):
         return model(x).sum() * 0, a * 2 + x.sum()

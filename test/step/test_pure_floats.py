@@ -176,11 +176,8 @@ def test_a_float_is_converted_to_the_dtype_of_the_tensor_it_is_written_into(make
 
 
 def test_one_trace_serves_a_schedule_of_learning_rates(make):
-    traces = []
-
     @compile(donate_argnums=0, pure=True)
     def update(state, gradients, options):
-        traces.append(1)
         return {key: p - options["lr"] * gradients[key] for key, p in state.items()}
 
     state, gradients = {"w": make(4)}, {"w": make(4)}
@@ -194,27 +191,21 @@ def test_one_trace_serves_a_schedule_of_learning_rates(make):
         assert is_donated(old)
         before = before or compiles()
     assert torch.allclose(state["w"].cpu(), expected, rtol=1e-6)
-    assert len(traces) == 1
+    assert len(update._programs) == 1
     assert compiles() == before
     assert all(donor.outcome == "donated" for donor in donation_report(steps=3).donors)
 
 
 def test_special_values_and_computed_numbers_keep_their_precision(make):
     """They share the trace. A number that the function computes is a float64."""
-    traces = []
-
-    @compile(pure=True)
-    def scale(x, n):
-        traces.append(1)
-        return x + n, torch.full((1,), n, device="xla", dtype=torch.float64)
-
+    scale = compile(lambda x, n: (x + n, torch.full((1,), n, device="xla", dtype=torch.float64)), pure=True)
     x = make(2)
     for value in (math.nan, math.inf, -math.inf, -0.0, 0.0, 1.0, 5e-324, 1e300, 0.1):
         result, exact = scale(x, value)
         assert torch.equal(result.cpu(), x.cpu() + value) or math.isnan(value)
         assert numpy.float64(exact.item()).tobytes() == numpy.float64(value).tobytes() or math.isnan(value)
         assert result.isnan().all().item() is math.isnan(value)
-    assert len(traces) == 1
+    assert len(scale._programs) == 1
 
     @compile(pure=True)
     def f(x, n, m):
@@ -254,13 +245,7 @@ def test_ints_bools_strings_enums_and_static_floats_are_static(make):
 
 
 def test_numpy_floats_share_the_trace_and_promote_as_numbers(make):
-    traces = []
-
-    @compile(pure=True)
-    def f(x, n):
-        traces.append(1)
-        return x * n
-
+    f = compile(lambda x, n: x * n, pure=True)
     x = make(3).bfloat16()
     torch_xla.sync()
     for kind in (numpy.float64, numpy.float32, numpy.float16):
@@ -268,7 +253,7 @@ def test_numpy_floats_share_the_trace_and_promote_as_numbers(make):
             result = f(x, kind(value))
             assert result.dtype == torch.bfloat16
             assert torch.equal(result.cpu(), x.cpu() * value)
-    assert len(traces) == 1
+    assert len(f._programs) == 1
 
 
 def test_a_default_float_is_a_constant_and_an_argument_an_input(make):
@@ -291,9 +276,7 @@ def test_a_default_float_is_a_constant_and_an_argument_an_input(make):
 
 HOST_USES = {
     "branch": lambda x, n: x if n > 0.1 else -x,
-    "equality": lambda x, n: x if n == 0.1 else -x,
     "derived": lambda x, n: x if 1 - n * 2 else -x,
-    "and": lambda x, n: n and x,
     "math": lambda x, n: x * math.sqrt(n),
     "round": lambda x, n: x * round(n, 1),
     "trunc": lambda x, n: x * math.trunc(n),
@@ -305,8 +288,6 @@ HOST_USES = {
     "float": lambda x, n: x * float(n),
     "int": lambda x, n: x * int(n),
     "item": lambda x, n: x * n.item(),
-    "max": lambda x, n: x * max(n, 0.1),
-    "in": lambda x, n: x if n in (0.1, 0.2) else -x,
     "format": lambda x, n: (f"{n}", x)[1],
     "repr": lambda x, n: (repr(n), x)[1],
     "hash": lambda x, n: {0.3: x}.get(n, -x),
@@ -378,10 +359,7 @@ def test_gradients_flow_beside_a_number(make):
 
 
 def test_the_default_dtype_is_part_of_the_signature(make):
-    @compile(pure=True)
-    def f(x, n):
-        return x * n
-
+    f = compile(lambda x, n: x * n, pure=True)
     x = make(3, dtype=torch.int64)
     assert f(x, 0.5).dtype == torch.float32
     torch.set_default_dtype(torch.float64)
@@ -417,10 +395,7 @@ def test_two_thousand_rates_leave_no_memory(make):
 
 
 def test_lower_takes_the_float_as_an_input(make):
-    @compile(donate_argnums=0, pure=True)
-    def f(state, n):
-        return state * n
-
+    f = compile(lambda state, n: state * n, donate_argnums=0, pure=True)
     x = make(4)
     lowered = f.lower(x, 0.5)
     assert "f64[1]" in lowered.as_text()

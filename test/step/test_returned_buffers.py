@@ -197,30 +197,6 @@ def test_a_module_or_its_parameter_is_returned(make, backend):
 
 
 @BACKEND
-def test_returned_tied_weights_are_kept(make, backend):
-    """Frozen tied weights: one name of the buffer is returned, the other one is read."""
-    module = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(4, 3), "head": torch.nn.Linear(3, 4, bias=False)})
-    module["head"].weight = module["embedding"].weight
-    module.to("xla").requires_grad_(False)
-    expected = module["head"].weight.tolist()
-
-    def step(state):
-        logits = state["embedding.weight"] @ state["head.weight"].t() * state["scale"].sum()
-        return {**state, "scale": state["scale"] + logits.sum() * 0 + 1}
-
-    g = give_away(step, backend)
-    state = {name: value.detach() for name, value in module.named_parameters(remove_duplicate=False)}
-    state["scale"] = make(3) * 0 + 1
-    torch_xla.sync()
-    for round in range(1, 4):
-        scale = state["scale"]
-        state = g(state)
-        assert is_donated(scale)
-        assert state["embedding.weight"].tolist() == state["head.weight"].tolist() == expected
-        assert state["scale"].tolist() == [round + 1] * 3
-
-
-@BACKEND
 def test_calls_whose_ties_differ_are_right(make, backend):
     """One function, called with other ties each time: each call is right, and gives away what it may."""
     g = give_away(lambda s: {"a": s["a"], "b": s["b"] + 1, "c": s["c"] * 2}, backend)
