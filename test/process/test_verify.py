@@ -256,20 +256,6 @@ def test_a_sharded_program_has_the_bytes_of_a_device(tmp_path):
     assert {(donor.kind, donor.array, donor.bytes, donor.output) for donor in donors} == {("marked", "f32[16]", 64, 0)}
 
 
-def record_example(folder: Path, path: str) -> None:
-    sys.argv = ["torch_xla_donate", "run", "--record", str(folder), path]
-    command_line.entry("torch_xla_donate")
-
-
-def test_an_example_is_verified_unedited(tmp_path):
-    path = ROOT / "examples" / "quickstart.py"
-    run_in_child(record_example, tmp_path, str(path), exit_code=0)
-    (step,) = [step for step in collect(tmp_path, "example", exit_code=0).steps if step.donors]
-    (donor,) = step.donors
-    assert (donor.kind, donor.array, donor.where, donor.output) == ("marked", "f32[1024,1024]", f"{path}:14", 0)
-    assert (step.executed, step.aliases) == (1, 1)
-
-
 WAITS = """
 import signal
 import torch, torch_xla
