@@ -78,15 +78,6 @@ def test_explain_names_the_sections_that_contain_a_message():
     assert "'no page says this' is neither a page" in done.stderr
 
 
-def test_help_lists_the_commands():
-    assert "doctor" in run("--help").stdout
-    assert "explain" in run("--help").stdout
-
-
-def test_an_unknown_command_is_an_error():
-    run("nurse", exit_code=2)
-
-
 @pytest.mark.parametrize(
     ("value", "on"),
     [(value, True) for value in ("1", "true", "2", " 3x")] + [(value, False) for value in ("0", "false", "x", "")],

@@ -342,7 +342,7 @@ def test_bad_shardings_are_refused():
 
 
 @in_process
-def test_dumps_of_a_step_and_of_jax_keep_their_donors(dump_folder):
+def test_a_dump_of_a_step_keeps_its_donors(dump_folder):
     t, other = torch.ones(256, 128).to("xla"), torch.ones(100).to("xla")
     torch_xla.sync(wait=True)
     donate_buffer([t, other])
@@ -354,17 +354,6 @@ def test_dumps_of_a_step_and_of_jax_keep_their_donors(dump_folder):
     assert [donor.output is not None for donor in compiled.donors] == [True, True]
     assert compiled.memory.alias_bytes == 4 * 256 * 128 + 512
     assert len([found for found in hlo.read_dump(dump_folder) if found.donors]) == 1  # the compiler dumps nothing there
-    program = """
-import sys, jax, jax.numpy as jnp
-f = jax.jit(lambda a, b: (a + 1, (b * 2).sum()), donate_argnums=(0, 1))
-print(f.lower(jnp.ones((256, 128)), jnp.ones((7, 3))).compiler_ir("hlo").as_hlo_text())
-"""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    text = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env).stdout
-    donors = hlo.parse(text)
-    assert donors.aliases or donors.donors
-    outcomes = hlo.compile_for(text, "v6e:1x1").donors
-    assert outcomes[0].output == (0,)
     assert len(kept) == 2
 
 
