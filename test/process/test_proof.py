@@ -73,11 +73,11 @@ def test_what_torch_xla_donates_by_itself_is_left_alone(dump_folder):
     assert (out.tolist(), theirs.tolist()) == ([1, 2, 3], [1, 2, 3, 4, 5])
 
 
-def test_no_mark_means_the_same_hlo_as_without_the_package(tmp_path):
-    texts = []
+@pytest.mark.parametrize("program", [bare.train_three_steps, bare.write_through_views])
+def test_no_mark_means_the_same_hlo_as_without_the_package(tmp_path, program):
+    found = []
     for package in (True, False):
         folder = tmp_path / str(package)
-        run_in_child(bare.train_three_steps, kwargs={"package": package}, dump=folder)
-        texts.append({path.name: path.read_bytes() for path in sorted(folder.glob("*optimizations.txt"))})
-    assert len(texts[0]) >= 4
-    assert texts[0] == texts[1]
+        values = run_in_child(program, kwargs={"package": package}, dump=folder).value
+        found.append((values, {path.name: path.read_bytes() for path in folder.glob("*optimizations.txt")}))
+    assert found[0] == found[1] and len(found[0][1]) >= 4
