@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import ctypes
 import functools
 import gc
-import operator
 import os
 import signal
 import threading
@@ -21,6 +18,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
 from helpers import make, run_script
+from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
@@ -460,24 +458,6 @@ def install_handlers() -> None:
         signal.signal(number, handler(error))
 
 
-def with_pending(number: int, call: Callable[[], object]) -> type[BaseException] | None:
-    """Calls a function that is not Python code with a signal pending; returns the type of what it raises.
-
-    C's `raise` returns when Python has noted the signal, unlike Python's, which runs the handler before it returns.
-    No bytecode runs between it and the call.
-    """
-    send = functools.partial(ctypes.CDLL(None)["raise"], int(number))
-    calls = map(operator.methodcaller("__call__"), [send, call])
-    gc.disable()  # JAX has a callback of the collector, in which the handler would run and its error would be ignored
-    try:
-        collections.deque(calls, maxlen=0)
-    except BaseException as error:
-        return type(error)
-    finally:
-        gc.enable()
-    return None
-
-
 def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException | None:
     """Repeats the step while another thread sends a signal; returns what the step raises.
 
@@ -492,7 +472,7 @@ def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException |
         sent.set()
 
     sender = threading.Thread(target=send)
-    gc.disable()  # as in with_pending
+    gc.disable()  # as in interrupts.with_pending
     sender.start()
     try:
         after = 0
