@@ -17,7 +17,7 @@ import bare
 import pytest
 import torch
 import torch_xla
-from children import Ended, run_file, run_in_child
+from children import run_command, run_file, run_in_child
 
 import torch_xla_donate as txd
 from torch_xla_donate import testing
@@ -294,26 +294,17 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def run(*words: str, exit_code: int = 0) -> Ended:
-    return run_in_child(run_module, *words, env=OFF, exit_code=exit_code)
-
-
-def run_module(*words: str) -> None:
-    sys.argv = ["torch_xla_donate", *words]
-    runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
-
-
 def test_doctor_names_the_switch() -> None:
-    done = run("doctor", exit_code=1)
+    done = run_command("doctor", env=OFF, exit_code=1)
     assert "PROBLEM: TORCH_XLA_DONATE=0 switches the package off; unset it" in done.stdout
 
 
 def test_verify_refuses_and_run_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('ran', sys.argv[1:], 'torch_xla_donate' in sys.modules)\n", encoding="utf-8")
-    done: Ended = run("run", "--auto", str(script), "--epochs", "3")
+    done = run_command("run", "--auto", str(script), "--epochs", "3", env=OFF)
     assert done.last_line == "ran ['--epochs', '3'] True"
-    refused = run("verify", str(script), exit_code=2)
+    refused = run_command("verify", str(script), env=OFF, exit_code=2)
     assert "TORCH_XLA_DONATE=0 switches torch_xla_donate off, so no step has donors." in " ".join(
         refused.stderr.split()
     )
