@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from bare import state
 from children import in_process, run_in_child
 from helpers import make, run_script
+from sharding import mesh, shard
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -601,9 +600,8 @@ def test_the_layouts_are_right_where_the_interpreter_is_ending(where, automatic)
 @in_process(devices=4)
 def test_a_fresh_tensor_may_be_sharded_as_replicated():
     """torch_xla does so in programs that switch SPMD off and on again."""
-    xr.use_spmd()
-    probe = torch.zeros(3, dtype=torch.int32).to("xla")
-    xs.mark_sharding(probe, xs.Mesh(np.arange(4), (4,), ("a",)), (None,))
+    mesh()
+    probe = shard(torch.zeros(3, dtype=torch.int32).to("xla"), None)
     number = _XLAC._xla_get_tensor_id(probe)
     with pytest.raises(RuntimeError, match="element type int32 set, sharding set, clone flag empty, alias id"):
         _C.verify_layouts(probe, number, False)

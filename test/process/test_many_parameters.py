@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import BACKENDS, pointer
+from sharding import mesh, shard
 
 from torch_xla_donate import (
     compile,
@@ -104,11 +102,8 @@ def test_compiled_functions_donate_elements_of_the_tuple(dump_folder, options):
 
 @in_process(env=WRAPPED, devices=2)
 def test_sharded_elements_of_the_tuple_are_donated():
-    xr.use_spmd()
-    mesh = xs.Mesh(numpy.arange(2), (2,), ("x",))
-    state = {name: torch.arange(4.0).to("xla") for name in "abc"}
-    for tensor in state.values():
-        xs.mark_sharding(tensor, mesh, ("x",))
+    mesh()
+    state = {name: shard(torch.arange(4.0).to("xla"), "x") for name in "abc"}
     torch_xla.sync(wait=True)
     for _ in range(2):
         donate_buffer(state)

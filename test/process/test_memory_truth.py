@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import needs_jax
+from sharding import mesh
 
 from torch_xla_donate import compile, donate_buffer, hlo, placeholder
 from torch_xla_donate._tools.dump import read_text, summarize
@@ -118,9 +117,7 @@ def test_on_a_topology_both_are_padded(dump_folder):
 @needs_jax
 @in_process(devices=4)
 def test_of_a_sharded_step_the_bytes_are_of_one_device():
-    xr.use_spmd()
-    mesh = xs.Mesh(list(range(4)), (4,), ("x",))
-    w = placeholder((1024, 64), torch.float32, sharding=(mesh, ("x", None)))
+    w = placeholder((1024, 64), torch.float32, sharding=(mesh(), ("x", None)))
     module = hlo.compile_for(compile(scaled, donate_argnums=0).lower(w).as_text(), "cpu", undonated=True)
     assert module.num_devices == 4
     assert module.memory.alias_bytes == 1024 * 64 * 4 // 4

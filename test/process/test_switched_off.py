@@ -273,25 +273,18 @@ def test_the_readmes_block_computes_the_same(tmp_path: Path) -> None:
     assert off == on and len(off) >= 2
 
 
-def trained(script: str, result: Path, *options: str, env: Any = None) -> dict[str, Any]:
-    run_file(ROOT / "examples" / script, *options, "--result", str(result), env=env)
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
-
-
 def test_a_training_computes_the_same(tmp_path: Path) -> None:
-    options = ("--steps", "4", "--hidden", "64", "--mode")
-    off = trained("train_digits.py", tmp_path / "off.json", *options, "donate", env=OFF)
-    on = trained("train_digits.py", tmp_path / "on.json", *options, "plain")
+    results = []
+    for mode, env in (("donate", OFF), ("plain", None)):
+        file, options = tmp_path / f"{mode}.json", ("--steps", "4", "--hidden", "64", "--mode", mode)
+        run_file(ROOT / "examples" / "train_digits.py", *options, "--result", str(file), env=env)
+        results.append(json.loads(file.read_text(encoding="utf-8")))
+    off, on = results
     assert len(off["losses"]) == 4 and off["losses"] == on["losses"]
     assert off["digest"] and off["digest"] == on["digest"]
 
 
 # --- The command line ---
-
-
-def words(text: str) -> str:
-    return " ".join(text.split())
 
 
 def test_doctor_names_the_switch() -> None:

@@ -11,17 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ranks
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process, run_in_child
 from click.testing import CliRunner
 from helpers import make
 from rich.console import Group
+from sharding import mesh, shard
 
 from torch_xla_donate import _C, compile, donate_buffer, set_auto_donate
 from torch_xla_donate import __main__ as command_line
@@ -237,10 +235,8 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
 
 
 def sharded_donors() -> None:
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
-    x = make(64)
-    xs.mark_sharding(x, mesh, ("x",))
+    mesh()
+    x = shard(make(64), "x")
     torch_xla.sync()
     for _ in range(3):
         old, x = x, x * 2
