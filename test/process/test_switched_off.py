@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import re
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -250,27 +247,6 @@ def test_another_value_fails_the_import() -> None:
 
 
 # --- Programs ---
-
-
-def variables(path: str) -> dict[str, Any]:
-    """The tensors that a program ends with, except those that it has donated."""
-    with contextlib.redirect_stdout(sys.stderr):
-        found = runpy.run_path(path)
-    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    return plain({name: value for name, value in tensors.items() if not txd.is_donated(value)})
-
-
-def without_donation(path: str) -> dict[str, Any]:
-    with txd.donation_disabled():
-        return variables(path)
-
-
-def test_the_readmes_block_computes_the_same(tmp_path: Path) -> None:
-    source = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "block.py").write_text(source, encoding="utf-8")
-    path = str(tmp_path / "block.py")
-    off, on = run_in_child(variables, path, env=OFF).value, run_in_child(without_donation, path).value
-    assert off == on and len(off) >= 2
 
 
 def test_a_training_computes_the_same(tmp_path: Path) -> None:
