@@ -75,7 +75,7 @@ def test_the_examples_of_jaxs_page_do_what_its_page_says() -> None:
     assert parts["a training loop"].rstrip("\n").split("\n") == ["  the same memory: True", "  weight[0, 0]: 6.0"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 and torchax need Python 3.11")
+@needs_jax
 def test_a_jax_update_keeps_the_state_in_its_memory() -> None:
     output = run_example("user_computation.py").stdout
     first, kept, report = output.split("\n", maxsplit=2)

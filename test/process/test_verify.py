@@ -17,7 +17,7 @@ import torch
 import torch_xla
 from children import in_process, run_in_child
 from click.testing import CliRunner
-from helpers import make
+from helpers import make, needs_jax
 from rich.console import Group
 from sharding import mesh, shard
 
@@ -383,10 +383,7 @@ def record_a_failure(folder: Path) -> None:
     record.finish()
 
 
-TPU = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
-
-
-@TPU
+@needs_jax
 @in_process
 def test_a_dump_of_jax_is_read(dump_folder):
     import jax
@@ -403,7 +400,7 @@ def test_a_dump_of_jax_is_read(dump_folder):
     ]
 
 
-@TPU
+@needs_jax
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 @in_process
 def test_a_topology_shows_where_it_differs(dump_folder):
@@ -446,7 +443,7 @@ def verified(tmp_path: Path, *options: str) -> tuple[str, str, dict]:
     return done.stdout, done.stderr, json.loads(file.read_text())
 
 
-@TPU
+@needs_jax
 def test_the_advice_is_in_all_outputs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP)
@@ -463,9 +460,8 @@ def test_the_advice_is_in_all_outputs(tmp_path):
     assert after["advice"] == []
 
 
-@TPU
+@needs_jax
 def test_an_unknown_topology_is_refused_before_the_program_runs(tmp_path):
-    """In one line."""
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')\n")
     done = CliRunner().invoke(command_line.main, ["verify", "--topology", "v9z:1x1", str(script)])
