@@ -17,7 +17,7 @@ def import_package() -> None:
     importlib.import_module("torch_xla_donate")
 
 
-def train_three_steps(*, package: bool) -> None:
+def train_three_steps(package: bool) -> None:
     """AdamW on a small net, with or without the package imported; nothing is marked."""
     assert "torch_xla_donate" not in sys.modules
     if package:

@@ -134,6 +134,18 @@ def run_in_child(
     return Ended(status, *output, value)
 
 
+def run_command(*words: str, exit_code: int = 0, **options: Any) -> Ended:
+    """Runs `python -m torch_xla_donate` with these words in a forked child. The options are those of `run_in_child`."""
+    __tracebackhide__ = True
+    return run_in_child(_command, *words, exit_code=exit_code, **options)
+
+
+def _command(*words: str) -> None:
+    sys.argv[:] = ["torch_xla_donate", *words]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
+
+
 def run_file(path: str | os.PathLike[str], *argv: str, exit_code: int = 0, **options: Any) -> Ended:
     """Runs a Python file as `__main__` in a forked child, with the warning filters of `python path argv`.
 

@@ -1,11 +1,14 @@
-"""Interrupts a function at every instruction that enters or leaves a context, and checks what is left behind."""
+"""Interrupts a function at every instruction that enters or leaves a context, or by a signal as it is called."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
 import dis
 import functools
 import gc
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -143,3 +146,21 @@ def _interrupt_everywhere(
         if not interrupted:
             return at
     raise AssertionError("it does not end")
+
+
+def with_pending(number: int, call: Callable[[], object]) -> type[BaseException] | None:
+    """Calls a function that is not Python code with a signal pending; returns the type of what it raises.
+
+    C's `raise` returns when Python has noted the signal, unlike Python's, which runs the handler before it returns.
+    No bytecode runs between it and the call.
+    """
+    send = functools.partial(ctypes.CDLL(None)["raise"], int(number))
+    calls = map(operator.methodcaller("__call__"), [send, call])
+    gc.disable()  # JAX has a callback of the collector, in which the handler would run and its error would be ignored
+    try:
+        collections.deque(calls, maxlen=0)
+    except BaseException as error:
+        return type(error)
+    finally:
+        gc.enable()
+    return None

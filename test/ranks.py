@@ -14,7 +14,7 @@ import torch_xla
 from helpers import pointer
 
 import torch_xla_donate
-from torch_xla_donate import DonatedBufferError, auto_donate, donate_buffer, donation_report, is_donated
+from torch_xla_donate import DonatedBufferError, donate_buffer, donation_report, is_donated
 
 _rank_main: Callable[[int], None] | None = None
 
@@ -74,19 +74,6 @@ def donate_to_a_compiled_function(rank: int) -> None:
             old["w"].cpu()
     assert pointer(state["w"]) == first
     os.write(1, f"{json.dumps([rank, os.getpid(), state['w'].tolist()])}\n".encode())
-
-
-def write_rows_in_place(rank: int) -> None:
-    """A cache of each of two devices, written row by row, keeps its place and gets the values."""
-    cache, key = torch.zeros(6, 4).to("xla"), torch.ones(4).to("xla")
-    torch_xla.sync(wait=True)
-    place = pointer(cache)
-    with auto_donate():
-        for i in range(6):
-            cache[i] = key * (i + rank)
-            torch_xla.sync(wait=True)
-    assert pointer(cache) == place, rank
-    assert cache[:, 0].tolist() == [i + rank for i in range(6)], rank
 
 
 def halve(rank):

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch_xla
 from children import in_process, run_in_child
+from sharding import mesh, shard
 
-from torch_xla_donate import auto_donate, hlo
+from torch_xla_donate import auto_donate, donation_report, hlo
 from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.step_watch import StepWatch
 
@@ -320,34 +321,24 @@ def run(file: str) -> None:
 @in_process(devices=4)
 def test_an_output_with_another_sharding():
     """The hint's edit shards the output like the input; then `auto_donate` donates the hint's bytes."""
-    import numpy as np
-    import torch_xla.distributed.spmd as xs
-    import torch_xla.runtime as xr
+    mesh()
 
-    from torch_xla_donate import donation_report
-
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(4), (4,), ("a",))
-
-    def loop(spec):
+    def loop(*spec):
         kept = []
         for _ in range(4):
-            x = torch.ones(64, 64).to("xla")
-            xs.mark_sharding(x, mesh, ("a", None))
+            x = shard(torch.ones(64, 64).to("xla"), "x", None)
             torch_xla.sync()
-            y = x * 2
-            xs.mark_sharding(y, mesh, spec)
-            kept[:] = [y]
+            kept[:] = [shard(x * 2, *spec)]
             del x
             torch_xla.sync()
         return kept[0].sum().item()
 
     with StepWatch() as recorder:
-        before = loop((None, None))
+        before = loop(None, None)
     hint = only(recorder.advice())
     assert (hint.kind, hint.bytes, hint.array) == ("output_sharding", SIZE // 4, "f32[64,64]")
     assert "{devices=[4,1]0,1,2,3}" in hint.edit
     with auto_donate():
-        assert loop(("a", None)) == before
+        assert loop("x", None) == before
     (donor,) = donation_report(steps=1).donors
     assert (donor.outcome, donor.bytes_per_device) == ("donated", hint.bytes)

@@ -116,13 +116,6 @@ def test_an_optimizer_in_place_needs_nothing(inner_sync):
     assert advise(step) == Advice()
 
 
-@in_process
-def test_a_model_and_its_input_are_used_again():
-    model = torch.nn.Linear(32, 8).to("xla")
-    x = make(16, 32)
-    assert not advise(lambda: model(x).sum())
-
-
 def is_watched(make):
     x = make(4)
     _ = x * 2
@@ -366,55 +359,6 @@ def test_objects_that_break_rules_cost_only_their_own_names():
         *("odd[9]", "odd[9].other", "odd[9].other.other"),
     }
     assert donation_report().errors == before
-
-
-@in_process
-def test_a_trace_function_keeps_the_variables_of_its_frame():
-    """Before Python 3.13, a read of `f_locals` would set the variables back."""
-    x = make(32, 32)
-    with StepWatch() as recorder:
-
-        def trace(frame, event, argument):
-            if frame.f_code is work.__code__:
-                _ = make(4) * 2
-                torch_xla.sync()
-            return trace if frame.f_code in (work.__code__, loop.__code__) else None
-
-        def loop(x):
-            for _ in range(4):
-                x = x * 0.5
-                torch_xla.sync()
-            return x
-
-        def work(a):
-            b = a + 1
-            return a + b
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            result = work(1)
-            x = loop(x)
-        finally:
-            sys.settrace(before)
-    assert result == 3
-    assert [hint.kind for hint in recorder.advice()] == ["reassignment"]
-
-
-@in_process
-def test_a_dictionary_of_locals_stays_as_it_is():
-    def work():
-        x = make(32, 32)
-        first = x
-        config = locals()
-        for _step in range(4):
-            x = x * 0.5
-            torch_xla.sync()
-        donation_report()
-        return first is config["x"], sorted(config)
-
-    with StepWatch(), auto_donate():
-        assert work() == (True, ["first", "x"])
 
 
 @in_process

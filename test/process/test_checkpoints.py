@@ -5,37 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.distributed.spmd as xs
 import torch_xla.experimental.distributed_checkpoint as xc
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import make, pointer
+from sharding import mesh, shard
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torch_xla_donate import _C, DonatedBufferError, donate_buffer, hlo, is_donated
+from torch_xla_donate import _C, DonatedBufferError, donate_buffer, is_donated
 
 State = dict[str, torch.Tensor]
-
-
-@in_process
-def test_the_first_step_after_loading_has_donors_and_aliases(tmp_path, dump_folder):
-    torch.save({"w": torch.ones(4, 4), "b": torch.zeros(4)}, tmp_path / "checkpoint")
-    state = {name: value.to("xla") for name, value in torch.load(tmp_path / "checkpoint").items()}
-    donate_buffer(state)
-    updated = {name: value - 0.5 for name, value in state.items()}
-    torch_xla.sync(wait=True)
-    (step,) = hlo.read_dump(dump_folder)
-    assert len(step.before.donors) == 2
-    assert len(step.after.aliases) == 2
-    assert step.after.donors == ()
-    assert updated["b"].tolist() == [-0.5] * 4
 
 
 # --- Each way to save. torchax, once imported, breaks torch.distributed.checkpoint: so these are in processes. ---
@@ -99,13 +83,12 @@ def test_a_checkpoint_before_the_step_leaves_the_donation_and_a_late_one_raises(
 
 
 def start_group(folder: Path) -> None:
-    xr.use_spmd()
+    mesh()
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
 
 
 def sharded(first: float) -> State:
-    t = torch.arange(8.0).to("xla") + first
-    xs.mark_sharding(t, xs.Mesh(numpy.arange(4), (4,), ("x",)), ("x",))
+    t = shard(torch.arange(8.0).to("xla") + first, "x")
     torch_xla.sync(wait=True)
     return {"w": t}
 

@@ -86,24 +86,9 @@ def test_an_end_is_an_exit_code_and_never_a_success(how, code):
     assert f"found {ended}, expected exit code 7\n" in failed(end, how, exit_code=7)
 
 
-def sleep_for_ever(marker: Path) -> None:
+def wait_for_a_fork(marker: Path) -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    marker.with_suffix(".new").write_text(str(sleeper.pid))
-    marker.with_suffix(".new").rename(marker)
-    time.sleep(1000)
-
-
-def test_a_timeout_shows_the_stack_and_ends_all_processes(tmp_path):
-    for timeout in (1, 4, 16, 64, 256):
-        message = failed(sleep_for_ever, tmp_path / "pid", timeout=timeout)
-        assert f"sleep_for_ever still ran after {timeout} s" in message
-        if "in sleep_for_ever" in message and (tmp_path / "pid").exists():
-            break  # a busy machine may need longer to come there
-    assert "in sleep_for_ever" in message
-    assert has_ended(int((tmp_path / "pid").read_text()))
-
-
-def wait_for_a_fork() -> None:
+    marker.write_text(str(sleeper.pid))
     pid = os.fork()
     if not pid:
         hang_in_the_fork()
@@ -115,13 +100,15 @@ def hang_in_the_fork() -> None:
     time.sleep(1000)
 
 
-def test_a_timeout_shows_the_stacks_of_forked_processes():
+def test_a_timeout_shows_all_stacks_and_ends_all_processes(tmp_path):
     for timeout in (1, 4, 16, 64, 256):
-        message = failed(wait_for_a_fork, timeout=timeout)
+        message = failed(wait_for_a_fork, tmp_path / "pid", timeout=timeout)
+        assert f"wait_for_a_fork still ran after {timeout} s" in message
         if "in hang_in_the_fork" in message:
             break  # a busy machine may need longer to come there
-    assert "in hang_in_the_fork" in message
+    assert "in wait_for_a_fork" in message and "in hang_in_the_fork" in message
     assert message.count("Fatal Python error: Aborted") == 2, "of the child and of the process that it has forked"
+    assert has_ended(int((tmp_path / "pid").read_text()))
 
 
 def has_ended(pid: int) -> bool:

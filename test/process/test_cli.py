@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from children import Ended, Environment, run_in_child
+from children import run_command
 
 from torch_xla_donate import _C, _host
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*words: str, env: Environment | None = None, exit_code: int = 0) -> Ended:
-    return run_in_child(run_module, *words, env=env, exit_code=exit_code)
-
-
-def run_module(*words: str) -> None:
-    """The command line of `python -m torch_xla_donate`."""
-    sys.argv = ["torch_xla_donate", *words]
-    runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
-
-
 def test_doctor_shows_versions_and_every_hook():
-    done = run("doctor")
+    done = run_command("doctor")
     assert f"torch         {torch.__version__.split('+')[0]}" in done.stdout
     assert "built against torch " in done.stdout
     assert all(hook["name"] in done.stdout for hook in _C.hooks())
@@ -41,7 +29,7 @@ def test_doctor_fails_for_settings_that_switch_donation_off():
         "XLA_AUTO_SPMD": "1",
         "TORCH_XLA_DONATE_DEBUG_NANS": "yes",
     }
-    done = run("doctor", env=env, exit_code=1)
+    done = run_command("doctor", env=env, exit_code=1)
     assert "PROBLEM: XLA_ENABLE_PARAM_ALIASING=0 switches donation off; unset it" in done.stdout
     assert "PROBLEM: XLA_STABLEHLO_COMPILE=true switches donation off; unset it" in done.stdout
     assert "PROBLEM: XLA_AUTO_SPMD=1 switches donation off; unset it" in done.stdout
@@ -50,41 +38,32 @@ def test_doctor_fails_for_settings_that_switch_donation_off():
 
 def test_explain_shows_the_section_that_a_message_names():
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert run("explain", "errors").stdout == run("explain", "docs/errors.md").stdout == page
-    section = run("explain", "unusable").stdout
+    assert run_command("explain", "errors").stdout == run_command("explain", "docs/errors.md").stdout == page
+    section = run_command("explain", "unusable").stdout
     assert section.startswith("## Unusable donations\n") and section in page
     assert "### The reasons" in section and "## Refused donations" not in section
-    assert run("explain", "errors#the-reasons").stdout in section
+    assert run_command("explain", "errors#the-reasons").stdout in section
 
 
 def test_explain_without_a_word_lists_the_pages():
-    lines = run("explain").stdout.splitlines()
+    lines = run_command("explain").stdout.splitlines()
     assert {line.split()[0] for line in lines} == {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert any(line.startswith("errors ") and line.endswith("Errors and warnings by message") for line in lines)
 
 
 def test_explain_names_the_pages_there_are():
-    done = run("explain", "donations", exit_code=2)
+    done = run_command("explain", "donations", exit_code=2)
     assert "'donations' is neither a page nor a word that a message names. Choose one of" in done.stderr
     assert "errors, " in done.stderr
-    run("explain", "errors#no-such-section", exit_code=2)
+    run_command("explain", "errors#no-such-section", exit_code=2)
 
 
 def test_explain_names_the_sections_that_contain_a_message():
     """Case and line breaks do not matter, and a single word is the name of a page."""
-    found = run("explain", "has  No buffer\nyet").stdout.splitlines()
+    found = run_command("explain", "has  No buffer\nyet").stdout.splitlines()
     assert any(line.startswith("errors#refused-donations ") for line in found)
-    done = run("explain", "no page says this", exit_code=2)
+    done = run_command("explain", "no page says this", exit_code=2)
     assert "'no page says this' is neither a page" in done.stderr
-
-
-def test_help_lists_the_commands():
-    assert "doctor" in run("--help").stdout
-    assert "explain" in run("--help").stdout
-
-
-def test_an_unknown_command_is_an_error():
-    run("nurse", exit_code=2)
 
 
 @pytest.mark.parametrize(

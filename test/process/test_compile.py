@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process, run_in_child
 from helpers import each_backend, each_trace, make
+from sharding import mesh, shard
+from torch_xla.distributed.spmd import mark_sharding
 
 from torch_xla_donate import _C, DonationError, compile, hlo, is_donated
 
@@ -70,46 +69,38 @@ def test_a_setting_that_ignores_donors_keeps_the_arguments(options, env):
         assert not any(map(is_donated, xs))
 
 
-@functools.cache
-def mesh():
-    xr.use_spmd()
-    return xs.Mesh(np.arange(4), (4,), ("d",))
-
-
-def shard(offset, spec=("d", None)):
-    """A sharded tensor, and what `mark_sharding` has returned for it."""
-    cut, t = mesh(), (torch.arange(32.0).reshape(8, 4) + offset).to("xla")
-    wrapper = xs.mark_sharding(t, cut, spec)
-    torch_xla.sync(wait=True)
-    return t, wrapper
-
-
 @each_trace
 @in_process(devices=4)
 def test_sharded_tensors_are_donated_at_every_call(options):
+    mesh()
     g = compile(lambda x, y: (x * 2 + 1, y + 1), donate_argnums=0, **options)
-    for spec in (("d", None), (None, None)):
+    for spec in (("x", None), (None, None)):
         for offset in (0, 3):
-            x, y = shard(offset, spec)[0], shard(offset, spec)[0]
+            value = torch.arange(32.0).reshape(8, 4) + offset
+            x, y = shard(value.to("xla"), *spec), shard(value.to("xla"), *spec)
+            torch_xla.sync(wait=True)
             a, b = g(x, y)
-            assert torch.equal(a.cpu(), (torch.arange(32.0).reshape(8, 4) + offset) * 2 + 1)
+            assert torch.equal(a.cpu(), value * 2 + 1)
             assert (is_donated(x), is_donated(y)) == (True, False)
             assert b.cpu()[0, 0].item() == offset + 1
 
 
 @in_process(devices=4)
 def test_a_sharded_tensor_is_donated_in_its_wrapper_and_named():
-    w, wrapper = shard(0)
+    cut, w = mesh(), torch.arange(32.0).reshape(8, 4).to("xla")
+    wrapper = mark_sharding(w, cut, ("x", None))
+    torch_xla.sync(wait=True)
     assert compile(lambda x: x + 1, donate_argnums=0, pure=True)(wrapper).cpu()[0, 1].item() == 2
     assert is_donated(w)
-    w, _ = shard(0)
+    w = shard(make(8, 4), "x", None)
     with pytest.raises(DonationError, match="closes over"):
         compile(lambda x: x + w, pure=True)(w)
 
 
 @in_process(devices=4)
 def test_float_arguments_are_replicated_under_spmd():
-    w, _ = shard(0)
+    mesh()
+    w = shard(make(8, 4), "x", None)
     first = w.cpu()
     f = compile(lambda w, n: w * (1 - n), donate_argnums=0, pure=True, strict=True)
     for n in (0.5, 0.75):

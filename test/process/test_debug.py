@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import compiles, run_script
+from sharding import mesh, shard
 
 from torch_xla_donate import _C, DonationWarning, debug_nans, donate_buffer, donation_report, is_donated
 
@@ -21,18 +19,12 @@ SWITCHED_ON = {"TORCH_XLA_DONATE_DEBUG_NANS": "1"}
 
 @in_process(devices=4)
 def test_sharded_outputs_are_checked_and_sharded_donors_reported(make):
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
-
-    def sharded():
-        t = xs.mark_sharding(torch.ones(8, 4).to("xla"), mesh, ("x", None))
-        torch_xla.sync(wait=True)
-        return t
-
-    s, other, r = sharded(), sharded(), make(8, 3) * 0 + 1
+    mesh()
+    s, other = (shard(torch.ones(8, 4).to("xla"), "x", None) for _ in range(2))
+    r = make(8, 3) * 0 + 1
     torch_xla.sync(wait=True)
     with debug_nans():
-        bad = [s * 2, torch.log(s.global_tensor - 2), torch.log(r - 2)]
+        bad = [s * 2, torch.log(s - 2), torch.log(r - 2)]
         with pytest.raises(FloatingPointError) as caught:
             torch_xla.sync()
         text = str(caught.value)
@@ -41,12 +33,12 @@ def test_sharded_outputs_are_checked_and_sharded_donors_reported(make):
         del bad
         # One output per device has the bytes of one of the two sharded donors; the replicated one has none.
         donate_buffer([s, other, r])
-        out = s.global_tensor + other.global_tensor + r.sum()
+        out = s + other + r.sum()
         torch_xla.sync()
     assert _C.sizes()["undonated"] == 1
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        values = [s.global_tensor + 1, other.global_tensor + 1, r + 1]
+        values = [s + 1, other + 1, r + 1]
     assert [w.category for w in warned] == [DonationWarning]
     assert out.cpu()[0, 0].item() == 26
     assert values[0].cpu()[0, 0].item() == 2

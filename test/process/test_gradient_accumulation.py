@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as spmd
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import lacking, model_of, needs_jax, pointer
+from sharding import mesh, shard
 from torch import nn
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
 
@@ -28,14 +26,12 @@ from torch_xla_donate import (
 
 @in_process(devices=4)
 def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
-    xr.use_spmd()
-    mesh = spmd.Mesh(np.arange(4), (4,), ("x",))
+    mesh()
 
     def run(function, **options):
         model = model_of()
-        data, carried = torch.arange(96.0).reshape(3, 8, 4).to("xla"), torch.arange(32.0).reshape(8, 4).to("xla")
-        spmd.mark_sharding(data, mesh, (None, "x", None))
-        spmd.mark_sharding(carried, mesh, ("x", None))
+        data = shard(torch.arange(96.0).reshape(3, 8, 4).to("xla"), None, "x", None)
+        carried = shard(torch.arange(32.0).reshape(8, 4).to("xla"), "x", None)
         torch_xla.sync(wait=True)
         loss, final = function(lambda x, a: (model(x).mean(), a * 2 + 1), (data,), model, carried, **options)
         torch_xla.sync(wait=True)
@@ -143,7 +139,7 @@ def looked_up(model, tokens):
 @in_process(devices=4)
 def test_each_iteration_of_spmd_gets_its_slice_with_a_scan() -> None:
     """torch_xla 2.9.0 gives the first slice to every iteration."""
-    xr.use_spmd()
+    mesh()
     model = nn.ParameterDict({"rows": torch.arange(28.0).reshape(7, 4), "factors": torch.full((3, 4), 2.0)}).to("xla")
     tokens = torch.tensor([[[0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6]]]).to("xla")
     torch_xla.sync(wait=True)
@@ -157,7 +153,7 @@ def test_each_iteration_of_spmd_gets_its_slice_with_a_scan() -> None:
 @needs_jax
 @in_process(devices=4)
 def test_lower_accumulates_over_placeholders_and_runs_nothing() -> None:
-    xr.use_spmd()
+    mesh()
     weights = {"rows": placeholder((7, 4), torch.float32), "factors": placeholder((3, 4), torch.float32)}
 
     def step(weights, tokens):

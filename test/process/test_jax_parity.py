@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 
 import pytest
 from cases import CASES, PAGE
+from helpers import needs_jax
 from table import DOCUMENT, TABLE, Row, rows, table
 
-pytestmark = [
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="JAX 0.7.1 needs Python 3.11"),
-]
-
-
+pytestmark = needs_jax
 COMPARED = [number for number, case in enumerate(CASES) if case.run is not None]
 
 

@@ -26,12 +26,11 @@ def example(name: str) -> Any:
         del sys.path[0]
 
 
-def check_row(devices: int, topology: str, way: str) -> None:
+def check_row(devices: int, topology: str) -> None:
     model = example("_memory_model")
-    size, row = model.SIZES["tiny"], example("llama").measure("tiny", None, devices, topology, way)
-    state = model.state(size, devices)
-    assert row["aliased"] == row["donors"] == (0 if way == "functional" else 3 * len(size.shapes()) + 1)
-    assert row["memory"]["alias_bytes"] == (0 if way == "functional" else state)
+    size, row = model.SIZES["tiny"], example("llama").measure("tiny", None, devices, topology, "by-hand")
+    assert row["aliased"] == row["donors"] == 3 * len(size.shapes()) + 1
+    assert row["memory"]["alias_bytes"] == model.state(size, devices)
     assert row["memory"]["argument_bytes"] == model.arguments(size, devices)
     assert row["memory"]["output_bytes"] == model.outputs(size, devices, topology[:3])
 
@@ -39,14 +38,14 @@ def check_row(devices: int, topology: str, way: str) -> None:
 @needs_jax
 @in_process()
 def test_the_formula_is_exact_on_one_device() -> None:
-    check_row(1, "v6e:1x1", "by-hand")
+    check_row(1, "v6e:1x1")
 
 
 @spmd_scan
 @needs_jax
 @in_process(devices=4)
 def test_the_formula_is_exact_and_all_is_aliased_on_four_devices() -> None:
-    check_row(4, "v5e:2x2", "by-hand")
+    check_row(4, "v5e:2x2")
 
 
 @needs_jax

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import needs_jax
+from sharding import mesh
 
 from torch_xla_donate import compile, donate_buffer, hlo, placeholder
 from torch_xla_donate._tools.dump import read_text, summarize
@@ -53,8 +52,7 @@ def run_step(function, *shape):
 def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
     """A product cannot be written over its own operand, so XLA copies the operand into a temporary first."""
     run_step(square, 512, 512)
-    step, before = summary_of(dump_folder)
-    step = with_undonated(step, before)
+    step = with_undonated(*summary_of(dump_folder))
     assert (step.memory.alias_bytes, step.memory.temp_bytes) == (MIB, MIB)
     assert (step.undonated.alias_bytes, step.undonated.temp_bytes) == (0, 0)
     assert step.memory.peak_bytes == step.undonated.peak_bytes
@@ -69,8 +67,7 @@ def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
 @in_process
 def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
     run_step(flipped_and_shifted, 1 << 18)
-    step, before = summary_of(dump_folder)
-    step = with_undonated(step, before)
+    step = with_undonated(*summary_of(dump_folder))
     assert step.undonated.peak_bytes - step.memory.peak_bytes > 0.9 * MIB
     assert findings(step) == [
         "XLA copies 1.0 MiB of donated arrays at each run (parameter 0), because an operation reads the old value "
@@ -82,8 +79,7 @@ def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
 @in_process
 def test_a_plain_update_saves_all_that_it_aliases(dump_folder):
     run_step(scaled, 512, 512)
-    step, before = summary_of(dump_folder)
-    step = with_undonated(step, before)
+    step = with_undonated(*summary_of(dump_folder))
     assert step.undonated.peak_bytes - step.memory.peak_bytes == step.donated_bytes == MIB
     assert findings(step) == []
 
@@ -118,9 +114,7 @@ def test_on_a_topology_both_are_padded(dump_folder):
 @needs_jax
 @in_process(devices=4)
 def test_of_a_sharded_step_the_bytes_are_of_one_device():
-    xr.use_spmd()
-    mesh = xs.Mesh(list(range(4)), (4,), ("x",))
-    w = placeholder((1024, 64), torch.float32, sharding=(mesh, ("x", None)))
+    w = placeholder((1024, 64), torch.float32, sharding=(mesh(), ("x", None)))
     module = hlo.compile_for(compile(scaled, donate_argnums=0).lower(w).as_text(), "cpu", undonated=True)
     assert module.num_devices == 4
     assert module.memory.alias_bytes == 1024 * 64 * 4 // 4

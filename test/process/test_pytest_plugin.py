@@ -67,28 +67,23 @@ UNUSABLE = """
 import torch, torch_xla
 from torch_xla_donate import donate_buffer
 
-def test_lost(fail_on_unusable_donation):
-    t = torch.ones(7).to("xla")
+def lose(size):
+    t = torch.ones(size).to("xla")
     torch_xla.sync()
     donate_buffer(t, strict="off")
     total = t.sum()
     torch_xla.sync()
+    return total
+
+def test_lost(fail_on_unusable_donation):
+    lose(7)
 
 def test_lost_by_name(request):
     request.getfixturevalue("fail_on_unusable_donation")
-    t = torch.ones(11).to("xla")
-    torch_xla.sync()
-    donate_buffer(t, strict="off")
-    total = t.sum()
-    torch_xla.sync()
+    lose(11)
 
 def test_own_error(fail_on_unusable_donation):
-    t = torch.ones(9).to("xla")
-    torch_xla.sync()
-    donate_buffer(t, strict="off")
-    total = t.sum()
-    torch_xla.sync()
-    assert total.item() == 8
+    assert lose(9).item() == 8
 
 def test_fine(fail_on_unusable_donation, hlo_dump):
     t = torch.ones(8).to("xla")

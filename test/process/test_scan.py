@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as spmd
-import torch_xla.runtime as xr
 from children import in_process
 from helpers import TellingLock, lacking, needs_jax
+from sharding import mesh, shard
 from torch_xla.experimental.scan import scan as host_scan
 
 from torch_xla_donate import DonationError, _host, compile, donation_report, hlo, is_donated, scan, scan_layers
 
 
 def sharded(*shape):
-    """An array over four devices, each with a part of the rows."""
-    mesh = spmd.Mesh(np.arange(4), (4,), ("x",))
+    """An array over all devices, each with a part of the rows."""
+    mesh()
     t = (torch.arange(torch.Size(shape).numel()).reshape(shape) / 16).to("xla")
-    spmd.mark_sharding(t, mesh, (*[None] * (len(shape) - 2), "x", None))
+    shard(t, *[None] * (len(shape) - 2), "x", None)
     torch_xla.sync(wait=True)
     return t
 
@@ -53,7 +51,6 @@ def test_the_carry_is_aliased_to_the_final_carry_in_the_hlo(pure, dump_folder):
 
 @in_process(devices=4)
 def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
-    xr.use_spmd()
     expected, expected_ys = host_scan(multiply_and_sum, sharded(8, 4), sharded(3, 8, 4))
     torch_xla.sync(wait=True)
     init = sharded(8, 4)
@@ -72,7 +69,6 @@ def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
 @in_process(devices=4)
 def test_under_spmd_the_backward_scan_reads_all_arguments():
     """So none of them is donated."""
-    xr.use_spmd()
 
     def run(function, **options):
         init, weights = sharded(8, 4), sharded(3, 8, 4).requires_grad_()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import ctypes
 import functools
 import gc
-import operator
 import os
 import signal
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import bare
 import pytest
@@ -22,6 +18,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
 from helpers import make, run_script
+from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
@@ -33,11 +30,9 @@ from torch_xla_donate import (
     _locks,
     auto_donate,
     cancel_donation,
-    compile,
     donate_buffer,
     donation_disabled,
     donation_report,
-    hlo,
     is_donated,
     set_auto_donate,
 )
@@ -228,26 +223,6 @@ def test_a_setting_read_at_each_compilation_may_change():
 
 
 # --- Threads and forks ---
-
-
-@in_process
-def test_two_threads_may_take_turns_in_stepping_and_donating():
-    # One at a time: stock torch_xla fails ("handle != nullptr") when one thread reads while another steps.
-    lock = threading.Lock()
-
-    def loop(k):
-        for _ in range(30):
-            with lock:
-                t = torch.full((64 + k,), float(k)).to("xla")
-                torch_xla.sync()
-                donate_buffer(t)
-                out = t * 2
-                torch_xla.sync()
-                assert out[0].item() == 2 * k
-                assert is_donated(t)
-
-    with ThreadPoolExecutor(3) as workers:
-        list(workers.map(loop, range(3)))
 
 
 @in_process
@@ -452,21 +427,6 @@ def test_a_use_after_a_listing_that_reads_nothing_is_our_error():
 
 
 @in_process
-def test_only_the_compiled_functions_graph_has_donors(dump_folder):
-    torch_xla.experimental.eager_mode(True)
-    step = compile(lambda x: x * 2 - 1, donate_argnums=0)
-    x = torch.ones(4).to("xla") * 3  # runs at once
-    for _ in range(2):
-        x = step(x)
-    assert (x + 1).tolist() == [10] * 4
-    modules = [module for module in hlo.read_dump(dump_folder) if module.before is not None]
-    donating = [module for module in modules if module.before.donors]
-    assert len(modules) >= 3
-    assert len(donating) == 1
-    assert len(donating[0].after.aliases) == 1
-
-
-@in_process
 def test_dynamo_works_beside_a_donated_tensor():
     t = make(4)
     donate_buffer(t)
@@ -498,24 +458,6 @@ def install_handlers() -> None:
         signal.signal(number, handler(error))
 
 
-def with_pending(number: int, call: Callable[[], object]) -> type[BaseException] | None:
-    """Calls a function that is not Python code with a signal pending; returns the type of what it raises.
-
-    C's `raise` returns when Python has noted the signal, unlike Python's, which runs the handler before it returns.
-    No bytecode runs between it and the call.
-    """
-    send = functools.partial(ctypes.CDLL(None)["raise"], int(number))
-    calls = map(operator.methodcaller("__call__"), [send, call])
-    gc.disable()  # JAX has a callback of the collector, in which the handler would run and its error would be ignored
-    try:
-        collections.deque(calls, maxlen=0)
-    except BaseException as error:
-        return type(error)
-    finally:
-        gc.enable()
-    return None
-
-
 def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException | None:
     """Repeats the step while another thread sends a signal; returns what the step raises.
 
@@ -530,7 +472,7 @@ def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException |
         sent.set()
 
     sender = threading.Thread(target=send)
-    gc.disable()  # as in with_pending
+    gc.disable()  # as in interrupts.with_pending
     sender.start()
     try:
         after = 0

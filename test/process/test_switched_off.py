@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import re
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +14,7 @@ import bare
 import pytest
 import torch
 import torch_xla
-from children import Ended, run_file, run_in_child
+from children import run_command, run_file, run_in_child
 
 import torch_xla_donate as txd
 from torch_xla_donate import testing
@@ -252,83 +249,31 @@ def test_another_value_fails_the_import() -> None:
 # --- Programs ---
 
 
-def variables(path: str) -> dict[str, Any]:
-    """The tensors that a program ends with, except those that it has donated."""
-    with contextlib.redirect_stdout(sys.stderr):
-        found = runpy.run_path(path)
-    tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-    return plain({name: value for name, value in tensors.items() if not txd.is_donated(value)})
-
-
-def without_donation(path: str) -> dict[str, Any]:
-    with txd.donation_disabled():
-        return variables(path)
-
-
-def test_the_readmes_block_computes_the_same(tmp_path: Path) -> None:
-    source = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    (tmp_path / "block.py").write_text(source, encoding="utf-8")
-    path = str(tmp_path / "block.py")
-    off, on = run_in_child(variables, path, env=OFF).value, run_in_child(without_donation, path).value
-    assert off == on and len(off) >= 2
-
-
-def test_the_quickstart_computes_the_same_and_raises_nothing() -> None:
-    path = str(ROOT / "examples" / "quickstart.py")
-    off, on = run_in_child(variables, path, env=OFF), run_in_child(without_donation, path)
-    assert off.value == on.value and set(off.value) == {"weight", "updated"}
-    assert SAYS in off.stderr and "error:" not in off.stderr
-
-
-def trained(script: str, result: Path, *options: str, env: Any = None) -> dict[str, Any]:
-    run_file(ROOT / "examples" / script, *options, "--result", str(result), env=env)
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
-
-
 def test_a_training_computes_the_same(tmp_path: Path) -> None:
-    options = ("--steps", "4", "--hidden", "64", "--mode")
-    off = trained("train_digits.py", tmp_path / "off.json", *options, "donate", env=OFF)
-    on = trained("train_digits.py", tmp_path / "on.json", *options, "plain")
+    results = []
+    for mode, env in (("donate", OFF), ("plain", None)):
+        file, options = tmp_path / f"{mode}.json", ("--steps", "4", "--hidden", "64", "--mode", mode)
+        run_file(ROOT / "examples" / "train_digits.py", *options, "--result", str(file), env=env)
+        results.append(json.loads(file.read_text(encoding="utf-8")))
+    off, on = results
     assert len(off["losses"]) == 4 and off["losses"] == on["losses"]
     assert off["digest"] and off["digest"] == on["digest"]
-
-
-def test_a_training_with_loops_computes_the_same_up_to_rounding(tmp_path: Path) -> None:
-    """Without the package the loop over micro batches runs in Python, so XLA fuses other operations."""
-    options = ("--steps", "3", "--layers", "1", "--width", "32")
-    off = trained("train_transformer.py", tmp_path / "off.json", *options, "--donate", env=OFF)
-    on = trained("train_transformer.py", tmp_path / "on.json", *options, "--no-donate")
-    assert len(off["losses"]) == 3 and off["losses"] == pytest.approx(on["losses"], rel=1e-5)
 
 
 # --- The command line ---
 
 
-def words(text: str) -> str:
-    return " ".join(text.split())
-
-
-def run(*words: str, exit_code: int = 0) -> Ended:
-    return run_in_child(run_module, *words, env=OFF, exit_code=exit_code)
-
-
-def run_module(*words: str) -> None:
-    sys.argv = ["torch_xla_donate", *words]
-    runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
-
-
 def test_doctor_names_the_switch() -> None:
-    done = run("doctor", exit_code=1)
+    done = run_command("doctor", env=OFF, exit_code=1)
     assert "PROBLEM: TORCH_XLA_DONATE=0 switches the package off; unset it" in done.stdout
 
 
 def test_verify_refuses_and_run_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('ran', sys.argv[1:], 'torch_xla_donate' in sys.modules)\n", encoding="utf-8")
-    done: Ended = run("run", "--auto", str(script), "--epochs", "3")
+    done = run_command("run", "--auto", str(script), "--epochs", "3", env=OFF)
     assert done.last_line == "ran ['--epochs', '3'] True"
-    refused = run("verify", str(script), exit_code=2)
+    refused = run_command("verify", str(script), env=OFF, exit_code=2)
     assert "TORCH_XLA_DONATE=0 switches torch_xla_donate off, so no step has donors." in " ".join(
         refused.stderr.split()
     )

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import runpy
 import subprocess
 import sys
 import zipapp
 from pathlib import Path
 
 import pytest
-from children import Ended, run_in_child
+from children import run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 SHOWS_ITSELF = """
@@ -41,17 +39,6 @@ if __name__ == "__main__":
 """
 
 
-def command_line(*words: str) -> None:
-    """`python -m torch_xla_donate` in a forked child."""
-    sys.argv = ["torch_xla_donate", *words]
-    sys.path.insert(0, os.getcwd())
-    runpy.run_module("torch_xla_donate", run_name="__main__", alter_sys=True)
-
-
-def run(*words: str, exit_code: int = 0) -> Ended:
-    return run_in_child(command_line, "run", *words, exit_code=exit_code)
-
-
 def directly(*words: str, cwd: Path | None = None, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *words], cwd=cwd, input=stdin, capture_output=True, text=True, check=False)
 
@@ -67,7 +54,7 @@ def script(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("arguments", [[], ["-m", "--auto", "--help", "--", "two words"]], ids=["none", "options"])
 def test_a_script_sees_what_python_shows_it(script: Path, arguments: list[str]):
     """Options behind the script are the script's."""
-    found, expected = run(str(script), *arguments), directly(str(script), *arguments)
+    found, expected = run_command("run", str(script), *arguments), directly(str(script), *arguments)
     assert json.loads(found.stdout) == json.loads(expected.stdout)
     assert json.loads(found.stdout)["argv"] == [str(script), *arguments]
 
@@ -89,7 +76,7 @@ def test_a_relative_program_sees_what_python_shows_it(script: Path, monkeypatch:
     (script.parent / "link").symlink_to(folder)
     monkeypatch.chdir(folder if target == "." else script.parent)
     target = target.format(script.parent.name)
-    found, expected = run(target, "x"), directly(target, "x")
+    found, expected = run_command("run", target, "x"), directly(target, "x")
     assert json.loads(found.stdout) == json.loads(expected.stdout)
     assert json.loads(found.stdout)["argv"] == [target, "x"]
 
@@ -104,7 +91,7 @@ def test_a_folder_is_on_a_safe_path_too(script: Path):
 
 def test_a_module_sees_what_python_shows_it(script: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(script.parent)
-    found, expected = run("-m", "script", "--epochs", "3"), directly("-m", "script", "--epochs", "3")
+    found, expected = run_command("run", "-m", "script", "--epochs", "3"), directly("-m", "script", "--epochs", "3")
     assert json.loads(found.stdout) == json.loads(expected.stdout)
     assert json.loads(found.stdout)["argv"] == [str(script), "--epochs", "3"]
 
@@ -114,14 +101,14 @@ def test_the_exit_code_is_the_scripts(tmp_path: Path, statement: str, code: int)
     path = tmp_path / "script.py"
     path.write_text(f"import sys\n{statement}\n")
     assert directly(str(path)).returncode == code
-    run(str(path), exit_code=code)
+    run_command("run", str(path), exit_code=code)
 
 
 def test_a_script_dies_of_its_signal(tmp_path: Path):
     path = tmp_path / "script.py"
     path.write_text("import os, signal\nprint('before', flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\n")
     assert directly(str(path)).returncode == -15
-    assert run(str(path), exit_code=-15).stdout == "before\n"
+    assert run_command("run", str(path), exit_code=-15).stdout == "before\n"
 
 
 def test_auto_donates_only_if_asked(tmp_path: Path):
@@ -130,13 +117,13 @@ def test_auto_donates_only_if_asked(tmp_path: Path):
         "import os, sys\nfrom torch_xla_donate import _C\n"
         "print(_C.auto_donates(), os.environ.get('TORCH_XLA_DONATE_AUTO'))\n"
     )
-    assert run(str(path)).stdout == "False None\n"
-    assert run("--auto", str(path)).stdout == "True 1\n"
-    assert run("--no-auto", str(path)).stdout == "False 0\n"
+    assert run_command("run", str(path)).stdout == "False None\n"
+    assert run_command("run", "--auto", str(path)).stdout == "True 1\n"
+    assert run_command("run", "--no-auto", str(path)).stdout == "False 0\n"
 
 
 def test_a_missing_script_is_one_line():
-    done = run("no_such_script.py", exit_code=2)
+    done = run_command("run", "no_such_script.py", exit_code=2)
     assert "script 'no_such_script.py' does not exist. Give its path, or a module with -m." in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -11,17 +11,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import ranks
 import torch
 import torch_xla
-import torch_xla.distributed.spmd as xs
-import torch_xla.runtime as xr
 from children import in_process, run_in_child
 from click.testing import CliRunner
-from helpers import make
+from helpers import make, needs_jax
 from rich.console import Group
+from sharding import mesh, shard
 
 from torch_xla_donate import _C, compile, donate_buffer, set_auto_donate
 from torch_xla_donate import __main__ as command_line
@@ -237,10 +235,8 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
 
 
 def sharded_donors() -> None:
-    xr.use_spmd()
-    mesh = xs.Mesh(np.arange(4), (4,), ("x",))
-    x = make(64)
-    xs.mark_sharding(x, mesh, ("x",))
+    mesh()
+    x = shard(make(64), "x")
     torch_xla.sync()
     for _ in range(3):
         old, x = x, x * 2
@@ -254,20 +250,6 @@ def test_a_sharded_program_has_the_bytes_of_a_device(tmp_path):
     assert sum(step.executed or 0 for step in steps if step.donors) == 3
     donors = [donor for step in steps for donor in step.donors]
     assert {(donor.kind, donor.array, donor.bytes, donor.output) for donor in donors} == {("marked", "f32[16]", 64, 0)}
-
-
-def record_example(folder: Path, path: str) -> None:
-    sys.argv = ["torch_xla_donate", "run", "--record", str(folder), path]
-    command_line.entry("torch_xla_donate")
-
-
-def test_an_example_is_verified_unedited(tmp_path):
-    path = ROOT / "examples" / "quickstart.py"
-    run_in_child(record_example, tmp_path, str(path), exit_code=0)
-    (step,) = [step for step in collect(tmp_path, "example", exit_code=0).steps if step.donors]
-    (donor,) = step.donors
-    assert (donor.kind, donor.array, donor.where, donor.output) == ("marked", "f32[1024,1024]", f"{path}:14", 0)
-    assert (step.executed, step.aliases) == (1, 1)
 
 
 WAITS = """
@@ -401,10 +383,7 @@ def record_a_failure(folder: Path) -> None:
     record.finish()
 
 
-TPU = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
-
-
-@TPU
+@needs_jax
 @in_process
 def test_a_dump_of_jax_is_read(dump_folder):
     import jax
@@ -421,7 +400,7 @@ def test_a_dump_of_jax_is_read(dump_folder):
     ]
 
 
-@TPU
+@needs_jax
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 @in_process
 def test_a_topology_shows_where_it_differs(dump_folder):
@@ -464,7 +443,7 @@ def verified(tmp_path: Path, *options: str) -> tuple[str, str, dict]:
     return done.stdout, done.stderr, json.loads(file.read_text())
 
 
-@TPU
+@needs_jax
 def test_the_advice_is_in_all_outputs(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP)
@@ -481,9 +460,8 @@ def test_the_advice_is_in_all_outputs(tmp_path):
     assert after["advice"] == []
 
 
-@TPU
+@needs_jax
 def test_an_unknown_topology_is_refused_before_the_program_runs(tmp_path):
-    """In one line."""
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit('it ran')\n")
     done = CliRunner().invoke(command_line.main, ["verify", "--topology", "v9z:1x1", str(script)])

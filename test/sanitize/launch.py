@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ranks
 import torch_xla
+from helpers import loops_with_and_without_donation
 
 if __name__ == "__main__":
-    for function in (ranks.donate_own_buffers, ranks.donate_to_a_compiled_function, ranks.write_rows_in_place):
+    for function in (ranks.donate_own_buffers, ranks.donate_to_a_compiled_function, loops_with_and_without_donation):
         torch_xla.launch(function)
