@@ -184,24 +184,6 @@ def test_a_view_that_outlived_its_base_has_views_and_is_donated(make, state):
         kept.cpu()
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_other_names_for_the_whole_tensor_are_the_tensor(make, state):
-    """They share the buffer itself: to keep the value would be to copy all of it, or to donate nothing."""
-    t, copy = in_state(make, state)
-    alias = t.detach()
-    donate_buffer([t, alias])
-    others = [t.detach(), t.data, torch.nn.Parameter(t, requires_grad=False)]
-    row, column = t[1], alias[:, 1]
-    result = t * 2
-    torch_xla.sync(wait=True)
-    assert torch.equal(result.cpu(), copy * 2)
-    assert torch.equal(row.cpu(), copy[1]) and torch.equal(column.cpu(), copy[:, 1])
-    for other in (t, alias, *others):
-        assert is_donated(other)
-        with pytest.raises(DonatedBufferError, match="was donated at"):
-            other.cpu()
-
-
 def test_a_tensor_of_the_same_buffer_keeps_it_from_being_donated(make):
     t = make(4, 4)
     donate_buffer(t)
