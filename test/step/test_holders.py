@@ -81,17 +81,6 @@ def test_the_search_keeps_nothing_alive(make):
     assert gone() is None
 
 
-def test_the_search_leaves_a_dictionary_of_locals_alone(make):
-    line = test_the_search_leaves_a_dictionary_of_locals_alone.__code__.co_firstlineno
-    w = make(7)
-    users = locals()
-    before = dict(users)
-    w = w * 2
-    torch_xla.sync()
-    assert holders() == [f"users['w'] at {HERE}:{line + 3}"]
-    assert users == before
-
-
 def variables():
     return _C.frame_variables(sys._getframe(1))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import gc
-import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import torch
@@ -91,16 +89,6 @@ def test_a_module_is_its_tensors_with_every_name_of_a_tied_one():
         "1.num_batches_tracked",
     ]
     assert names_of({"m": torch.nn.Linear(1, 1), "s": [0]}) == ["['m'].weight", "['m'].bias", "['s'][0]"]
-
-
-def test_names_keep_no_tensor_and_no_key_alive():
-    key, tensor = torch.nn.Parameter(torch.ones(3)), torch.ones(3)
-    names = _trees.flatten({"a": [tensor], key: torch.ones(3)}, "tree")[1]
-    watches = [weakref.ref(key), weakref.ref(tensor)]
-    del key, tensor
-    gc.collect()
-    assert [watch() for watch in watches] == [None, None]
-    assert (names.name(0), names.name(1)) == ("['a'][0]", "[key 1: Parameter float32[3]]")
 
 
 def test_labels_join_the_argument_and_the_path():
