@@ -65,7 +65,6 @@ WRITES = {
     "add to a row": add_to_row,
     "multiply a column": lambda c, i, k: c[:, i % 4].mul_(k[1]),
     "slice": lambda c, i, k: c[i : i + 1].copy_(k.unsqueeze(0)),
-    "narrow": lambda c, i, k: c.narrow(0, i, 1).copy_(k),
     "chain": write_chain,
     "view of a view": write_view_of_view,
     "transposed": write_transposed,
