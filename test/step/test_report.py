@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from helpers import whole_copy
+from helpers import lose, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -329,9 +329,7 @@ def test_small_donors_neither_warn_nor_raise(make, restored):
     configure(warn_min_bytes=40)
     for strict in (False, True):
         small, large = make(9), make(10)
-        donate_buffer(small, strict=strict)
-        total = small.sum()
-        torch_xla.sync(wait=True)
+        lose(small, strict=strict)
         assert donation_report(steps=1).donors[0].outcome == "unusable"
         donate_buffer([small, large], strict=strict)
         total = small.sum() + large.sum()
@@ -369,10 +367,7 @@ def test_whole_numbers_of_any_kind_are_settings(make, restored):
             configure(**{name: value})
             assert configure()[name] == int(value)
             assert type(configure()[name]) is int
-    lost = make(3)
-    donate_buffer(lost)
-    total = lost.sum()
-    torch_xla.sync(wait=True)
+    total = lose(make(3))
     assert [donor.outcome for donor in donation_report(steps=np.int32(1)).donors] == ["unusable"]
     with pytest.raises(TypeError, match="kept_steps is of type bool"):
         configure(kept_steps=np.True_)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch_xla
+from helpers import lose
 
 from torch_xla_donate import (
     DonationWarning,
@@ -156,14 +157,6 @@ def test_the_modules_of_a_test_are_recorded(make, tmp_path, options):
     assert [len(module.aliases) for module in modules] == [1, 0]
     assert dump.modules() == modules
     assert total.shape == ()
-
-
-def lose(lost, **options):
-    """A step that reads a donor and has no output for it."""
-    donate_buffer(lost, **options)
-    total = lost.sum()
-    torch_xla.sync(wait=True)
-    return total
 
 
 def lose_inside(lost, error=None, **options):
