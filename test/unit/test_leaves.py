@@ -6,6 +6,7 @@ import enum
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import torch
+from helpers import Couple
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _trees
@@ -13,17 +14,8 @@ from torch_xla_donate import _trees
 Point = namedtuple("Point", ["x", "y"])
 
 
-class Pair:
-    """A class that holds only tensors, and is registered without keys."""
-
-    def __init__(self, first, second):
-        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-            raise TypeError("Pair takes tensors")
-        self.first, self.second = first, second
-
-
-class Keyed(Pair):
-    """The same, registered with keys of each kind."""
+class Keyed(Couple):
+    """Registered with keys of each kind."""
 
 
 class CheckedPoint(namedtuple("CheckedPoint", ["x", "y"])):
@@ -31,16 +23,16 @@ class CheckedPoint(namedtuple("CheckedPoint", ["x", "y"])):
         return super().__new__(cls, x + torch.zeros(1), y + torch.zeros(1))
 
 
-def children(pair):
-    return [pair.first, pair.second], None
-
-
 def children_with_keys(pair):
     return [(pytree.GetAttrKey("first"), pair.first), (pytree.MappingKey("second"), pair.second)], None
 
 
-pytree.register_pytree_node(Pair, children, lambda leaves, _: Pair(*leaves))
-pytree.register_pytree_node(Keyed, children, lambda leaves, _: Keyed(*leaves), flatten_with_keys_fn=children_with_keys)
+pytree.register_pytree_node(
+    Keyed,
+    lambda pair: ([pair.first, pair.second], None),
+    lambda leaves, _: Keyed(*leaves),
+    flatten_with_keys_fn=children_with_keys,
+)
 
 
 class Color(enum.Enum):
@@ -101,7 +93,7 @@ def test_labels_join_the_argument_and_the_path():
 def test_leaves_of_a_class_without_keys_are_numbered():
     """No instance is made to name them."""
     one = torch.ones(1)
-    assert names_of({"p": Pair(one, one)}) == ["['p'][0]", "['p'][1]"]
+    assert names_of({"p": Couple(one, one)}) == ["['p'][0]", "['p'][1]"]
     assert names_of([Keyed(one, one)]) == ["[0].first", "[0]['second']"]
     assert names_of(CheckedPoint(one, one)) == [".x", ".y"]
 
