@@ -99,6 +99,14 @@ TEST(a_step_that_keeps_its_order_crosses) {
         plan.preferred_output[2] == Place(3));
 }
 
+TEST(the_nearest_donor_takes_the_output) {
+  Step step{{4, 4}, {4}, {{1, 0}}};
+  step.donors = {true, true};
+  const DonorPairs plan = step.Pair();
+  CHECK_EQ(Text(plan.parameter_order), "1 0 ");
+  CHECK(AsXlaPairs(step, plan)[1] == Place(0));
+}
+
 TEST(a_preferred_output_counts_before_the_nearest) {
   Step step{{4, 4}, {4, 4}, {{0}, {1}}};
   step.donors = {true, true};
