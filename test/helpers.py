@@ -135,6 +135,18 @@ def pointer(tensor: torch.Tensor) -> int:
     return int(torch_xla._XLAC._unsafe_buffer_pointer(tensor))
 
 
+def lose(donor: torch.Tensor, **options: Any) -> torch.Tensor:
+    """A step that reads a donor and has no output for it. Returns the donor's sum."""
+    import torch_xla
+
+    from torch_xla_donate import donate_buffer
+
+    donate_buffer(donor, **options)
+    total = donor.sum()
+    torch_xla.sync(wait=True)
+    return total
+
+
 def compiles() -> int:
     """How many graphs torch_xla has compiled in this process."""
     import torch_xla.debug.metrics as metrics

@@ -124,16 +124,6 @@ TEST(all_slots_of_a_symbol_are_found) { CHECK_EQ(KindsIn("both", kAdd), "ABS64 J
 
 TEST(packed_relative_relocations_do_not_disturb) { CHECK_EQ(KindsIn("relr", kAdd), "ABS64 JUMP_SLOT"); }
 
-TEST(a_slot_holds_the_function_or_leads_to_the_own_plt) {
-  // GIVEN a library bound at loading and one bound lazily
-  const Library now("victim_relro_now"), lazy("victim_relro_lazy");
-  const ElfImage now_image = ElfImage::Find(now.path), lazy_image = ElfImage::Find(lazy.path);
-  // WHEN nothing has been called yet
-  // THEN the slot of the first holds the function, and that of the second an address in its own library
-  CHECK_EQ(*now_image.SlotsOf(kAdd).at(0).address, CalleeFunction(kAdd));
-  CHECK(lazy_image.Contains(*lazy_image.SlotsOf(kAdd).at(0).address));
-}
-
 TEST(relro_covers_the_slots_that_the_linker_has_protected) {
   const auto in_relro = [](const char* mode) {
     const Library victim(VictimName(mode));
@@ -152,12 +142,6 @@ TEST(functions_that_are_not_imported_have_no_slots) {
   CHECK_EQ(KindsIn("both", kVirtualAdd), "");        // only another victim imports it
   CHECK_EQ(KindsIn("both", "callee_values"), "");    // a pointer into an array is not a function slot
   CHECK_EQ(KindsIn("both", ""), "");
-}
-
-TEST(an_own_function_that_another_library_could_replace_has_a_slot) {
-  for (const char* mode : {"default", "relro_lazy", "relro_now", "no_plt"}) {
-    CHECK_EQ(KindsIn(mode, "victim_add"), std::string(mode) == "no_plt" ? "GLOB_DAT" : "JUMP_SLOT");
-  }
 }
 
 TEST(a_batch_finds_what_single_searches_find) {

@@ -60,7 +60,7 @@ static std::atomic<void*> own_add{nullptr};
 static int OwnAdd(int a, int b) { return 100 + reinterpret_cast<int (*)(int, int)>(own_add.load())(a, b); }
 
 TEST(a_function_of_the_library_itself_is_intercepted_and_undone) {
-  for (const char* mode : {"default", "relro_lazy", "relro_now"}) {
+  for (const char* mode : {"default", "relro_lazy", "relro_now", "no_plt"}) {
     // GIVEN a library that calls its own exported function, before and after the first call has bound the slot
     const Library victim(VictimName(mode));
     const ElfImage image = ElfImage::Find(victim.path);

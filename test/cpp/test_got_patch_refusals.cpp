@@ -123,14 +123,6 @@ TEST(a_slot_that_is_not_aligned_is_an_error) {
   CHECK_EQ(victim.Add(2, 3), 5);
 }
 
-TEST(a_second_patch_of_the_same_function_is_an_error) {
-  const Library victim("victim_relro_now");
-  const ElfImage image = ElfImage::Find(victim.path);
-  const GotPatch patch = Install(image, First::Spec(kAdd));
-  CHECK_CONTAINS(MessageOf([&] { Install(image, Second::Spec(kAdd)); }), "probably another tool has patched it");
-  CHECK_EQ(victim.Add(2, 3), 1005);
-}
-
 TEST(a_strangers_later_patch_is_left_alone) {
   // GIVEN our patch, and another on top that calls ours
   const Library victim("victim_relro_now");

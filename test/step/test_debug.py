@@ -186,7 +186,6 @@ def test_a_single_result_and_updated_arguments_have_names(make):
 
 
 def test_a_compiled_graph_is_checked_at_sync_and_at_the_exit(make):
-    """The next sync checks, and the end of the context."""
     t = make(4)
     compiled = torch.compile(lambda x: torch.log(x - 1), backend="openxla")
     assert compiled(t + 2).tolist()
@@ -214,16 +213,6 @@ def test_an_overwritten_output_of_a_compiled_graph_is_checked(make):
 
 
 # --- The context ---
-
-
-def test_the_report_shows_the_donors_with_the_reason(make):
-    t = make(4)
-    with debug_nans():
-        donate_buffer(t, strict=True)
-        _out = t + 1
-        torch_xla.sync(wait=True)
-    (donor,) = donation_report(steps=1).donors
-    assert (donor.outcome, donor.reason) == ("unusable", "donation is disabled (debug_nans())")
 
 
 @pytest.mark.parametrize("raised", [KeyError, FloatingPointError])
@@ -476,15 +465,17 @@ def test_what_shows_the_warning_may_use_the_tensor(make, monkeypatch):
     assert shown == [[0, 1, 2, 3]]
 
 
-def test_the_warning_names_the_leaf(make, reuses):
+def test_debug_nans_reports_a_use_by_its_leaf_and_gives_its_reason(make, reuses):
     state = {"layer": [make(2)]}
     with debug_nans():
-        donate_buffer(state)
+        donate_buffer(state, strict=True)
         _out = state["layer"][0] + 1
         torch_xla.sync()
         state["layer"][0].cpu()
     ((_, text),) = reuses()
     assert text.startswith("f32[2] tensor \"['layer'][0]\" is used after")
+    (donor,) = donation_report(steps=1).donors
+    assert (donor.outcome, donor.reason) == ("unusable", "donation is disabled (debug_nans())")
 
 
 def test_a_loop_that_reports_compiles_once(make, reuses):

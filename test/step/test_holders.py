@@ -81,17 +81,6 @@ def test_the_search_keeps_nothing_alive(make):
     assert gone() is None
 
 
-def test_the_search_leaves_a_dictionary_of_locals_alone(make):
-    line = test_the_search_leaves_a_dictionary_of_locals_alone.__code__.co_firstlineno
-    w = make(7)
-    users = locals()
-    before = dict(users)
-    w = w * 2
-    torch_xla.sync()
-    assert holders() == [f"users['w'] at {HERE}:{line + 3}"]
-    assert users == before
-
-
 def variables():
     return _C.frame_variables(sys._getframe(1))
 
@@ -184,42 +173,18 @@ def test_the_variables_of_another_thread_are_read():
     thread.join()
 
 
-class Model(torch.nn.Module):
-    def __init__(self, w):
-        super().__init__()
-        self.weight = torch.nn.Parameter(w)
-
-
-def test_an_attribute_of_a_module(make):
-    model = Model(make(8))
-    new = model.weight.detach() * 2
-    torch_xla.sync()
-    (holder,) = holders()
-    assert holder.startswith(f"model.weight at {HERE}:")
-    del new
-
-
-def test_an_attribute_an_item_and_a_key(make):
-    state = types.SimpleNamespace(w=make(8))
-    kept = {"old": [make(9)]}
-    results = [state.w * 2, kept["old"][0] * 2]
-    torch_xla.sync()
-    found = sorted(holders())
-    assert found[0].startswith(f"kept['old'][0] at {HERE}:")
-    assert found[1].startswith(f"state.w at {HERE}:")
-    del results
-
-
-def test_a_closure(make):
+def test_attributes_items_keys_parameters_and_closures(make):
     def closed(w):
         return lambda: w
 
-    function = closed(make(8))
-    new = function() * 2
+    state, kept, function = types.SimpleNamespace(w=make(8)), {"old": [make(9)]}, closed(make(10))
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(make(11))})
+    results = [state.w * 2, kept["old"][0] * 2, function() * 2, model.weight.detach() * 2]
     torch_xla.sync()
-    (holder,) = holders()
-    assert holder.startswith(f"function's w at {HERE}:")
-    del new
+    found = [holder.partition(f" at {HERE}:") for holder in sorted(holders())]
+    assert [name for name, _, _ in found] == ["function's w", "kept['old'][0]", "model.weight", "state.w"]
+    assert all(line.isdigit() for _, _, line in found)
+    del results
 
 
 def test_a_variable_of_a_suspended_generator(make):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
-from helpers import compiles, pointer
+from helpers import compiles, pointer, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -121,7 +121,7 @@ def test_a_refused_pair_makes_no_other_graph(make):
     assert [donor.outcome for donor in donation_report(steps=1).donors] == ["donated", "donated"]
 
 
-def test_a_single_tensor_and_a_pytree_with_gaps(make):
+def test_a_pytree_may_have_gaps(make):
     a, b, c = make(3), make(4), make(5)
     new = {"a": a * 2, "c": c * 2}
     also = b * 2
@@ -130,12 +130,6 @@ def test_a_single_tensor_and_a_pytree_with_gaps(make):
     kept = {donor.name: donor.into_kept for donor in donation_report(steps=1).donors}
     assert kept == {"['a']": True, "['b']": None, "['c']": True}
     assert also.tolist() == [0, 2, 4, 6]
-
-    d = make(7)
-    out = d + 1
-    donate_buffer(d, into=out)
-    torch_xla.sync()
-    assert donation_report(steps=1).donors[0].into_kept is True
 
 
 def test_dictionaries_are_paired_by_name_and_others_by_position(make):
@@ -169,24 +163,13 @@ def test_a_target_that_does_not_fit_is_an_error_and_marks_nothing(make):
         (t, torch.ones(4), ValueError, "into is on cpu, but the donated tensor is on xla:0"),
         (t, [t + 1, t + 2], ValueError, "into has 2 leaves, but tensors has 1"),
         ([t, ready], [None, "x"], TypeError, r"into\[1\] is of type str, not a tensor"),
+        ({"a": t, "b": ready}, {"a": t, "c": t}, ValueError, r"into\['c'\] has no counterpart .* are \['a'\], \['b'\]"),
         (t, ready, DonationError, "into is materialised already, so the next step has no output for it"),
         (t + 1, t + 2, DonationError, "has no buffer yet"),
     ]:
         with pytest.raises(error, match=text):
             donate_buffer(source, into=target)
         assert _C.pending() == []
-
-
-def test_names_must_agree_and_containers_need_not(make):
-    a, b = make(3), make(3)
-    with pytest.raises(
-        ValueError, match=r"into\['c'\] has no counterpart in tensors, whose leaves are \['a'\], \['b'\]"
-    ):
-        donate_buffer({"a": a, "b": b}, into={"a": a + 1, "c": b + 1})
-    new = (a + 1, b + 2)
-    donate_buffer([a, b], into=new)
-    torch_xla.sync()
-    assert all(map(is_donated, (a, b))) and new[1].tolist() == [2, 3, 4]
 
 
 def test_keys_that_print_alike_are_told_apart(make):
@@ -198,12 +181,6 @@ def test_keys_that_print_alike_are_told_apart(make):
     torch_xla.sync()
     assert [donor.into_kept for donor in donation_report(steps=1).donors] == [True, True]
     assert (pointer(new[first]), pointer(new[second])) == addresses
-
-    t, third = make(3), torch.nn.Linear(1, 1)
-    with pytest.raises(
-        ValueError, match=r"into\[key 0: Linear\] has no counterpart in tensors, whose leaves are \[key"
-    ):
-        donate_buffer({first: t}, into={third: t + 1})
 
 
 # --- A second mark of a tensor ---
@@ -224,9 +201,8 @@ def test_two_marks_add_up_to_strict_and_into(make, first_strict):
     assert is_donated(used)
     assert not is_donated(lost)
     # The same two marks of a tensor that shares its buffer.
-    shared, holder = make(7), torch.empty(7, device="xla")
-    holder.copy_(shared)
-    torch_xla.sync()
+    shared = make(7)
+    holder = whole_copy(shared)
     target = shared + 1
     for options in (strict, {"into": target}) if first_strict else ({"into": target}, strict):
         donate_buffer(shared, **options)

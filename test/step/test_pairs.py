@@ -7,7 +7,7 @@ import torch
 import torch_xla
 from helpers import BACKENDS, pointer
 
-from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report
+from torch_xla_donate import DonationWarning, auto_donate, compile, donate_buffer, donation_report, is_donated
 
 
 def arrays(count: int, *shape: int) -> list[torch.Tensor]:
@@ -124,21 +124,22 @@ def test_adamw_in_place_beside_kept_gradients(auto):
             torch_xla.sync(wait=True)
             moved += sum(pointer(t) != place for t, place in zip(tensors, before))
             losses.append(loss.item())
-    if auto:
-        assert moved == 0
+    assert (moved == 0) == auto
     assert losses == sorted(losses, reverse=True)
 
 
 def test_the_donor_that_an_output_is_computed_from_is_used_first():
-    """More donors than outputs: the ones that outputs are computed from are used."""
-    a, b, c = arrays(3, 4)
+    """More donors than outputs: the ones that outputs are computed from are used, the others stay readable."""
+    a, b, c, d = arrays(4, 4)
     places = {"a": pointer(a), "c": pointer(c)}
-    new_a, new_c = a + b.sum(), c * 2
-    with pytest.warns(UserWarning, match="more donors than outputs"):
-        donate_buffer([b, c, a])
+    new_a, new_c = a + b.sum() + d.sum(), c * 2
+    with pytest.warns(DonationWarning, match=r"not usable: f32\[4\], f32\[4\] ") as found:
+        donate_buffer([b, c, d, a])
         torch_xla.sync(wait=True)
+    assert "more donors than outputs of its size: 4 donors and 2 outputs of 16 bytes" in str(found[0].message)
     assert {"a": pointer(new_a), "c": pointer(new_c)} == places
-    assert b.tolist() == [2.0] * 4
+    assert [is_donated(t) for t in (a, b, c, d)] == [True, False, True, False]
+    assert (b.tolist(), d.tolist(), new_a.tolist()) == ([2.0] * 4, [4.0] * 4, [25.0] * 4)
 
 
 def test_a_step_that_does_not_compile_releases_moved_outputs():

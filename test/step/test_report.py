@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
+from helpers import lose, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -91,16 +92,6 @@ def test_a_partly_used_step_is_false_weighs_by_bytes_and_shows_first_what_went_w
     assert out.shape == (30,)
 
 
-def test_pending_marks_are_listed_apart(make):
-    t = make(4)
-    donate_buffer(t)
-    report = donation_report(steps=1)
-    (pending,) = report.pending
-    assert (pending.outcome, pending.step, pending.reason) == ("pending", None, "no step has read it yet")
-    assert "1 pending" in str(report)
-    cancel_donation(t)
-
-
 def test_steps_are_kept_for_the_last_eight(make):
     value = make(16)
     for _ in range(12):
@@ -164,16 +155,14 @@ def test_the_reason_follows_from_the_sizes(donors, outputs, expected, reason):
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 def test_refused_donors_do_not_compete(make):
     updated, lost, shared = make(6), make(6), make(6)
-    holder = torch.empty(6, device="xla")
-    holder.copy_(shared)
-    torch_xla.sync()
+    holder = whole_copy(shared)
     updated.add_(1)
     total = lost.sum() + shared.sum()
     donate_buffer([lost, shared])
     torch_xla.sync(wait=True)
     reasons = {donor.name: donor.reason_code for donor in donation_report(steps=1).donors}
     assert reasons == {"[0]": Reason.OUTPUTS_TAKEN, "[1]": Reason.HELD_BY_OTHERS}
-    assert total.shape == ()
+    assert total.shape == () and holder.shape == (6,)
 
 
 def test_the_sizes_of_a_step_are_read_once(make, monkeypatch):
@@ -212,12 +201,15 @@ def test_the_reason_names_shardings_that_keep_the_sizes_apart():
 # --- Codes, numbers and compilations ---
 
 
-def test_donors_have_codes(make):
+def test_donors_have_codes_and_pending_marks_are_listed_apart(make):
     used, unused, pending = make(30), make(10), make(4)
     donate_buffer({"used": used, "unused": unused, "pending": pending}, strict="off")
     out = used + unused.sum()
     torch_xla.sync()
     report = donation_report(steps=1)
+    (mark,) = report.pending
+    assert (mark.outcome, mark.step, mark.reason) == ("pending", None, "no step has read it yet")
+    assert "1 pending" in str(report)
     plain = json.loads(json.dumps(report.to_dict()))
     assert (plain["complete"], plain["donated_bytes"]) == (False, 120)
     assert [donor["reason_code"] for donor in plain["pending"]] == ["unread"]
@@ -337,9 +329,7 @@ def test_small_donors_neither_warn_nor_raise(make, restored):
     configure(warn_min_bytes=40)
     for strict in (False, True):
         small, large = make(9), make(10)
-        donate_buffer(small, strict=strict)
-        total = small.sum()
-        torch_xla.sync(wait=True)
+        lose(small, strict=strict)
         assert donation_report(steps=1).donors[0].outcome == "unusable"
         donate_buffer([small, large], strict=strict)
         total = small.sum() + large.sum()
@@ -377,10 +367,7 @@ def test_whole_numbers_of_any_kind_are_settings(make, restored):
             configure(**{name: value})
             assert configure()[name] == int(value)
             assert type(configure()[name]) is int
-    lost = make(3)
-    donate_buffer(lost)
-    total = lost.sum()
-    torch_xla.sync(wait=True)
+    total = lose(make(3))
     assert [donor.outcome for donor in donation_report(steps=np.int32(1)).donors] == ["unusable"]
     with pytest.raises(TypeError, match="kept_steps is of type bool"):
         configure(kept_steps=np.True_)

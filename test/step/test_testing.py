@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch_xla
+from helpers import lose
 
 from torch_xla_donate import (
     DonationWarning,
@@ -158,14 +159,6 @@ def test_the_modules_of_a_test_are_recorded(make, tmp_path, options):
     assert total.shape == ()
 
 
-def lose(lost, **options):
-    """A step that reads a donor and has no output for it."""
-    donate_buffer(lost, **options)
-    total = lost.sum()
-    torch_xla.sync(wait=True)
-    return total
-
-
 def lose_inside(lost, error=None, **options):
     with testing.no_unusable_donation():
         lose(lost, **options)
@@ -201,33 +194,20 @@ def test_other_threads_fail_the_context_too(make):
     watch.leave(raised=True)
 
 
-def test_a_strict_error_does_not_reach_the_next_test(make):
-    t = make(3)
-    watch = no_unusable_donation()
-    watch.enter()
-    try:
-        donate_buffer(t, strict="error")
-        total = t.sum()
-        with _report.postpone_notices():  # or sync() raises, if the step has started by then
-            torch_xla.sync()
-        with pytest.raises(AssertionError, match="were not usable: f32"):
-            watch.finish()
-    finally:
-        watch.leave(raised=False)
-    donation_report()
-    torch_xla.sync(wait=True)
-    assert total.item() == 3.0
-
-
-def test_a_strict_error_ends_with_the_test_that_failed(make):
-    """`sync` would raise it in the step that follows, which belongs to another test."""
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_strict_error_does_not_reach_the_next_test(make, failed):
+    """`sync` would raise it in the step that follows."""
     lost, watch = make(3), no_unusable_donation()
     watch.enter()
-    donate_buffer(lost, strict="error")
-    total = lost.sum()
-    with _report.postpone_notices():
-        torch_xla.sync(wait=True)
-    watch.leave(raised=True)
+    try:
+        with _report.postpone_notices():  # or sync() raises, if the step has started by then
+            total = lose(lost, strict="error")
+        if not failed:
+            with pytest.raises(AssertionError, match="were not usable: f32"):
+                watch.finish()
+    finally:
+        watch.leave(raised=failed)
+    donation_report()
     torch_xla.sync(wait=True)
     assert total.item() == 3.0
 

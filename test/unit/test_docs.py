@@ -64,11 +64,6 @@ def test_each_word_of_a_message_and_each_old_name_of_a_page_leads_to_a_section()
     assert not _pages.WORDS.keys() & _pages.titles().keys()
 
 
-def test_words_of_a_message_find_its_section() -> None:
-    """Case and line breaks do not matter."""
-    assert _pages.containing("would be constants\nin the LOOP") == ["errors#gradient-accumulation"]
-
-
 def test_every_code_of_the_hooks_has_a_sentence() -> None:
     assert _C.reason_codes() == ["none", *reasons.SENTENCES]
 

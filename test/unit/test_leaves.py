@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import gc
-import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import torch
+from helpers import Couple
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _trees
@@ -15,17 +14,8 @@ from torch_xla_donate import _trees
 Point = namedtuple("Point", ["x", "y"])
 
 
-class Pair:
-    """A class that holds only tensors, and is registered without keys."""
-
-    def __init__(self, first, second):
-        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-            raise TypeError("Pair takes tensors")
-        self.first, self.second = first, second
-
-
-class Keyed(Pair):
-    """The same, registered with keys of each kind."""
+class Keyed(Couple):
+    """Registered with keys of each kind."""
 
 
 class CheckedPoint(namedtuple("CheckedPoint", ["x", "y"])):
@@ -33,16 +23,16 @@ class CheckedPoint(namedtuple("CheckedPoint", ["x", "y"])):
         return super().__new__(cls, x + torch.zeros(1), y + torch.zeros(1))
 
 
-def children(pair):
-    return [pair.first, pair.second], None
-
-
 def children_with_keys(pair):
     return [(pytree.GetAttrKey("first"), pair.first), (pytree.MappingKey("second"), pair.second)], None
 
 
-pytree.register_pytree_node(Pair, children, lambda leaves, _: Pair(*leaves))
-pytree.register_pytree_node(Keyed, children, lambda leaves, _: Keyed(*leaves), flatten_with_keys_fn=children_with_keys)
+pytree.register_pytree_node(
+    Keyed,
+    lambda pair: ([pair.first, pair.second], None),
+    lambda leaves, _: Keyed(*leaves),
+    flatten_with_keys_fn=children_with_keys,
+)
 
 
 class Color(enum.Enum):
@@ -93,16 +83,6 @@ def test_a_module_is_its_tensors_with_every_name_of_a_tied_one():
     assert names_of({"m": torch.nn.Linear(1, 1), "s": [0]}) == ["['m'].weight", "['m'].bias", "['s'][0]"]
 
 
-def test_names_keep_no_tensor_and_no_key_alive():
-    key, tensor = torch.nn.Parameter(torch.ones(3)), torch.ones(3)
-    names = _trees.flatten({"a": [tensor], key: torch.ones(3)}, "tree")[1]
-    watches = [weakref.ref(key), weakref.ref(tensor)]
-    del key, tensor
-    gc.collect()
-    assert [watch() for watch in watches] == [None, None]
-    assert (names.name(0), names.name(1)) == ("['a'][0]", "[key 1: Parameter float32[3]]")
-
-
 def test_labels_join_the_argument_and_the_path():
     assert _trees.qualified_name("tensors", "") == "tensors"
     assert _trees.qualified_name("tensors", "[0]") == "tensors[0]"
@@ -113,7 +93,7 @@ def test_labels_join_the_argument_and_the_path():
 def test_leaves_of_a_class_without_keys_are_numbered():
     """No instance is made to name them."""
     one = torch.ones(1)
-    assert names_of({"p": Pair(one, one)}) == ["['p'][0]", "['p'][1]"]
+    assert names_of({"p": Couple(one, one)}) == ["['p'][0]", "['p'][1]"]
     assert names_of([Keyed(one, one)]) == ["[0].first", "[0]['second']"]
     assert names_of(CheckedPoint(one, one)) == [".x", ".y"]
 
