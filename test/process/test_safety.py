@@ -69,6 +69,8 @@ def test_python_opens_no_connection_and_writes_no_file() -> None:
 def test_the_extension_module_cannot_connect_write_or_start_a_program() -> None:
     """Of the functions of the C library for that it imports only `open`, for the map of its own memory."""
     names = set(Path(_C.__file__).read_bytes().split(b"\0"))
+    if any(name.startswith(b"__gcov") for name in names):
+        pytest.skip("the build of `make coverage` writes down which lines have run")
     outside = {
         *("accept", "bind", "connect", "getaddrinfo", "recv", "send", "sendto", "socket"),
         *(
