@@ -34,6 +34,7 @@ struct Call {
   Call(Call&&) = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
+  Call& operator=(Call&&) = default;  // of one without marks
   ~Call() {
     if (site != nullptr && is_scope) {
       Steps::Get().CancelCall(site.get());

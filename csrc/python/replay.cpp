@@ -195,24 +195,23 @@ bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) cons
   });
 }
 
-std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std::string& where, int strict) const {
+bool Replay::Begin(Begun& begun, const py::list& arguments, const std::string& where, int strict) const {
   RunDeferredDecrefs();
-  Begun begun;
   begun.leaves = py::list(leaves_.size());
   std::size_t token = 0, count = 0;
   for (const py::handle argument : arguments) {
     if (!Collect(argument.ptr(), token, begun.leaves, count)) {
-      return std::nullopt;
+      return false;
     }
   }
   PyObject** items = PySequence_Fast_ITEMS(begun.leaves.ptr());
   std::vector<Marks::Leaf> donated;
   donated.reserve(donated_.size());
   if (!AreAlike(items, donated)) {
-    return std::nullopt;
+    return false;
   }
   const auto site = MakeCallSite(where, strict, names_, /*for_compiled_run=*/true);
-  begun.call = std::make_unique<Call>(MarkForCall(donated, items, site));
+  Call call = MarkForCall(donated, items, site);
   // As in mark_arguments: an argument that is a view of a donated one keeps its value.
   for (std::size_t i = 0; i < leaves_.size(); ++i) {
     if (leaves_[i].kind == Leaf::Kind::kTensor && abi::HasAliases(THPVariable_Unpack(items[i]))) {
@@ -223,7 +222,7 @@ std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std:
     leaf.buffer.reset();  // the call's own pointers must not count as other holders
   }
   if (!PerhapsShared(*site).empty()) {
-    return std::nullopt;
+    return false;
   }
   std::vector<RunDonor> donors;
   donors.reserve(donated.size());
@@ -231,7 +230,8 @@ std::optional<Replay::Begun> Replay::Begin(const py::list& arguments, const std:
     donors.push_back({abi::BufferOf(*donated[i].tensor), donated_[i].parameter, donated_[i].preferred_output});
   }
   begun.armed = DonateToNextRun(site, std::move(donors), graph_);
-  return begun;
+  static_cast<Call&>(begun) = std::move(call);
+  return true;
 }
 
 }  // namespace torch_xla_donate

@@ -29,8 +29,8 @@ class Replay {
     std::optional<std::size_t> parameter, preferred_output;
   };
   // A call that has marked its donated leaves and armed the run.
-  struct Begun {
-    std::unique_ptr<Call> call;
+  struct Begun : Call {
+    Begun() : Call(std::shared_ptr<CallSite>()) {}
     py::list leaves;
     bool armed = false;  // false if another thread has cancelled a mark meanwhile
   };
@@ -43,9 +43,10 @@ class Replay {
   // Whether calls can be compared with this one: structures, leaves and shared buffers are of the usual kinds.
   bool IsPossible() const { return possible_; }
 
-  // Nullopt, with nothing marked, unless the arguments are like those of the earlier call and nothing else may hold a
+  // False, with nothing marked, unless the arguments are like those of the earlier call and nothing else may hold a
   // donated buffer. Throws for a leaf that has been donated before, and the error of an earlier step that failed.
-  std::optional<Begun> Begin(const py::list& arguments, const std::string& where, int strict) const;
+  // Python gives the object to fill, because a new one would need memory after the marks.
+  bool Begin(Begun& begun, const py::list& arguments, const std::string& where, int strict) const;
 
  private:
   struct Token {

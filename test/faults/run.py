@@ -233,9 +233,10 @@ class Faults:
         # pybind11 registers a new object outside its handlers, so an exception there would pass through Python's
         # frames. Its allocations for a call of a binding, such as the exit of a context, come before our code.
         symbols = subprocess.run(["nm", "-CS", str(file)], capture_output=True, text=True, check=True).stdout
-        pattern = r"^(\w+) (\w+) \w .*pybind11::(?:class_<.*>::init_instance|cpp_function::dispatcher)"
+        names = r"class_<.*>::init_instance|cpp_function::dispatcher|detail::register_instance"
+        pattern = rf"^(\w+) (\w+) \w .*pybind11::(?:{names})"
         found = re.findall(pattern, symbols, re.MULTILINE)
-        assert len(found) > 1, "pybind11 has no functions of these names"
+        assert len(found) > 2, "pybind11 has no functions of these names"
         for begin, size in found:
             library.torch_xla_donate_spare(
                 ctypes.c_size_t(int(begin, 16)), ctypes.c_size_t(int(begin, 16) + int(size, 16))

@@ -180,20 +180,22 @@ class RepeatedCall(_C.Scope):
         self._replay, self._values, self._where, self._strict = replay, call.values(call.roles.nonstatic), where, strict
 
     def enter(self) -> None:
-        self.begun = self._replay.begin(self._values, self._where, self._strict)
+        begun = _C.Begun()
+        if self._replay.begin(begun, self._values, self._where, self._strict):
+            self.begun = begun
         del self._values  # the function may drop an argument
         if self.begun is not None and not self.begun.armed:
             raise _cancelled_meanwhile()
 
     def finish(self) -> None:
         if self.begun is not None:
-            _C.end_call(self.begun.call, {}, NOT_READ, notify=True)
+            _C.end_call(self.begun, {}, NOT_READ, notify=True)
 
     def leave(self, raised: bool) -> None:
         if self.begun is not None:
             _C.disarm_run()
             if raised:
-                _C.cancel_call(self.begun.call)
+                _C.cancel_call(self.begun)
 
 
 def _cancelled_meanwhile() -> DonationError:
