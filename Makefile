@@ -51,7 +51,7 @@ test-all: build $(VENV)/docs test-cpp  ## `make test`, then builds, benchmarks, 
 test-nightly: build $(VENV)/docs  ## only the long tests: hours
 	$(PYTEST) --hypothesis-profile=long -m nightly $(PYTEST_ARGS)
 
-test-upstream: build  ## the files of UPSTREAM=a checkout of pytorch/xla, with automatic donation and without this package
+test-upstream: build $(VENV)/upstream  ## the files of UPSTREAM=a checkout of pytorch/xla, with automatic donation and without this package
 	$(BIN)/python test/upstream/run.py $(UPSTREAM)
 
 test-cpp: build  ## the C++ tests of the ELF part
@@ -180,8 +180,8 @@ $(VENV)/installed: $(REQUIRED) pyproject.toml
 	@printf '%s\n' "$(CURDIR)" "$(CURDIR)/torch_xla_donate/_pytest" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
 	@touch $@
 
-$(VENV)/docs: $(VENV)/installed third_party/dev_requirements.py
-	$(BIN)/python third_party/dev_requirements.py docs | xargs -d '\n' $(BIN)/pip install -q
+$(VENV)/docs $(VENV)/upstream: $(VENV)/%: $(VENV)/installed third_party/dev_requirements.py
+	$(BIN)/python third_party/dev_requirements.py $* | xargs -d '\n' $(BIN)/pip install -q -c $(REQUIRED)
 	@touch $@
 
 clean:  ## remove what was built; keeps .venv
