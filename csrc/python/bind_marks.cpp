@@ -176,14 +176,18 @@ std::vector<std::shared_ptr<abi::TensorData>> OutputsOf(const py::dict& preferre
   return outputs;
 }
 
-// Takes the memory for its result before it marks, as the marks would stay if it could not return.
-std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
-                                 const py::dict& preferred_outputs) {
+bool Refuse(Call& call, LeafRefusal why) {
+  call.refusal = std::move(why);
+  return false;
+}
+
+bool MarkLeaves(Call& call, const py::sequence& leaves, const std::string& where, int strict, py::object names,
+                const py::dict& preferred_outputs) {
   RunDeferredDecrefs();
   const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(leaves.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
-  auto call = std::make_unique<Call>(MakeCallSite(where, strict, std::move(names)));
-  call->donors = std::make_shared<CallDonors>(count);
+  const auto site = MakeCallSite(where, strict, std::move(names));
+  const auto donors = std::make_shared<CallDonors>(count);
   const auto outputs = OutputsOf(preferred_outputs, count);
   std::vector<at::Tensor> viewed;
   LeafBlock block;
@@ -199,18 +203,20 @@ std::unique_ptr<Call> MarkLeaves(const py::sequence& leaves, const std::string& 
         obstacle = THPVariable_Check(items[i]) ? block.Resolve(THPVariable_Unpack(items[i]), i, viewed) : "not_tensor";
       }
     }
-    if (const auto constant = block.MakeDonors(*call->donors, call->site, outputs)) {
-      return std::make_unique<Call>(LeafRefusal{*constant, "read_only", std::nullopt});
+    if (const auto constant = block.MakeDonors(*donors, site, outputs)) {
+      return Refuse(call, {*constant, "read_only", std::nullopt});
     }
     if (*obstacle != '\0') {
-      return std::make_unique<Call>(LeafRefusal{i - 1, obstacle, std::nullopt});
+      return Refuse(call, {i - 1, obstacle, std::nullopt});
     }
   }
-  Commit(call->donors, call->site, viewed);
-  return call;
+  Commit(donors, site, viewed);
+  call.site = site;
+  call.donors = donors;
+  return true;
 }
 
-Call MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, int strict,
+bool MarkArguments(Call& call, const py::list& donated, const py::list& kept, const std::string& where, int strict,
                    bool for_compiled_run, py::object names) {
   RunDeferredDecrefs();
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
@@ -227,7 +233,7 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
     abi::Resolution leaf = abi::Resolve(tensor);
     const char* obstacle = leaf.state == abi::TensorState::kReadOnly ? "" : Obstacle(leaf);
     if (*obstacle != '\0') {
-      return Call({i, obstacle, std::nullopt});
+      return Refuse(call, {i, obstacle, std::nullopt});
     }
     if (leaf.state == abi::TensorState::kReadOnly) {
       constants.push_back(static_cast<std::uint32_t>(i));
@@ -241,12 +247,12 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
       const auto found = by_tensor.find(abi::Resolve(THPVariable_Unpack(item)).tensor.get());
       if (found != by_tensor.end()) {
-        return Call({found->second, "also_kept", i});
+        return Refuse(call, {found->second, "also_kept", i});
       }
     }
   }
-  Call call = MarkForCall(resolved, items, MakeCallSite(where, strict, std::move(names), for_compiled_run));
-  call.constants = std::move(constants);
+  Call marked = MarkForCall(resolved, items, MakeCallSite(where, strict, std::move(names), for_compiled_run));
+  marked.constants = std::move(constants);
   // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
     for (const py::handle argument : *arguments) {
@@ -255,7 +261,8 @@ Call MarkArguments(const py::list& donated, const py::list& kept, const std::str
       }
     }
   }
-  return call;
+  call = std::move(marked);
+  return true;
 }
 
 // The buffer whose mark is the tensor's. For a consumed one nothing is computed, which would raise.
@@ -316,7 +323,8 @@ void BindMarks(py::module_& m) {
       .def_readonly("obstacle", &LeafRefusal::obstacle, "As state names it, or 'not_tensor' or 'also_kept'.")
       .def_readonly("kept", &LeafRefusal::kept,
                     "For 'also_kept': position of the leaf of kept that holds the same buffer.");
-  py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, or why there are none.")
+  py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, which fill it, or why there are none.")
+      .def(py::init<>())
       .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
@@ -332,16 +340,16 @@ void BindMarks(py::module_& m) {
       py::arg("names"),
       "Whether the hooks are in place, set_switched_off has named no setting, and none of these environment variables "
       "is set.");
-  m.def("mark", &MarkLeaves, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
+  m.def("mark", &MarkLeaves, py::arg("call"), py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
         py::arg("preferred_outputs"),
         "Marks a list or tuple of tensors (None is skipped), all or none; preferred_outputs maps positions to the "
-        "tensors that should take the buffers. The first leaf that cannot be marked is the refusal of the call. "
-        "strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
-  m.def("mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
+        "tensors that should take the buffers. Returns False if the call has the refusal of the first leaf "
+        "that cannot be marked. strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
+  m.def("mark_arguments", &MarkArguments, py::arg("call"), py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
         py::arg("for_compiled_run"), py::arg("names"),
         "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
-        "marks are only for arm_run, and steps ignore them. The refusal of the call is the first leaf that cannot be "
-        "marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses them with a "
+        "marks are only for arm_run, and steps ignore them. Returns False if the call has the refusal of the first leaf "
+        "that cannot be marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses them with a "
         "reason.");
   m.def(
       "cancel",

@@ -30,7 +30,6 @@ class Replay {
   };
   // A call that has marked its donated leaves and armed the run.
   struct Begun : Call {
-    Begun() : Call(std::shared_ptr<CallSite>()) {}
     py::list leaves;
     bool armed = false;  // false if another thread has cancelled a mark meanwhile
   };
@@ -45,7 +44,6 @@ class Replay {
 
   // False, with nothing marked, unless the arguments are like those of the earlier call and nothing else may hold a
   // donated buffer. Throws for a leaf that has been donated before, and the error of an earlier step that failed.
-  // Python gives the object to fill, because a new one would need memory after the marks.
   bool Begin(Begun& begun, const py::list& arguments, const std::string& where, int strict) const;
 
  private:

@@ -46,10 +46,11 @@ def mark_donated(
     donated, kept = ([leaf for leaves, _ in some for leaf in leaves] for some in (parts[:count], parts[count:]))
     names = compiled.names(call, [structure for _, structure in parts[:count]])
     strict = compiled.strictness()
-    marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
+    marked = _C.Call()
+    _C.mark_arguments(marked, donated, kept, where, strict, for_compiled_run, names)
     if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
-        donated = [_trees.without_wrapper(leaf) for leaf in donated]
-        marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
+        donated, marked = [_trees.without_wrapper(leaf) for leaf in donated], _C.Call()
+        _C.mark_arguments(marked, donated, kept, where, strict, for_compiled_run, names)
     why = marked.refusal
     if why is None:
         return marked

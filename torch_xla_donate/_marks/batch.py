@@ -27,15 +27,17 @@ def mark(
     argument: the argument that the names belong to.
     """
     outputs = check_outputs(leaves, names, preferred_outputs) if preferred_outputs else {}
-    marked = _C.mark(leaves, request.where, request.strictness(), names, outputs)
-    if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
-        leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
-        marked = _C.mark(leaves, request.where, request.strictness(), names, outputs)
-    if (why := marked.refusal) is not None:
+    call, strict = _C.Call(), request.strictness()
+    if _C.mark(call, leaves, request.where, strict, names, outputs):
+        return call
+    if call.refusal is not None and call.refusal.obstacle == "not_xla":
+        leaves, call = [_trees.without_wrapper(leaf) for leaf in leaves], _C.Call()
+        _C.mark(call, leaves, request.where, strict, names, outputs)
+    if (why := call.refusal) is not None:
         name = names.name(why.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
         raise refusal(leaves[why.leaf], why.obstacle, name)
-    return marked
+    return call
 
 
 class Donation(NamedTuple):
@@ -78,8 +80,9 @@ def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
     for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
         names = _trees.FixedNames([given.name for given in group])
-        call = _C.mark_arguments(leaves, [], request.where, request.strictness(), True, names)
-        assert call.refusal is None, "the leaves have been checked"
+        call = _C.Call()
+        marked = _C.mark_arguments(call, leaves, [], request.where, request.strictness(), True, names)
+        assert marked, "the leaves have been checked"
         _C.end_call(call, {}, off or reason, notify=not off)
         _C.expect_run()  # the report counts these donors with the next run
     _report.warn_or_raise()

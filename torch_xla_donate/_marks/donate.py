@@ -84,20 +84,22 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
             return Marks(None)  # an error ends the trace of the body and its requests
     prepare(where)
     effect = strictness(strict)
+    call = _C.Call()
+    marks = Marks(call)  # before the marks, which would stay if there were no memory for it
     if into is None:
         # The common cases need no pytree, unless a leaf is a container.
         kind = type(tensors)
         if kind is list or kind is tuple:
-            marked = _C.mark(tensors, where, effect, _ITEMS, {})
-        elif isinstance(tensors, torch.Tensor):
-            marked = _C.mark((tensors,), where, effect, _SINGLE, {})
+            marked = _C.mark(call, tensors, where, effect, _ITEMS, {})
         else:
-            marked = None
-        if marked is not None and marked.refusal is None:
-            return Marks(marked)
+            is_tensor = isinstance(tensors, torch.Tensor)
+            marked = is_tensor and _C.mark(call, (tensors,), where, effect, _SINGLE, {})
+        if marked:
+            return marks
     leaves, names = ([tensors], _SINGLE) if isinstance(tensors, torch.Tensor) else _trees.flatten(tensors, "tensors")
     outputs = [] if into is None else outputs_in_order(names, into, len(leaves))
-    return Marks(mark(leaves, names, outputs, DonationRequest(where, strict), "tensors"))
+    marks._call = mark(leaves, names, outputs, DonationRequest(where, strict), "tensors")
+    return marks
 
 
 _ITEMS = _trees.IndexNames()
