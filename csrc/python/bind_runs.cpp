@@ -78,10 +78,10 @@ void BindRuns(py::module_& m) {
       "shared_with_listed",
       [](const Call& call) {
         const std::vector<Marks::PendingMark> marks = Marks::Get().OfCall(call.site.get());
-        const std::vector<MarkObstacle> obstacles = FindObstacles(marks, ListedTensors());
+        const std::vector<Reason> obstacles = FindObstacles(marks, ListedTensors());
         std::vector<std::size_t> leaves;
         for (std::size_t i = 0; i < marks.size(); ++i) {
-          if (obstacles[i] != MarkObstacle::kNone) {
+          if (!obstacles[i].empty()) {
             leaves.push_back(marks[i].position);
           }
         }

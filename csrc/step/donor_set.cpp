@@ -11,19 +11,6 @@
 
 namespace torch_xla_donate {
 
-namespace {
-
-Reason ReasonOf(MarkObstacle obstacle) {
-  switch (obstacle) {
-    case MarkObstacle::kNone: break;
-    case MarkObstacle::kViewed: return ReasonCode::kHasViews;
-    case MarkObstacle::kShared: return ReasonCode::kHeldByOthers;
-  }
-  return {};
-}
-
-}  // namespace
-
 void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& tensors) noexcept {
   for (const std::shared_ptr<abi::TensorData>& tensor : tensors) {
     tensor->ir_value = lazy::Value();
@@ -41,27 +28,29 @@ void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason
   }
 }
 
-std::vector<MarkObstacle> FindObstacles(const std::vector<Marks::PendingMark>& marks,
-                                        const std::vector<std::shared_ptr<abi::TensorData>>& live) {
-  std::vector<const void*> buffers;
-  buffers.reserve(marks.size());
+std::vector<Reason> FindObstacles(const std::vector<Marks::PendingMark>& marks,
+                                  const std::vector<std::shared_ptr<abi::TensorData>>& live) {
+  AddressNumbers mark_of(marks.size());
   for (const Marks::PendingMark& mark : marks) {
-    buffers.push_back(mark.donor->array.key);
+    mark_of.Add(mark.donor->array.key);
   }
-  std::vector<BufferHolder> holders;
-  holders.reserve(live.size());
+  std::vector<Reason> obstacles(marks.size());
   for (const auto& data : live) {
     const void* buffer = data == nullptr           ? nullptr
                          : data->handle != nullptr ? data->handle.get()
                                                    : abi::BufferOf(*data).get();
-    if (buffer != nullptr) {
-      holders.push_back({data.get(), buffer, abi::HasView(*data)});
+    const std::uint32_t i = mark_of.Of(buffer);
+    if (i == AddressNumbers::kUnknown) {
+      continue;
+    }
+    const auto& marked = marks[i].tensors;
+    if (abi::HasView(*data)) {
+      obstacles[i] = ReasonCode::kHasViews;
+    } else if (std::find(marked.begin(), marked.end(), data) == marked.end()) {
+      obstacles[i] = ReasonCode::kHeldByOthers;
     }
   }
-  return FindObstacles(buffers, holders, [&marks](std::size_t i, const void* tensor) {
-    const auto& marked = marks[i].tensors;
-    return std::any_of(marked.begin(), marked.end(), [tensor](const auto& data) { return data.get() == tensor; });
-  });
+  return obstacles;
 }
 
 // ---- Claim ----
@@ -174,10 +163,9 @@ void DonorSet::Triage() {
   if (context_.gate.verdict == Gate::Verdict::kRefuse || marks_.empty()) {
     return;
   }
-  const std::vector<MarkObstacle> obstacles = FindObstacles(marks_, live_);
+  refusals_ = FindObstacles(marks_, live_);
   const abi::InfosLocked infos;
   for (std::size_t i = 0; i < marks_.size(); ++i) {
-    refusals_[i] = ReasonOf(obstacles[i]);
     const auto info = infos.Of(*context_.graph->parameters_data[marks_[i].position]);
     if (refusals_[i].empty() && info.has_value() && info->read_only) {
       refusals_[i] = ReasonCode::kConstant;

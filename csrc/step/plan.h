@@ -11,47 +11,9 @@
 #include <optional>
 #include <vector>
 
-#include "host/address_numbers.h"
 #include "step/size_pairing.h"
 
 namespace torch_xla_donate {
-
-// ---- Who else holds a marked buffer ----
-
-enum class MarkObstacle { kNone, kViewed, kShared };
-
-// A live tensor that holds a buffer.
-struct BufferHolder {
-  const void* tensor;
-  const void* buffer;
-  bool is_viewed;  // it is a view, or has views, that share its graph
-};
-
-// Returns for each marked buffer the obstacle to its donation. `is_marked(i, tensor)` returns whether a mark of the
-// i-th buffer names the tensor. Linear in both lists.
-template <typename IsMarked>
-std::vector<MarkObstacle> FindObstacles(const std::vector<const void*>& buffers,
-                                        const std::vector<BufferHolder>& holders, const IsMarked& is_marked) {
-  std::vector<MarkObstacle> obstacles(buffers.size(), MarkObstacle::kNone);
-  AddressNumbers position_of(buffers.size());
-  for (const void* buffer : buffers) {
-    position_of.Add(buffer);
-  }
-  for (const BufferHolder& holder : holders) {
-    const std::size_t i = position_of.Of(holder.buffer);
-    if (i == AddressNumbers::kUnknown) {
-      continue;
-    }
-    if (holder.is_viewed) {
-      obstacles[i] = MarkObstacle::kViewed;
-    } else if (!is_marked(i, holder.tensor)) {
-      obstacles[i] = MarkObstacle::kShared;
-    }
-  }
-  return obstacles;
-}
-
-// ---- The plan ----
 
 // The sizes of a graph's parameters and outputs.
 struct GraphSizes {

@@ -167,24 +167,6 @@ TEST(a_refused_donor_leaves_the_order_alone) {
   CHECK(step.Pair().parameter_order.empty());
 }
 
-TEST(what_another_tensor_holds_is_an_obstacle) {
-  const int tensors[4] = {}, buffers[3] = {};
-  const auto is_marked = [&](std::size_t, const void* tensor) { return tensor == &tensors[0]; };
-  const auto found = FindObstacles({&buffers[0], &buffers[1], &buffers[2]},
-                                   {{&tensors[0], &buffers[0], false},
-                                    {&tensors[0], &buffers[1], false},
-                                    {&tensors[1], &buffers[1], false},
-                                    {&tensors[2], &buffers[2], true}},
-                                   is_marked);
-  CHECK(found[0] == MarkObstacle::kNone);
-  CHECK(found[1] == MarkObstacle::kShared);
-  CHECK(found[2] == MarkObstacle::kViewed);
-}
-
-TEST(without_marks_there_are_no_obstacles) {
-  CHECK(FindObstacles({}, {}, [](std::size_t, const void*) { return true; }).empty());
-}
-
 namespace {
 
 StepPlan PlanOf(const std::vector<ArraySize>& bytes, const std::vector<ArraySize>& output_bytes,
