@@ -4,11 +4,11 @@
 #include <elf.h>
 #include <link.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <stdexcept>
+#include <string_view>
 #include <system_error>
 
 namespace torch_xla_donate {
@@ -50,7 +50,6 @@ struct Search {
   bool found = false;
   std::uintptr_t base = 0;
   std::uintptr_t mapped_begin = UINTPTR_MAX, mapped_end = 0;
-  std::uintptr_t relro_begin = 0, relro_end = 0;
   const void* dynamic = nullptr;
 };
 
@@ -69,9 +68,6 @@ int VisitLibrary(dl_phdr_info* info, std::size_t, void* argument) noexcept {
     if (header->p_type == PT_LOAD) {
       search.mapped_begin = std::min(search.mapped_begin, begin);
       search.mapped_end = std::max(search.mapped_end, end);
-    } else if (header->p_type == PT_GNU_RELRO) {
-      search.relro_begin = begin;
-      search.relro_end = end;
     } else if (header->p_type == PT_DYNAMIC) {
       search.dynamic = reinterpret_cast<const void*>(begin);
     }
@@ -110,9 +106,6 @@ ElfImage ElfImage::Find(const std::string& path) {
   image.path_ = path;
   image.base_ = search.base;
   image.mapped_ = {search.mapped_begin, search.mapped_end};
-  // Rounds both ends down, as the dynamic linker does, so a last page that is only partly RELRO stays writable.
-  const std::uintptr_t page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  image.relro_ = {search.relro_begin & ~(page - 1), search.relro_end & ~(page - 1)};
   image.ReadDynamicSection(search.dynamic);
   return image;
 }
@@ -157,11 +150,6 @@ void ElfImage::ReadDynamicSection(const void* dynamic) {
   require(plt_type == DT_RELA, "has PLT relocations without addends", "DT_PLTREL to be DT_RELA");
   require(relocations_.data != nullptr || relocations_.bytes == 0, "has DT_RELASZ alone", "DT_RELA too");
   require(plt_relocations_.data != nullptr || plt_relocations_.bytes == 0, "has DT_PLTRELSZ alone", "DT_JMPREL too");
-}
-
-std::vector<RelocationSlot> ElfImage::SlotsOf(std::string_view symbol) const {
-  const std::string name(symbol);
-  return SlotsOfEach({name}).at(name);
 }
 
 std::unordered_map<std::string, std::vector<RelocationSlot>> ElfImage::SlotsOfEach(

@@ -12,7 +12,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -29,7 +28,7 @@ enum class RelocationKind {
 const char* Name(RelocationKind kind) noexcept;
 
 struct RelocationSlot {
-  void** address;  // inside the library; its page may be read-only (see ElfImage::InRelro)
+  void** address;  // inside the library; its page may be read-only
   RelocationKind kind;
 };
 
@@ -41,28 +40,19 @@ class ElfImage {
   // library is not loaded (import it first), or it lacks a dynamic table.
   static ElfImage Find(const std::string& path);
 
-  // Returns every slot of the function `symbol` (mangled name); empty if it has none. The library may define the
-  // function itself and still call it through a slot, since another library could replace it. Calls that the compiler
-  // has inlined or bound pass no slot.
+  // Returns every slot of these functions (mangled names). The result has an entry for each name, empty if it has no
+  // slots. One pass over the relocations finds all, because it takes most of the time in a large library. The library
+  // may define a function itself and still call it through a slot, since another library could replace it. Calls that
+  // the compiler has inlined or bound pass no slot.
   // Omits relocations with an addend, which point into an object. Does not distinguish symbol versions.
-  std::vector<RelocationSlot> SlotsOf(std::string_view symbol) const;
-
-  // The same for several symbols in one pass over the relocations, which takes most of the time in a large library. The
-  // result has an entry for each name, empty if the name has no slots.
   std::unordered_map<std::string, std::vector<RelocationSlot>> SlotsOfEach(
       const std::vector<std::string>& symbols) const;
 
   // As given to Find().
   const std::string& Path() const noexcept { return path_; }
 
-  // The offset that the dynamic linker has added to the addresses in the file.
-  std::uintptr_t LoadBase() const noexcept { return base_; }
-
   // Whether the address lies between the library's first and last loaded byte.
   bool Contains(const void* address) const noexcept { return mapped_.Contains(address); }
-
-  // Whether the dynamic linker has made the page read-only after relocation (PT_GNU_RELRO, in whole pages).
-  bool InRelro(const void* address) const noexcept { return relro_.Contains(address); }
 
  private:
   struct Range {
@@ -79,9 +69,8 @@ class ElfImage {
   void ReadDynamicSection(const void* dynamic);
 
   std::string path_;
-  std::uintptr_t base_ = 0;
+  std::uintptr_t base_ = 0;  // what the dynamic linker has added to the addresses in the file
   Range mapped_;
-  Range relro_;
   Table relocations_;      // DT_RELA
   Table plt_relocations_;  // DT_JMPREL
   const void* symbols_ = nullptr;

@@ -138,7 +138,6 @@ GotPatch::GotPatch(const ElfImage& image, const PatchSpec& spec, const std::vect
 }
 
 void GotPatch::Install(const ElfImage& image, const PatchSpec& spec, const std::vector<RelocationSlot>& slots) {
-  symbol_ = spec.symbol;
   expected_ = spec.expected;
   replacement_ = spec.replacement;
   slots_.reserve(slots.size());  // the last allocation before a slot changes
@@ -173,17 +172,6 @@ void GotPatch::Install(const ElfImage& image, const PatchSpec& spec, const std::
 }
 
 GotPatch::~GotPatch() { static_cast<void>(Undo()); }
-
-GotPatch& GotPatch::operator=(GotPatch&& other) noexcept {
-  if (this != &other) {
-    static_cast<void>(Undo());
-    symbol_ = std::move(other.symbol_);
-    expected_ = other.expected_;
-    replacement_ = other.replacement_;
-    slots_ = std::move(other.slots_);
-  }
-  return *this;
-}
 
 std::size_t GotPatch::Undo() noexcept {
   const std::lock_guard<std::mutex> lock(g_pages);

@@ -52,7 +52,7 @@ class GotPatch {
   ~GotPatch();
 
   GotPatch(GotPatch&& other) noexcept = default;
-  GotPatch& operator=(GotPatch&& other) noexcept;  // undoes this patch first
+  GotPatch& operator=(GotPatch&&) = delete;
 
   // Restores the slots and returns how many it could not restore. Such a slot lies in a page that can no longer be
   // written, or holds a pointer that another patch has put there later. That patch may call ours, so Undo() leaves its
@@ -65,8 +65,6 @@ class GotPatch {
   // How many slots were patched; 0 for a moved-from object.
   std::size_t SlotCount() const noexcept { return slots_.size(); }
 
-  const std::string& Symbol() const noexcept { return symbol_; }
-
  private:
   struct PatchedSlot {
     void** address;
@@ -78,7 +76,6 @@ class GotPatch {
   GotPatch() = default;
   void Install(const ElfImage& image, const PatchSpec& spec, const std::vector<RelocationSlot>& slots);
 
-  std::string symbol_;
   void* expected_ = nullptr;
   void* replacement_ = nullptr;
   std::vector<PatchedSlot> slots_;

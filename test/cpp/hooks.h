@@ -27,7 +27,7 @@ using First = Hook<1000>;
 using Second = Hook<20000>;
 
 inline GotPatch Install(const ElfImage& image, const PatchSpec& spec) {
-  return GotPatch(image, spec, image.SlotsOf(spec.symbol));
+  return GotPatch(image, spec, SlotsOf(image, spec.symbol));
 }
 
 inline std::vector<void*> Contents(const std::vector<RelocationSlot>& slots) {

@@ -10,7 +10,7 @@ void InterceptAndUndo(const std::string& mode, const char* symbol) {
   // GIVEN a victim in a link mode
   const Library victim(VictimName(mode));
   const ElfImage image = ElfImage::Find(victim.path);
-  const std::vector<RelocationSlot> slots = image.SlotsOf(symbol);
+  const std::vector<RelocationSlot> slots = SlotsOf(image, symbol);
   for (const bool called_before : {false, true}) {
     if (called_before) CHECK_EQ(victim.Add(2, 3), 5);
     const std::vector<void*> contents = Contents(slots);
@@ -21,7 +21,6 @@ void InterceptAndUndo(const std::string& mode, const char* symbol) {
       // THEN calls reach the replacement, which can call the original, and the pages have their old protection
       CHECK_EQ(victim.Add(2, 3), 1005);
       CHECK_EQ(First::original.load(), CalleeFunction(symbol));
-      CHECK_EQ(patch.Symbol(), symbol);
       CHECK_EQ(patch.SlotCount(), slots.size());
       CHECK_EQ(patch.InPlace(), slots.size());
       CHECK_EQ(ProtectionsOf(victim.path), protections);
@@ -36,7 +35,7 @@ void InterceptAndUndo(const std::string& mode, const char* symbol) {
 }  // namespace
 
 static_assert(!std::is_copy_constructible_v<GotPatch> && !std::is_copy_assignable_v<GotPatch>);
-static_assert(std::is_nothrow_move_constructible_v<GotPatch> && std::is_nothrow_move_assignable_v<GotPatch>);
+static_assert(std::is_nothrow_move_constructible_v<GotPatch> && !std::is_move_assignable_v<GotPatch>);
 
 TEST(intercepts_and_undoes_with_default_link_options) { InterceptAndUndo("default", kAdd); }
 TEST(intercepts_and_undoes_without_relro) { InterceptAndUndo("norelro", kAdd); }
@@ -64,7 +63,7 @@ TEST(a_function_of_the_library_itself_is_intercepted_and_undone) {
     // GIVEN a library that calls its own exported function, before and after the first call has bound the slot
     const Library victim(VictimName(mode));
     const ElfImage image = ElfImage::Find(victim.path);
-    const std::vector<RelocationSlot> slots = image.SlotsOf("victim_add");
+    const std::vector<RelocationSlot> slots = SlotsOf(image, "victim_add");
     for (const bool called_before : {false, true}) {
       if (called_before) CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 10);
       const std::vector<void*> contents = Contents(slots);
@@ -83,7 +82,7 @@ TEST(a_slot_not_bound_yet_gets_its_plt_address_back) {
   // GIVEN a lazily bound library that has not called the function yet
   const Library victim("victim_relro_lazy");
   const ElfImage image = ElfImage::Find(victim.path);
-  void** const slot = image.SlotsOf(kAdd).at(0).address;
+  void** const slot = SlotsOf(image, kAdd).at(0).address;
   void* const plt = *slot;
   CHECK(image.Contains(plt));
   // WHEN it is patched, called and undone
@@ -102,7 +101,7 @@ TEST(a_slot_bound_over_the_patch_counts_as_undone) {
   const ElfImage image = ElfImage::Find(victim.path);
   GotPatch patch = Install(image, First::Spec(kAdd));
   // WHEN a binding that has begun writes the function, as the dynamic linker does
-  *image.SlotsOf(kAdd).at(0).address = CalleeFunction(kAdd);
+  *SlotsOf(image, kAdd).at(0).address = CalleeFunction(kAdd);
   // THEN the patch reports it, and has nothing to restore
   CHECK_EQ(patch.InPlace(), 0u);
   CHECK_EQ(patch.Undo(), 0u);
@@ -154,14 +153,12 @@ TEST(only_the_named_library_is_patched) {
 
 TEST(a_patch_can_be_moved) {
   const Library victim("victim_relro_now");
-  const ElfImage image = ElfImage::Find(victim.path);
-  GotPatch add = Install(image, First::Spec(kAdd));
-  GotPatch moved = std::move(add);
-  CHECK_EQ(victim.Add(2, 3), 1005);
-  // Assignment first undoes the old patch.
-  moved = Install(image, Second::Spec(kMultiply));
+  {
+    GotPatch patch = Install(ElfImage::Find(victim.path), First::Spec(kAdd));
+    const GotPatch moved = std::move(patch);
+    CHECK_EQ(victim.Add(2, 3), 1005);
+  }
   CHECK_EQ(victim.Add(2, 3), 5);
-  CHECK_EQ(victim.Multiply(2, 3), 20006);
 }
 
 TEST(a_table_is_installed_as_a_whole) {

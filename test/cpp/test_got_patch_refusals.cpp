@@ -21,7 +21,7 @@ void SealPageOf(void** slot) {
 
 // The slot of a kind among those of `callee_add` in the victim "both": a writable JUMP_SLOT and an ABS64 in RELRO.
 RelocationSlot SlotOfKind(const ElfImage& image, RelocationKind kind) {
-  for (const RelocationSlot& slot : image.SlotsOf(kAdd)) {
+  for (const RelocationSlot& slot : SlotsOf(image, kAdd)) {
     if (slot.kind == kind) return slot;
   }
   throw std::runtime_error(std::string("no slot of kind ") + Name(kind));
@@ -54,7 +54,7 @@ TEST(another_function_than_expected_is_an_error_and_changes_nothing) {
   const Library victim("victim_both");
   CHECK_EQ(victim.Add(2, 3), 5);
   const ElfImage image = ElfImage::Find(victim.path);
-  const std::vector<RelocationSlot> slots = image.SlotsOf(kAdd);
+  const std::vector<RelocationSlot> slots = SlotsOf(image, kAdd);
   const std::vector<void*> contents = Contents(slots);
   // WHEN another function is expected there
   PatchSpec spec = First::Spec(kAdd);
@@ -105,7 +105,7 @@ TEST(a_slot_that_can_no_longer_be_written_is_reported_by_undo) {
   // GIVEN a patch whose page can no longer become writable
   const Library victim("victim_relro_now");
   GotPatch patch = Install(ElfImage::Find(victim.path), First::Spec(kAdd));
-  SealPageOf(ElfImage::Find(victim.path).SlotsOf(kAdd).at(0).address);
+  SealPageOf(SlotsOf(ElfImage::Find(victim.path), kAdd).at(0).address);
   // WHEN it is undone THEN Undo() counts the slot, and the replacement still works
   CHECK_EQ(patch.Undo(), 1u);
   CHECK_EQ(patch.InPlace(), 1u);
@@ -115,7 +115,7 @@ TEST(a_slot_that_can_no_longer_be_written_is_reported_by_undo) {
 TEST(a_slot_that_is_not_aligned_is_an_error) {
   const Library victim("victim_relro_now");
   const ElfImage image = ElfImage::Find(victim.path);
-  RelocationSlot slot = image.SlotsOf(kAdd).at(0);
+  RelocationSlot slot = SlotsOf(image, kAdd).at(0);
   slot.address = reinterpret_cast<void**>(reinterpret_cast<std::uintptr_t>(slot.address) + 4);
   const std::string message = MessageOf([&] { GotPatch(image, First::Spec(kAdd), {slot}); });
   CHECK_CONTAINS(message, "is not aligned to 8 bytes as expected; it cannot be replaced while other threads use it");
@@ -146,8 +146,8 @@ TEST(a_strangers_later_patch_is_left_alone) {
 TEST(a_table_with_one_bad_row_is_not_installed_at_all) {
   const Library victim("victim_both");
   const ElfImage image = ElfImage::Find(victim.path);
-  const std::vector<void*> contents = Contents(image.SlotsOf(kAdd));
+  const std::vector<void*> contents = Contents(SlotsOf(image, kAdd));
   const std::string message = MessageOf([&] { InstallAll(image, {First::Spec(kAdd), Second::Spec(kVirtualAdd)}); });
   CHECK_CONTAINS(message, "found no slot of \"_ZNK5Adder3AddEii\"");
-  CHECK(Contents(image.SlotsOf(kAdd)) == contents);
+  CHECK(Contents(SlotsOf(image, kAdd)) == contents);
 }

@@ -10,7 +10,7 @@ constexpr int kRounds = 10'000;
 
 // Returns how many slots some Undo() could not restore. An exception ends the program, because none is expected here.
 std::size_t InstallAndUndo(const ElfImage& image, const PatchSpec& spec, int rounds) {
-  const std::vector<RelocationSlot> slots = image.SlotsOf(spec.symbol);
+  const std::vector<RelocationSlot> slots = SlotsOf(image, spec.symbol);
   std::size_t left = 0;
   for (int round = 0; round < rounds; ++round) {
     GotPatch patch(image, spec, slots);

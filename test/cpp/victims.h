@@ -11,6 +11,9 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
+
+#include "elf/image.h"
 
 constexpr const char* kAdd = "callee_add";
 constexpr const char* kMultiply = "callee_multiply";
@@ -46,6 +49,11 @@ inline std::string VictimName(const std::string& mode) { return "victim_" + mode
 inline void* CalleeFunction(const char* name) {
   static const Library callee("callee");
   return callee.Symbol(name);
+}
+
+inline std::vector<torch_xla_donate::RelocationSlot> SlotsOf(const torch_xla_donate::ElfImage& image,
+                                                             const std::string& symbol) {
+  return image.SlotsOfEach({symbol}).at(symbol);
 }
 
 // The protection of every page of the file's mappings, equal neighbours joined: "begin-end rw-p\n...".
