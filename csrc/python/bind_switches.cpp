@@ -19,44 +19,9 @@ namespace torch_xla_donate {
 
 namespace {
 
-// The names of the codes, in the order of ReasonCode. A test finds missing ones.
-constexpr std::array<const char*, static_cast<std::size_t>(ReasonCode::kFailedForeign) + 1> kReasonCodes = {
-    "none",
-    "another_buffer",
-    "held_by_others",
-    "has_views",
-    "constant",
-    "read_eagerly",
-    "not_read",
-    "closed_over",
-    "still_needed",
-    "graph_break",
-    "module_hooks",
-    "partial_graph",
-    "no_graph",
-    "unknown_outputs",
-    "host_operations",
-    "perhaps_returned",
-    "saved_for_backward",
-    "eager_computation",
-    "unmatched",
-    "ignored",
-    "auto_sharding",
-    "disabled",
-    "debug_nans",
-    "debug_process",
-    "kept_nodes",
-    "shared_graphs",
-    "device_locked",
-    "token_kept",
-    "plan_failed",
-    "unsupported",
-    "functionalization_off",
-    "given_up",
-    "not_compiled",
-    "earlier_step_failed",
-    "failed",
-    "failed_foreign"};
+#define X(code, name) name,
+constexpr std::array kReasonCodes = {TORCH_XLA_DONATE_REASON_CODES(X)};
+#undef X
 
 Reason MakeReason(const std::string& code, std::string details) {
   const auto found = std::find(kReasonCodes.begin(), kReasonCodes.end(), code);

@@ -10,47 +10,53 @@
 
 namespace torch_xla_donate {
 
+// X(code, its name in Python)
+#define TORCH_XLA_DONATE_REASON_CODES(X)                           \
+  X(kNone, "none")                                                 \
+  /* Of one donor: */                                              \
+  X(kAnotherBuffer, "another_buffer")                              \
+  X(kHeldByOthers, "held_by_others")                               \
+  X(kHasViews, "has_views")                                        \
+  X(kConstant, "constant")                                         \
+  X(kReadEagerly, "read_eagerly")                                  \
+  /* Of one donor, found by Python: */                             \
+  X(kNotRead, "not_read")                                          \
+  X(kClosedOver, "closed_over")                                    \
+  X(kStillNeeded, "still_needed")                                  \
+  X(kGraphBreak, "graph_break")                                    \
+  X(kModuleHooks, "module_hooks")                                  \
+  X(kPartialGraph, "partial_graph")                                \
+  X(kNoGraph, "no_graph")                                          \
+  X(kUnknownOutputs, "unknown_outputs")                            \
+  X(kHostOperations, "host_operations")                            \
+  X(kPerhapsReturned, "perhaps_returned") /* details: the error */ \
+  X(kSavedForBackward, "saved_for_backward")                       \
+  X(kEagerComputation, "eager_computation")                        \
+  /* Of a step and all its donors: */                              \
+  X(kUnmatched, "unmatched")                                       \
+  X(kIgnored, "ignored") /* details: the setting */                \
+  X(kAutoSharding, "auto_sharding")                                \
+  X(kDisabled, "disabled")                                         \
+  X(kDebugNans, "debug_nans")                                      \
+  X(kDebugProcess, "debug_process")                                \
+  X(kKeptNodes, "kept_nodes")                                      \
+  X(kSharedGraphs, "shared_graphs")                                \
+  X(kDeviceLocked, "device_locked")                                \
+  X(kTokenKept, "token_kept")    /* details: the error */          \
+  X(kPlanFailed, "plan_failed")  /* details: the error */          \
+  X(kUnsupported, "unsupported") /* details: the error */          \
+  X(kFunctionalizationOff, "functionalization_off")                \
+  /* Of a step that failed or did not run: */                      \
+  X(kGivenUp, "given_up")                                          \
+  X(kNotCompiled, "not_compiled")                                  \
+  X(kEarlierStepFailed, "earlier_step_failed")                     \
+  X(kFailed, "failed") /* details: the error */                    \
+  X(kFailedForeign, "failed_foreign")
+
 enum class ReasonCode : std::uint8_t {
-  kNone,
-  // Of one donor:
-  kAnotherBuffer,
-  kHeldByOthers,
-  kHasViews,
-  kConstant,
-  kReadEagerly,
-  // Of one donor, found by Python:
-  kNotRead,
-  kClosedOver,
-  kStillNeeded,
-  kGraphBreak,
-  kModuleHooks,
-  kPartialGraph,
-  kNoGraph,
-  kUnknownOutputs,
-  kHostOperations,
-  kPerhapsReturned,  // details: the error
-  kSavedForBackward,
-  kEagerComputation,
-  // Of a step and all its donors:
-  kUnmatched,
-  kIgnored,  // details: the setting
-  kAutoSharding,
-  kDisabled,
-  kDebugNans,
-  kDebugProcess,
-  kKeptNodes,
-  kSharedGraphs,
-  kDeviceLocked,
-  kTokenKept,    // details: the error
-  kPlanFailed,   // details: the error
-  kUnsupported,  // details: the error
-  kFunctionalizationOff,
-  // Of a step that failed or did not run:
-  kGivenUp,
-  kNotCompiled,
-  kEarlierStepFailed,
-  kFailed,  // details: the error
-  kFailedForeign,
+#define X(code, name) code,
+  TORCH_XLA_DONATE_REASON_CODES(X)
+#undef X
 };
 
 struct Reason {
