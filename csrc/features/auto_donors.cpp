@@ -46,8 +46,8 @@ const Reason& ProcessObstacle() {
 using OldValues = std::unordered_set<const abi::TensorData*>;
 
 // Holds the buffers that tensors held in the list, those they hold now, and those of newer tensors. A buffer that other
-// threads move meanwhile is in one of these sets until it is freed. Also holds what two pending graphs without a tensor
-// read: that of the random seed, and that of a symbolic size. Returns nullopt if a view hides its buffer.
+// threads move meanwhile is in one of these sets until it is freed. Also holds what the pending graph of the random
+// seed reads, which has no tensor. Returns nullopt if a view hides its buffer.
 std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
   Liveness liveness(step.Context().graph->parameters_data);
   const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
@@ -79,16 +79,15 @@ std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
     }
   }
   liveness.HoldGraph(abi::SeedOf(arena_of_list, device));
-  for (const lazy::NodePtr& size : SymbolicSizes()) {
-    liveness.HoldGraph(size);
-  }
   return liveness;
 }
 
 Reason Obstacle() {
   Reason why = ProcessObstacle();
   if (why.empty()) {
-    why = abi::KeepsNodes() ? ReasonCode::kKeptNodes : SymbolicSizesObstacle();
+    why = abi::KeepsNodes()    ? ReasonCode::kKeptNodes
+          : HasSymbolicSizes() ? ReasonCode::kSymbolicSizes
+                               : ReasonCode::kNone;
   }
   return why;
 }

@@ -149,19 +149,8 @@ std::string DescribeNode(const lazy::Value& value) {
   return text.substr(begin, close + 1 - begin);
 }
 
-lazy::NodePtr NodeOfSize(const c10::SymNodeImpl& size) {
-  if (std::strcmp(typeid(size).name(), kSymbolicSizeType) != 0) {
-    return nullptr;
-  }
-  const auto& host = static_cast<const HostSymbolicSize&>(size);
-  static std::atomic<bool> verified{false};
-  if (!verified.load(std::memory_order_relaxed)) {
-    const ObjectCheck check(typeid(size));
-    check.Readable("a symbolic size", &host, sizeof host);
-    check.Object("the node of a symbolic size", host.node.get(), sizeof(lazy::Node), {kSizeNodeType});
-    verified.store(true, std::memory_order_relaxed);
-  }
-  return host.node;
+bool IsSymbolicSize(const c10::SymNodeImpl& size) noexcept {
+  return std::strcmp(typeid(size).name(), kSymbolicSizeType) == 0;
 }
 
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run) {

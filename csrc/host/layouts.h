@@ -18,7 +18,6 @@ namespace torch_xla_donate::abi {
 
 // The names of the types, as in typeid().
 inline constexpr const char* kSymbolicSizeType = "N9torch_xla14XLASymNodeImplE";
-inline constexpr const char* kSizeNodeType = "N9torch_xla8SizeNodeE";
 inline constexpr const char* kAsyncType = "N9torch_xla16XLAGraphExecutor5AsyncE";
 inline constexpr const char* kComputationType = "N9torch_xla7runtime21PjRtComputationClient15PjRtComputationE";
 
@@ -42,11 +41,6 @@ struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
 };
 inline constexpr std::size_t kBufferVirtuals = 8;
-
-// torch_xla::XLASymNodeImpl, the size of a dimension that only the device knows: the member after torch's part.
-struct HostSymbolicSize : c10::SymNodeImpl {
-  lazy::NodePtr node;
-};
 
 // torch_xla::XLAGraphExecutor: the members after torch's part, as far as needed here.
 struct HostExecutor : lazy::LazyGraphExecutor {

@@ -20,7 +20,6 @@ enum class MutexOf {
   kSwitches,
   kPlaceholders,
   kExecutables,
-  kSymbolicSizes,
   kDataInfos,
   kCount
 };

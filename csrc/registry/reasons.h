@@ -40,6 +40,7 @@ namespace torch_xla_donate {
   X(kDebugNans, "debug_nans")                                      \
   X(kDebugProcess, "debug_process")                                \
   X(kKeptNodes, "kept_nodes")                                      \
+  X(kSymbolicSizes, "symbolic_sizes")                              \
   X(kSharedGraphs, "shared_graphs")                                \
   X(kDeviceLocked, "device_locked")                                \
   X(kTokenKept, "token_kept")    /* details: the error */          \

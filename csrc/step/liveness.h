@@ -1,8 +1,8 @@
 // Finds the inputs of a step that the program can still reach after the run.
 //
-// At a step barrier the executor lists every live tensor of the device. Each pending graph belongs to one of them, to
-// the random seed or to a symbolic size. So the program can reach a parameter only if a live tensor holds it, or if a
-// graph that stays pending reads it.
+// At a step barrier the executor lists every live tensor of the device. Each pending graph belongs to one of them or to
+// the random seed, unless the program has made a symbolic size (symbolic_sizes.h). So the program can reach a parameter
+// only if a live tensor holds it, or if a graph that stays pending reads it.
 // Reference counts of buffers do not help, because earlier runs release buffers at varying times and each change would
 // make another graph.
 //

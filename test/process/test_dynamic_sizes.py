@@ -21,6 +21,7 @@ from torch_xla_donate import (
     DonatedBufferError,
     DonationError,
     DonationWarning,
+    Reason,
     auto_donate,
     donate_buffer,
     donation_disabled,
@@ -28,6 +29,7 @@ from torch_xla_donate import (
     hlo,
     is_donated,
 )
+from torch_xla_donate._report.reasons import SENTENCES
 
 DYNAMIC = {"XLA_EXPERIMENTAL": "nonzero:masked_select"}
 
@@ -119,33 +121,36 @@ def sum_of_sizes(t: torch.Tensor) -> torch.SymInt:
 
 @pytest.mark.parametrize(("size_of", "value"), [(pending_size, 3), (sum_of_sizes, 6)])
 @in_process(env=DYNAMIC)
-def test_a_pending_size_keeps_its_input(size_of, value):
+def test_a_size_ends_automatic_donation(size_of, value):
     """No live tensor has its graph, which stays after the size has been computed."""
     t = make()
-    size = size_of(t)
     with auto_donate():
-        t = t + 1
-        torch_xla.sync(wait=True)
-        assert not donation_report().donors
-        assert [held.bytes for held in donation_report().held] == [20]
-        assert int(size) == value
         t = t + 1
         torch_xla.sync(wait=True)
         assert [donor.outcome for donor in donation_report().donors] == ["donated"]
-        assert int(size) == value
-    assert t.tolist() == [2, 3, 2, 4, 5]
-
-
-@in_process(env=DYNAMIC)
-def test_a_dropped_size_keeps_no_input():
-    t = make()
-    with auto_donate():
-        for _ in range(3):
-            size = pending_size(t)
-            del size
+        size = size_of(t - 1)
+        for skipped in (1, 2):
             t = t + 1
             torch_xla.sync(wait=True)
-        assert [donor.outcome for donor in donation_report().donors] == ["donated"] * 3
+            assert donation_report().auto_refusals == {SENTENCES[Reason.SYMBOLIC_SIZES]: skipped}
+        assert int(size) == value
+        donate_buffer(t)
+        out = t + 1
+        torch_xla.sync(wait=True)
+    assert is_donated(t) and out.tolist() == [4, 5, 4, 6, 7]
+
+
+@in_process()
+def test_a_program_without_the_setting_makes_no_such_size():
+    t = make()
+    found = [torch.nonzero(t), torch.masked_select(t, t > 0), torch.unique(t), t[t > 0], torch.argwhere(t)]
+    found += [torch.repeat_interleave(t, torch.tensor([1, 2, 3, 1, 1]).to("xla")), torch.bincount(t.long())]
+    assert [each.numel() for each in found] == [3, 3, 4, 3, 3, 8, 4]
+    with auto_donate():
+        t = t + 1
+        torch_xla.sync(wait=True)
+    assert [donor.outcome for donor in donation_report().donors] == ["donated"]
+    assert not donation_report().auto_refusals
 
 
 @in_process(env=DYNAMIC)

@@ -52,6 +52,7 @@ class Reason(str, enum.Enum):
     DEBUG_NANS = "debug_nans"
     DEBUG_PROCESS = "debug_process"
     KEPT_NODES = "kept_nodes"
+    SYMBOLIC_SIZES = "symbolic_sizes"
     SHARED_GRAPHS = "shared_graphs"
     DEVICE_LOCKED = "device_locked"
     TOKEN_KEPT = "token_kept"
@@ -105,6 +106,10 @@ SENTENCES = {
     Reason.DEBUG_NANS: "donation is disabled (debug_nans())",
     Reason.DEBUG_PROCESS: "donation is disabled (TORCH_XLA_DONATE_DEBUG_NANS=1)",
     Reason.KEPT_NODES: "torch keeps nodes for later graphs (torch_lazy_reuse_ir), and these nodes hold their inputs",
+    Reason.SYMBOLIC_SIZES: (
+        "the program has made a size that only the device knows (XLA_EXPERIMENTAL), and its pending graph, which no "
+        "live tensor shows, may read inputs of the step"
+    ),
     Reason.SHARED_GRAPHS: "functionalization is off and a live tensor is a view, or has views, which share its graph",
     Reason.DEVICE_LOCKED: f"{_TOKEN}torch_xla has locked the device already",
     Reason.TOKEN_KEPT: f"{_TOKEN}{{details}}",
