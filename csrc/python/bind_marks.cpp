@@ -344,13 +344,15 @@ void BindMarks(py::module_& m) {
         py::arg("preferred_outputs"),
         "Marks a list or tuple of tensors (None is skipped), all or none; preferred_outputs maps positions to the "
         "tensors that should take the buffers. Returns False if the call has the refusal of the first leaf "
-        "that cannot be marked. strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that was donated before.");
-  m.def("mark_arguments", &MarkArguments, py::arg("call"), py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
-        py::arg("for_compiled_run"), py::arg("names"),
-        "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
-        "marks are only for arm_run, and steps ignore them. Returns False if the call has the refusal of the first leaf "
-        "that cannot be marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses them with a "
-        "reason.");
+        "that cannot be marked. strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that "
+        "was donated before.");
+  m.def(
+      "mark_arguments", &MarkArguments, py::arg("call"), py::arg("donated"), py::arg("kept"), py::arg("where"),
+      py::arg("strict"), py::arg("for_compiled_run"), py::arg("names"),
+      "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
+      "marks are only for arm_run, and steps ignore them. Returns False if the call has the refusal of the first leaf "
+      "that cannot be marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses "
+      "them with a reason.");
   m.def(
       "cancel",
       [](const py::sequence& leaves) {

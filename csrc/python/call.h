@@ -21,9 +21,9 @@ struct LeafRefusal {
   std::optional<std::size_t> kept;  // for "also_kept": the position of the other leaf
 };
 
-// A call's marks. Python makes the object and a function fills it: an object made after the marks would need memory, and
-// the marks would stay if there is none. The destructor cancels a scope's pending marks, for example after an interrupt
-// in its caller.
+// A call's marks. Python makes the object and a function fills it: an object made after the marks would need memory,
+// and the marks would stay if there is none. The destructor cancels a scope's pending marks, for example after an
+// interrupt in its caller.
 struct Call {
   std::shared_ptr<CallSite> site;
   std::vector<std::uint32_t> constants;  // positions of leaves whose buffers torch_xla shares between tensors
