@@ -44,7 +44,6 @@ class _Step(TypedDict):
     status: str
     donors: list[_Donor]
     outputs: list[str]
-    after_backward_thread: bool
     compilations: int
     plain_steps: list[int]
 

@@ -2,7 +2,6 @@
 #include "step/phases.h"
 
 #include "features/auto_donors.h"
-#include "features/backward_threads.h"
 #include "features/compiled_run.h"
 #include "features/executables.h"
 #include "features/outdated_tensors.h"
@@ -62,13 +61,11 @@ bool phases::ListBegins(void* arena, const lazy::BackendDevice* device) {
 
 void phases::TensorMade() {
   ForgetReused();  // the operation that used them has its result
-  NoteBackwardThread();
   Reach("TensorMade");
 }
 
 void phases::BeforeGraph(GraphContext& graph) {
   DropDryRun();
-  graph.after_backward_thread = graph.is_step && TakeBackwardThread();
   BeginPlan(graph);
   try {
     CloseGate(graph);  // before the token, so that its reason is reported; if it throws, the step may keep the token

@@ -80,7 +80,6 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     item["status"] = step.status;
     item["donors"] = donors;
     item["outputs"] = step.outputs;
-    item["after_backward_thread"] = step.after_backward_thread;
     item["compilations"] = step.compilations;
     item["plain_steps"] = step.plain_steps;
     result.append(item);

@@ -170,7 +170,7 @@ void Steps::Sweep() {
   for (DonorPtr& donor : Marks::Get().Resharded()) {
     lost.push_back({std::move(donor), ReasonCode::kAnotherBuffer, /*notify=*/true});
   }
-  ClaimLocked({}, std::move(lost), /*after_backward_thread=*/false);
+  ClaimLocked({}, std::move(lost));
   Marks::Get().RemoveFreed();
   Refresh();
 }
@@ -231,7 +231,7 @@ void Steps::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t
   if (call != nullptr && call->step != nullptr && !refused.empty()) {
     AddUnread(call->step, std::move(refused));
   } else if (!refused.empty()) {
-    ClaimLocked({}, std::move(refused), /*after_backward_thread=*/false);
+    ClaimLocked({}, std::move(refused));
   }
   CloseCall(call);
   Marks::Get().RemoveCall(site);
@@ -240,14 +240,12 @@ void Steps::EndCall(const CallSite* site, const std::unordered_map<std::uint32_t
 
 // ---- The life of a step ----
 
-Steps::Claimed Steps::Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused,
-                            bool after_backward_thread) {
+Steps::Claimed Steps::Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused) {
   MutexLock lock(registry_mutex);
-  return ClaimLocked(offers, std::move(refused), after_backward_thread);
+  return ClaimLocked(offers, std::move(refused));
 }
 
-Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused,
-                                  bool after_backward_thread) {
+Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused) {
   // Runs of compiled graphs do not call Sweep(), so freed buffers would slow down every look-up.
   if (consumed_.size() > remembered_ + offers.size()) {
     ForgetFreed();
@@ -273,7 +271,7 @@ Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<
   if (donors.empty() && not_offered.empty()) {
     return {};
   }
-  auto step = std::make_shared<Step>(next_step_, std::move(donors), std::move(not_offered), after_backward_thread);
+  auto step = std::make_shared<Step>(next_step_, std::move(donors), std::move(not_offered));
   step->tallies = Tallies::Get().OfThisThread();
   std::vector<std::shared_ptr<abi::TensorData>> tensors;
   tensors.reserve(step->donors.size());
@@ -549,7 +547,6 @@ StepSnapshot Steps::Snapshot(const Step& step) const {
   snapshot.number = step.number;
   snapshot.graph_hash = step.graph_hash;
   snapshot.status = names[static_cast<int>(step.status)];
-  snapshot.after_backward_thread = step.after_backward_thread;
   snapshot.compilations = step.compilations;
   snapshot.plain_steps = step.plain_steps;
   snapshot.donors.reserve(step.donors.size() + step.refused.size() + step.unread.size());

@@ -44,17 +44,12 @@ struct GraphOutcome {
 struct Step {
   enum class Status { kClaimed, kRunning, kDone, kFailed };
 
-  Step(std::uint64_t count, std::vector<DonorPtr> offered, std::vector<DonorPtr> not_offered, bool after_backward)
-      : number(count),
-        donors(std::move(offered)),
-        refused(std::move(not_offered)),
-        after_backward_thread(after_backward),
-        used(donors.size()) {}
+  Step(std::uint64_t count, std::vector<DonorPtr> offered, std::vector<DonorPtr> not_offered)
+      : number(count), donors(std::move(offered)), refused(std::move(not_offered)), used(donors.size()) {}
 
   const std::uint64_t number;
   const std::vector<DonorPtr> donors;   // offered to XLA, in parameter order
   const std::vector<DonorPtr> refused;  // read by the step but not offered; each has its reason
-  const bool after_backward_thread;
 
   // The arguments of a compiled function's call that none of its runs has read. Known and reported at the call's end.
   std::vector<DonorPtr> unread GUARDED_BY(registry_mutex);
@@ -83,7 +78,6 @@ struct StepSnapshot {
   std::string status;
   std::vector<DonorSnapshot> donors;
   std::vector<std::string> outputs;
-  bool after_backward_thread = false;
   std::uint64_t compilations = 0;
   std::deque<std::uint64_t> plain_steps;
 };
@@ -157,7 +151,7 @@ class Steps {
     StepPtr step;                                           // null if no donor is left
     std::vector<std::shared_ptr<abi::TensorData>> tensors;  // that hold the donors offered, by their marks
   };
-  Claimed Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused, bool after_backward_thread = false);
+  Claimed Claim(const std::vector<Offer>& offers, std::vector<Refusal> refused);
 
   // The step is about to run. If its graph has run before, the outcomes are known now.
   void Commit(const StepPtr& step, std::string graph_hash, const std::vector<lazy::BackendDataPtr>& outputs);
@@ -228,8 +222,7 @@ class Steps {
   bool IsConsumedLocked(Buffer buffer) const REQUIRES(registry_mutex);
   void ForgetFreed() noexcept REQUIRES(registry_mutex);
 
-  Claimed ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused, bool after_backward_thread)
-      REQUIRES(registry_mutex);
+  Claimed ClaimLocked(const std::vector<Offer>& offers, std::vector<Refusal> refused) REQUIRES(registry_mutex);
   static void Refuse(std::vector<Refusal>& refused) noexcept REQUIRES(registry_mutex);
   void AddUnread(const StepPtr& step, std::vector<Refusal> unread) REQUIRES(registry_mutex);
   std::shared_ptr<GraphOutcome> DescribeOutcome(const Step& step) const EXCLUDES(registry_mutex);

@@ -373,7 +373,7 @@ bool DonorSet::Commit(Claim& claim) {
   claim.ours_ =
       donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);
   claim.rewritten_.reserve(donation.offers.size());
-  const auto [step, tensors] = Steps::Get().Claim(donation.offers, std::move(refused), context_.after_backward_thread);
+  const auto [step, tensors] = Steps::Get().Claim(donation.offers, std::move(refused));
   // Nothing throws from here on, or XLA would get another graph than the one planned.
   RewriteInfos(donation, step, claim);
   if (donation.move.has_value()) {

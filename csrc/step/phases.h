@@ -57,7 +57,6 @@ struct GraphContext {
   bool follows_list;  // the first graph since the live tensors were listed
   bool is_step;       // a step of the live tensors listed last
   Gate gate;
-  bool after_backward_thread = false;             // see backward_threads.h
   abi::Executor::PostOrderData* graph = nullptr;  // set before GraphKnown()
 };
 

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 from helpers import each_backend
 
-from torch_xla_donate import auto_donate, compile, donate_buffer, donation_report
+from torch_xla_donate import compile
 
 
 def gradients(parameters, x, seen):
@@ -61,49 +61,3 @@ def test_the_setting_of_the_program_comes_back_after_an_error(make):
             with pytest.raises(ValueError, match="no"):
                 compile(fail)(make(2))
             assert torch.autograd.is_multithreading_enabled() is before
-
-
-def step_with_backward(w, marks=True):
-    """Without marks, `w` is a list of one tensor, which nothing holds when the step begins."""
-    w = w if marks else w.pop()
-    leaf = w.detach().requires_grad_()
-    if marks:
-        donate_buffer(w)
-    (gradient,) = torch.autograd.grad((leaf * leaf).sum(), leaf)
-    new = w - 0.1 * gradient
-    del w, gradient, leaf
-    torch_xla.sync()
-    return new
-
-
-def step_without_backward(w):
-    donate_buffer(w)
-    w = w + 1
-    torch_xla.sync()
-    return w
-
-
-def test_the_report_counts_steps_after_backward_threads(make):
-    w = step_without_backward(step_without_backward(make(3)))
-    assert donation_report(steps=1).backward_threads == 0
-    w = step_with_backward(w)
-    assert "1 step followed a backward pass on autograd's threads" in str(donation_report(steps=2))
-    w = step_with_backward(w)
-    report = donation_report(steps=3)
-    assert report.backward_threads == report.to_dict()["backward_threads"] == 2
-    assert "2 steps followed a backward pass on autograd's threads" in str(report)
-    assert "torch.autograd.set_multithreading_enabled(False)" in str(report)
-    with torch.autograd.set_multithreading_enabled(False):
-        w = step_with_backward(w)
-    assert donation_report(steps=3).backward_threads == 2
-    held = [w]
-    del w
-    with auto_donate():
-        step_with_backward(held, marks=False)
-    assert donation_report(steps=4).backward_threads == 3
-    # Steps that the report no longer shows do not count.
-    for _ in range(8):
-        step_without_backward(make(3))
-    report = donation_report()
-    assert report.backward_threads == 0
-    assert "autograd" not in str(report)

@@ -74,9 +74,6 @@ class DonationReport:
         held: inputs that `auto_donate` skipped in the last step of each device, although an output could have reused
             them. Empty for a device whose last step ran without `auto_donate`.
         steps: a summary of each step.
-        backward_threads: the number of reported steps with donors that followed a backward pass on autograd's threads.
-            Such a thread may still hold gradients, which makes them outputs. To avoid that, run the backward pass under
-            ``torch.autograd.set_multithreading_enabled(False)``, or in `compile`.
         errors: the number of failures of the package's hooks in this process, by error. The step went on without
             donation, or without the check of `debug_nans`. Please report them.
     """
@@ -86,7 +83,6 @@ class DonationReport:
     auto_refusals: Mapping[str, int] = dataclasses.field(default_factory=dict)
     held: tuple[HeldInput, ...] = ()
     steps: tuple[Step, ...] = ()
-    backward_threads: int = 0
     errors: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -155,7 +151,6 @@ class DonationReport:
             "copied_bytes": self.copied_bytes,
             "auto_refusals": dict(self.auto_refusals),
             "held": [dataclasses.asdict(held) for held in self.held],
-            "backward_threads": self.backward_threads,
             "errors": dict(self.errors),
         }
 
@@ -217,12 +212,6 @@ def _notes(found: DonationReport) -> list[str]:
         texts.append(f"auto_donate skipped {plural(count, 'step')}: {reason}.")
     for error, count in found.errors.items():
         texts.append(f"A hook failed {plural(count, 'time')} and the step went on without it: {error}.")
-    if found.backward_threads:
-        texts.append(
-            f"{plural(found.backward_threads, 'step')} followed a backward pass on autograd's threads. Such a thread "
-            "may still hold a gradient when a step begins,\nwhich makes it an output of that step. Run the backward "
-            "pass under torch.autograd.set_multithreading_enabled(False)."
-        )
     if found.held:
         text = "auto_donate skipped these inputs of the last step, which outputs could have reused:"
         alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
@@ -306,9 +295,8 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     refusals: dict[str, int] = {}
     for reason, count in _C.auto_refusals():  # errors that differ only after the first line have one sentence
         refusals[sentence(reason)] = refusals.get(sentence(reason), 0) + count
-    backward_threads = sum(step is not None and step["after_backward_thread"] for step, _ in found)
     errors = _C.hook_errors()
-    return DonationReport(tuple(donors), tuple(pending), refusals, held, tuple(summary), backward_threads, errors)
+    return DonationReport(tuple(donors), tuple(pending), refusals, held, tuple(summary), errors)
 
 
 def reasons_by_buffer() -> list[tuple[int, str]]:
