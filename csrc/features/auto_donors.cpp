@@ -2,7 +2,6 @@
 #include "features/auto_donors.h"
 
 #include <atomic>
-#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -129,13 +128,7 @@ void ProposeAutoDonors(DonorSet& step) {
   step.Live();
   const Gate& gate = step.Context().gate;
   if (AutoDonates() && gate.verdict == Gate::Verdict::kDonate) {
-    std::optional<Liveness> reach;
-    try {
-      reach = FindReachOrSayWhy(step);
-    } catch (const std::exception& error) {  // the step still donates its marks
-      Tallies::Get().NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
-    }
-    step.OfferInputs(std::move(reach));
+    step.OfferInputs(FindReachOrSayWhy(step));
   } else if (AutoDonates()) {
     Tallies::Get().NoteAutoRefusal(gate.reason);
   }

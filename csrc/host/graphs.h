@@ -67,9 +67,6 @@ class OutputIds {
   void Add(const TensorData& output) { place_of_.emplace(AliasId(output), added_++); }
   // The output that replaces a buffer with this note, in the order of Add(); nullopt if torch_xla does not donate it.
   std::optional<std::size_t> ReplacementOf(const std::optional<DataInfo>& info) const;
-  std::optional<std::size_t> ReplacementOf(const lazy::BackendData& buffer) const {
-    return ReplacementOf(InfoOf(buffer));
-  }
   void Reserve(std::size_t outputs) { place_of_.reserve(outputs); }
   bool Empty() const { return place_of_.empty(); }
   // The id of any output; there must be one.

@@ -44,7 +44,6 @@ namespace torch_xla_donate {
   X(kSharedGraphs, "shared_graphs")                                \
   X(kDeviceLocked, "device_locked")                                \
   X(kTokenKept, "token_kept")    /* details: the error */          \
-  X(kPlanFailed, "plan_failed")  /* details: the error */          \
   X(kUnsupported, "unsupported") /* details: the error */          \
   X(kFunctionalizationOff, "functionalization_off")                \
   /* Of a step that failed or did not run: */                      \

@@ -293,18 +293,6 @@ DonorSet::Donation DonorSet::Plan() {
   return donation;
 }
 
-DonorSet::Donation DonorSet::WithoutPlan() const {
-  Donation donation;
-  for (std::size_t i = 0; i < marks_.size(); ++i) {
-    if (refusals_[i].empty()) {
-      donation.offers.push_back({marks_[i].donor});
-      const lazy::BackendData& buffer = *context_.graph->parameters_data[marks_[i].position];
-      donation.is_own.push_back(ids_.ReplacementOf(buffer).has_value());
-    }
-  }
-  return donation;
-}
-
 void DonorSet::EndDryRun(std::uint64_t step) {
   const std::vector<lazy::BackendDataPtr>& parameters = context_.graph->parameters_data;
   const StepFacts facts = Facts(/*reach=*/std::nullopt);
@@ -363,12 +351,7 @@ bool DonorSet::Commit(Claim& claim) {
   }
   Donation donation;
   if (donates && (offers_inputs_ || has_marks)) {
-    try {
-      donation = Plan();
-    } catch (const std::exception& error) {
-      Tallies::Get().NoteAutoRefusal({ReasonCode::kPlanFailed, error.what()});
-      donation = WithoutPlan();
-    }
+    donation = Plan();
   }
   claim.ours_ =
       donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);

@@ -11,8 +11,8 @@
 // Ownership: a DonorSet lives inside RunPostOrder. The thread's step, the guard on the executor's stack and the run
 //   share a Claim. The last of them restores infos and releases arrays.
 // Threads: belongs to one thread. The end of a run, on another thread, only records its outcome.
-// Errors: if the planner fails, the marks are donated in the order of the graph. If Commit() throws, for lack of
-//   memory, it has changed at most the order of the graph's parameters, which the graph's hash has, too.
+// Errors: if a function throws, for lack of memory, the step refuses its marks. It has changed at most the order of the
+//   graph's parameters, which the graph's hash has, too.
 #pragma once
 
 #include <functional>
@@ -127,7 +127,6 @@ class DonorSet {
   void Triage();
   void Prepare();
   Donation Plan();
-  Donation WithoutPlan() const;
   void RewriteInfos(const Donation& donation, const StepPtr& step, Claim& claim) const noexcept;
   void EndDryRun(std::uint64_t step);
 

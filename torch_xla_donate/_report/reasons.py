@@ -56,7 +56,6 @@ class Reason(str, enum.Enum):
     SHARED_GRAPHS = "shared_graphs"
     DEVICE_LOCKED = "device_locked"
     TOKEN_KEPT = "token_kept"
-    PLAN_FAILED = "plan_failed"
     UNSUPPORTED = "unsupported"
     FUNCTIONALIZATION_OFF = "functionalization_off"
     # Of a step that failed or did not run.
@@ -113,7 +112,6 @@ SENTENCES = {
     Reason.SHARED_GRAPHS: "functionalization is off and a live tensor is a view, or has views, which share its graph",
     Reason.DEVICE_LOCKED: f"{_TOKEN}torch_xla has locked the device already",
     Reason.TOKEN_KEPT: f"{_TOKEN}{{details}}",
-    Reason.PLAN_FAILED: "the package could not choose the donors of the step: {details}",
     Reason.UNSUPPORTED: "{details}",
     Reason.FUNCTIONALIZATION_OFF: (
         "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
