@@ -101,7 +101,12 @@ def frame_variables(frame: types.FrameType) -> dict[str, Any]: ...
 def hooks() -> list[_Hook]: ...
 def verify_layouts(probe: torch.Tensor, tensor_id: int, is_sharded: bool = False) -> None: ...
 def mark(
-    call: Call, leaves: Sequence[Any], where: str, strict: int, names: _Names, preferred_outputs: dict[int, torch.Tensor]
+    call: Call,
+    leaves: Sequence[Any],
+    where: str,
+    strict: int,
+    names: _Names,
+    preferred_outputs: dict[int, torch.Tensor],
 ) -> bool: ...
 
 class Scope:
