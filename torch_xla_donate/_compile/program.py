@@ -12,10 +12,9 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import CallArguments, CallNames
-from torch_xla_donate._compile.donation import new_graph_name
+from torch_xla_donate._compile.donation import new_graph_name, signature_of
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
-from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
