@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _modes, _report, _trees
-from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import Argument, Arguments, CallArguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
 from torch_xla_donate._errors import DonationError, DonationWarning, see
@@ -89,11 +88,7 @@ class Compiled:
         try:
             # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
             # when the step begins.
-            with (
-                _report.postpone_notices(),
-                log.compilations(self.function),
-                torch.autograd.set_multithreading_enabled(False),
-            ):
+            with _report.postpone_notices(), torch.autograd.set_multithreading_enabled(False):
                 result = self._run(call, where)
         finally:
             _marks.inside_call.value = False

@@ -10,7 +10,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees, hlo
-from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._compile.executable import Executable, Lowerable, TopologyExecutable, Types
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
@@ -38,7 +37,6 @@ class Lowered:
         self._refuse_kept_donors()
         with self._traced() as (outputs, donors):
             self._text, _ = _host.hlo_text(outputs, donors)
-        log.dump_lowered(compiled.function, self.as_text)
 
     @contextmanager
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -106,7 +104,7 @@ class Lowered:
             return self._compile_for(topology)
         self._refuse_what_cannot_be_resharded()
         names = self._names()
-        with self._traced() as (outputs, donors), log.compilations(self._compiled.function):
+        with self._traced() as (outputs, donors):
             text, buffers = _host.hlo_text(outputs, donors)
             graph = _host.compile_graph(outputs, donors)
             ordered = [_C.identity(tensor)[1] for tensor in graph.inputs]
@@ -137,8 +135,7 @@ class Lowered:
                 f"{self._compiled.function} computes nothing on the device, so it cannot be compiled for {topology}. "
                 f"Return the results of the step. {see('tpu')}"
             )
-        with log.compilation_for(self._compiled.function, topology):
-            module = hlo.compile_module(hlo.parse(text), text, topology, order)
+        module = hlo.compile_module(hlo.parse(text), text, topology, order)
         return TopologyExecutable(self._types, module, [names.get(buffers[number], "") for number in order])
 
     def _names(self) -> dict[int, str]:
