@@ -76,14 +76,5 @@ def donate_to_a_compiled_function(rank: int) -> None:
     os.write(1, f"{json.dumps([rank, os.getpid(), state['w'].tolist()])}\n".encode())
 
 
-def halve(rank):
-    """Steps that donate nothing."""
-    x = torch.ones(128, 64).to("xla")
-    torch_xla.sync()
-    for _ in range(4):
-        x = x * 0.5
-        torch_xla.sync()
-
-
 if __name__ == "__main__":
     torch_xla.launch(donate_to_a_compiled_function)

@@ -145,7 +145,8 @@ def measure(file: Path, env: dict[str, str] | None = None) -> Measured:
     advice, printed = run_in_child(watch, str(file), dump=folder, env=env).value
     steps = [module.after for module in hlo.read_dump(folder) if module.after is not None]
     step = max(steps, key=lambda module: module.result.bytes + sum(p.bytes for p in module.parameters))
-    found = Advice.from_dict(json.loads(advice))
+    hints = json.loads(advice)["hints"]
+    found = Advice(Hint(**{field.name: raw[field.name] for field in dataclasses.fields(Hint)}) for raw in hints)
     return Measured(found, printed, step.aliased_bytes, step.result.bytes)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from rich.table import Table
@@ -107,9 +107,3 @@ class Advice(tuple[Hint, ...]):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
         return {"hints": [{**dataclasses.asdict(hint), "sentence": hint.sentence} for hint in self]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Advice:
-        """Reads what `to_dict` returns."""
-        fields = [field.name for field in dataclasses.fields(Hint)]
-        return cls(Hint(**{name: raw[name] for name in fields}) for raw in data["hints"])

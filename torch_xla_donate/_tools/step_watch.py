@@ -67,10 +67,6 @@ class StepWatch:
     def __exit__(self, *_: object) -> None:
         stop_listening(self.note)
 
-    def saw_steps(self) -> bool:
-        """Whether a step has ended while its context was open."""
-        return bool(self._runs)
-
     def forget(self) -> None:
         """Drops the findings, but not the names. Later steps are still compared with the steps before."""
         with self._lock:
