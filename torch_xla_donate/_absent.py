@@ -64,7 +64,7 @@ Mode = StepTally = GraphRecord = Reason = WatchedStep = Nothing
 
 _ANSWERS: dict[str, object] = {
     **dict.fromkeys(("cancel", "disarm_run", "flatten", "look_for_copies", "note_placeholder", "set_auto_donate")),
-    **dict.fromkeys(("set_kept_steps", "set_warn_min_bytes", "wait_for_steps")),
+    "wait_for_steps": None,
     **dict.fromkeys(("has_new_graphs", "is_donated"), False),
     **dict.fromkeys(("hooks", "take_bad_outputs", "take_notices"), ()),
     "identity": (0, 0),

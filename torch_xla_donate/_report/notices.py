@@ -87,7 +87,7 @@ def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -
 
 
 def _is_due(raw: _C._Donor) -> bool:
-    return raw["strict"] > _config.Strictness.OFF and not raw["small"] and not raw["reported"]
+    return raw["strict"] > _config.Strictness.OFF and not raw["reported"]
 
 
 def _by_site(step: _C._Step, includes: Callable[[_C._Donor], bool]) -> Iterable[tuple[str, list[_C._Donor]]]:
@@ -100,11 +100,8 @@ def _by_site(step: _C._Step, includes: Callable[[_C._Donor], bool]) -> Iterable[
 
 
 def unusable_texts(step: _C._Step) -> list[str]:
-    """A text for each line with unusable donations in a step, also if they were reported before.
-
-    Without those of fewer bytes than `configure` has set as the size that matters.
-    """
-    lines = _by_site(step, lambda raw: not (raw["automatic"] or raw["small"]))
+    """A text for each line with unusable donations in a step, also if they were reported before."""
+    lines = _by_site(step, lambda raw: not raw["automatic"])
     return [_unusable_text(where, unusable, step) for where, unusable in lines]
 
 
