@@ -15,7 +15,7 @@ _RAISED = {
 }
 # Functions that return messages, or sentences of them.
 _WRITERS = {
-    *("_errors.describe_use", "_errors.describe_reuse", "copies._text", "debug._text", "explain.explain"),
+    *("_errors.describe_use", "_errors.describe_reuse", "debug._text", "explain.explain"),
     *("explain._differs_per_device", "notices._unusable_text", "outcomes.why_unused"),
 }
 

@@ -110,4 +110,3 @@ else:
     _host.install_hooks()
     _modes.debug.start()
     _modes.auto.start()
-    _report.copies.start()

@@ -24,7 +24,7 @@ class DonatedBufferError(DonationError):
 class DonationWarning(UserWarning):
     """A donation was unusable or has a side effect, such as a use that fails when donation is enabled.
 
-    Also: a setting that switches donation off, and a donated buffer that XLA copies.
+    Also: a setting that switches donation off.
     """
 
 

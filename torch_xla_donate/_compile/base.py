@@ -96,7 +96,7 @@ class Compiled:
             if call.roles.donated and self.strictness() == _config.Strictness.ERROR:
                 # Else a later step would raise the error, without this call's result.
                 _C.wait_for_steps()
-            if _C.has_notices() or _C.has_new_graphs():
+            if _C.has_notices():
                 _report.warn_or_raise()
             if _C.disabled():
                 _modes.check_outputs(lambda: _names_of_outputs(call, result))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
-from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donors
 from torch_xla_donate._text import cut
 
@@ -49,10 +48,6 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
         return
     failures: list[str] = []
     raised: list[BaseException] = []
-    try:
-        warn_of_copies()
-    except BaseException as error:  # as below
-        raised.append(error)
     for step in _C.take_notices(everywhere):
         for where, unusable in _by_site(step, _is_due):
             message = _unusable_text(where, unusable, step)
