@@ -25,7 +25,7 @@ from torch_xla_donate import _C, _host, _marks, _report, _trace
 # Entering and leaving, of this package, of torch's modes and of contextlib, and what they call.
 FUNCTIONS: set[str] = {
     "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
-    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices", "compilations",
+    "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices",
     "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
     "has_new_gradient", "compile_graph", "cancel", "_recreate_cm", "_mark", "read", "write", "one_scan",
     "compiling_graphs", "make_entry", "last_entry", "switch_on", "switch_off",

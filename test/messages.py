@@ -15,8 +15,8 @@ _RAISED = {
 }
 # Functions that return messages, or sentences of them.
 _WRITERS = {
-    *("_errors.describe_use", "_errors.describe_reuse", "copies._text", "debug._text", "explain.explain"),
-    *("explain._differs_per_device", "notices._unusable_text", "outcomes.why_unused", "signatures._text"),
+    *("_errors.describe_use", "_errors.describe_reuse", "debug._text", "explain.explain"),
+    *("explain._differs_per_device", "notices._unusable_text", "outcomes.why_unused"),
 }
 
 

@@ -37,7 +37,6 @@ from torch_xla_donate._report import Donor as Donor
 from torch_xla_donate._report import DonationReport as DonationReport
 from torch_xla_donate._report import HeldInput as HeldInput
 from torch_xla_donate._report import Reason as Reason
-from torch_xla_donate._report import configure as configure
 from torch_xla_donate._report import donation_report as donation_report
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ __all__ = [
     "call_jax",
     "cancel_donation",
     "compile",
-    "configure",
     "debug_nans",
     "donate_buffer",
     "donation_disabled",
@@ -112,5 +110,3 @@ else:
     _host.install_hooks()
     _modes.debug.start()
     _modes.auto.start()
-    _report.copies.start()
-    _report.settings.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -85,7 +84,6 @@ def _output(command: _F) -> _F:
 @main.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})
 @_program
 @click.option("--record", "folder", hidden=True, type=click.Path(path_type=Path))
-@click.option("--advise", is_flag=True, hidden=True)
 @click.pass_obj
 def run(
     programs: list[tuple[running.Program, Path | None]],
@@ -93,19 +91,17 @@ def run(
     auto: bool | None,
     is_module: bool,
     folder: Path | None,
-    advise: bool,
 ) -> None:
     """Runs a script with this package loaded, without an edit.
 
     Example: `python -m torch_xla_donate run --auto train.py --epochs 3`
     """
-    programs.append((dataclasses.replace(_named(arguments, auto, is_module), advise=advise), folder))
+    programs.append((_named(arguments, auto, is_module), folder))
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
 @_program
 @_output
-@click.option("--advise", is_flag=True, help="Also show what could still be donated, and the call to write.")
 @click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the dump here, for `inspect`.")
 def verify(
     arguments: tuple[str, ...],
@@ -115,7 +111,6 @@ def verify(
     fail_under: float | None,
     json_file: str | None,
     undonated: bool,
-    advise: bool,
     keep: Path | None,
 ) -> None:
     """Runs a script, and shows the donors of each step.
@@ -125,8 +120,7 @@ def verify(
 
     Example: `python -m torch_xla_donate verify --auto --fail-under 95 train.py --epochs 3`
     """
-    program = dataclasses.replace(_named(arguments, auto, is_module), advise=advise)
-
+    program = _named(arguments, auto, is_module)
     _show(
         lambda: verifying.verify(
             program, keep=keep, topology=topology, undonated=undonated, keeps_stdout=json_file == "-"
@@ -201,7 +195,7 @@ def _show(summarize: Callable[[], RunSummary], fail_under: float | None, json_fi
         else:
             failure = (
                 f"No step has a donor, so nothing is reused, and --fail-under is {fail_under:g}%. Run verify with "
-                "--auto to donate automatically, or with --advise to see what the program could donate."
+                "--auto to donate automatically, or call advise(f) to see what a step could donate."
             )
         click.echo(f"{failure} {see('verify')}", err=True)
         sys.exit(BELOW)
@@ -255,7 +249,7 @@ def entry(prog_name: str | None = None) -> None:
             raise
     ((program, folder),) = programs
     if folder is not None:
-        record.start(folder, record.MAIN, program.advise)
+        record.start(folder, record.MAIN)
     running.run(program)
 
 

@@ -63,9 +63,8 @@ class Nothing:
 Mode = StepTally = GraphRecord = Reason = WatchedStep = Nothing
 
 _ANSWERS: dict[str, object] = {
-    **dict.fromkeys(("cancel", "disarm_run", "flatten", "look_for_copies", "note_placeholder", "set_auto_donate")),
-    **dict.fromkeys(("set_kept_steps", "set_warn_min_bytes", "wait_for_steps")),
-    **dict.fromkeys(("has_new_graphs", "is_donated"), False),
+    **dict.fromkeys(("cancel", "disarm_run", "flatten", "note_placeholder", "set_auto_donate", "wait_for_steps")),
+    "is_donated": False,
     **dict.fromkeys(("hooks", "take_bad_outputs", "take_notices"), ()),
     "identity": (0, 0),
     "state": "materialized",

@@ -21,16 +21,6 @@ def flag(name: str) -> bool:
     raise ValueError(f"{name}={os.environ[name]!r} is neither yes nor no. Set it to 1 or 0.")
 
 
-def number(name: str, default: int, least: int) -> int:
-    """The environment variable as a whole number. Raises ValueError if it is none, or too small."""
-    text = os.environ.get(name, "").strip()
-    if not text:
-        return default
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"{name}={os.environ[name]!r} is not a whole number of {least} or more. Set it to {default}.")
-    return int(text)
-
-
 def _is_off() -> bool:
     """Whether ``TORCH_XLA_DONATE=0`` switches the package off. Raises ValueError for another value than 0 or 1."""
     value = os.environ.get("TORCH_XLA_DONATE", "")
@@ -88,16 +78,6 @@ def check_strict(strict: Strict) -> None:
 def functionalization_off() -> bool:
     """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on. Views then share the graphs of their bases."""
     return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
-
-
-def kept_steps() -> int:
-    """How many steps the report can look back (``TORCH_XLA_DONATE_KEPT_STEPS``)."""
-    return number("TORCH_XLA_DONATE_KEPT_STEPS", default=8, least=1)
-
-
-def warn_min_bytes() -> int:
-    """The bytes from which an unusable donor is reported (``TORCH_XLA_DONATE_WARN_MIN_BYTES``)."""
-    return number("TORCH_XLA_DONATE_WARN_MIN_BYTES", default=0, least=0)
 
 
 def is_yes(value: str) -> bool:

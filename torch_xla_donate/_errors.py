@@ -24,8 +24,7 @@ class DonatedBufferError(DonationError):
 class DonationWarning(UserWarning):
     """A donation was unusable or has a side effect, such as a use that fails when donation is enabled.
 
-    Also: a setting that switches donation off, a donated buffer that XLA copies, and a function of `compile` with many
-    signatures.
+    Also: a setting that switches donation off.
     """
 
 

@@ -8,7 +8,7 @@ import reprlib
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -85,16 +85,6 @@ def assert_reused(at_least: float = 0.95, *, steps: int | None = None) -> None:
         )
 
 
-class _Donor(NamedTuple):
-    """A donor of a compiled module: its number among all input arrays, a text for messages, and its output."""
-
-    number: int
-    text: str
-    name: str
-    is_aliased: bool
-    reason: str = ""
-
-
 def assert_aliased(module: Any, *parameters: int | str) -> None:
     """Asserts that outputs of a compiled module reuse the memory of its parameters.
 
@@ -109,17 +99,22 @@ def assert_aliased(module: Any, *parameters: int | str) -> None:
         ValueError: a parameter does not exist, or is a name and the module has none; or a text is not HLO.
         TypeError: ``module`` or a parameter has another type.
     """
-    count, donors = _donors_of(module)
-    asked = [_find(parameter, count, donors) for parameter in parameters] if parameters else donors
-    wrong = [f"{donor.text}{': ' if donor.reason else ''}{donor.reason}" for donor in asked if not donor.is_aliased]
+    compiled, donors = _donors_of(module)
+    asked = [_find(parameter, compiled, donors) for parameter in parameters] if parameters else donors
+    numbers = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.leaves)}
+    wrong = [
+        f"{donor.name or f'parameter {numbers[donor.donor]}'} {donor.shape}{': ' if donor.reason else ''}{donor.reason}"
+        for donor in asked
+        if donor.output is None
+    ]
     if wrong:
         raise AssertionError(f"no output reuses the memory of:\n  {_lines(wrong)}\n{see('testing')}")
     if not asked:
         raise AssertionError(f"the module has neither donors nor aliases, expected at least one. {see('testing')}")
 
 
-def _donors_of(module: Any) -> tuple[int, list[_Donor]]:
-    """The number of input arrays, and the donors."""
+def _donors_of(module: Any) -> tuple[hlo.HloModule, list[hlo.DonorOutcome]]:
+    """The compiled module, and its donors."""
     if isinstance(module, str | os.PathLike):
         if os.path.isdir(module):
             raise ValueError(
@@ -130,32 +125,18 @@ def _donors_of(module: Any) -> tuple[int, list[_Donor]]:
     if isinstance(module, hlo.DumpedModule):
         module = module.after if module.after is not None else module.before
     if isinstance(module, hlo.HloModule):
-        numbers = {place: number for number, place in enumerate(module.leaves)}
-        offered = [(one.donor, True) for one in module.aliases] + [(one, False) for one in module.donors]
-        return len(numbers), [
-            _Donor(number := numbers[_place(donor)], f"parameter {number} {module.shape_of(donor)}", "", is_aliased)
-            for donor, is_aliased in offered
-        ]
+        taken = [hlo.DonorOutcome(one.donor, module.shape_of(one), one.output_index) for one in module.aliases]
+        return module, [*taken, *(hlo.DonorOutcome(one, module.shape_of(one), None) for one in module.donors)]
     outcomes = getattr(module, "donors", None)
     if not isinstance(outcomes, tuple) or not callable(getattr(module, "as_text", None)):
         raise TypeError(
             f"module is of type {type(module).__name__}, which is not compiled HLO. Pass its text, its path, an "
             f"hlo.HloModule or the result of lower(...).compile(). {see('testing')}"
         )
-    numbers = {place: number for number, place in enumerate(hlo.parse(module.as_text()).leaves)}
-    found = []
-    for one in outcomes:
-        number = numbers[_place(one.donor)]
-        text = f"{one.name or f'parameter {number}'} {one.shape}"
-        found.append(_Donor(number, text, one.name, one.output is not None, one.reason))
-    return len(numbers), found
+    return hlo.parse(module.as_text()), [*outcomes]
 
 
-def _place(donor: hlo.BufferDonor) -> tuple[int, tuple[int, ...]]:
-    return donor.parameter_number, donor.parameter_index
-
-
-def _find(parameter: int | str, count: int, donors: list[_Donor]) -> _Donor:
+def _find(parameter: int | str, compiled: hlo.HloModule, donors: list[hlo.DonorOutcome]) -> hlo.DonorOutcome:
     if isinstance(parameter, str):
         found = next((donor for donor in donors if donor.name and parameter in (donor.name, _path(donor))), None)
         if found is not None:
@@ -171,16 +152,18 @@ def _find(parameter: int | str, count: int, donors: list[_Donor]) -> _Donor:
         raise TypeError(
             f"parameters has {parameter!r}, of type {type(parameter).__name__}. Pass numbers or names. {see('testing')}"
         )
-    if not 0 <= parameter < count:
+    if not 0 <= parameter < len(compiled.leaves):
         raise ValueError(
-            f"parameters has {parameter}, but the module has {count} input arrays. Count from 0. {see('testing')}"
+            f"parameters has {parameter}, but the module has {len(compiled.leaves)} input arrays. Count from 0. "
+            f"{see('testing')}"
         )
-    # Not a donor: nothing was offered.
-    missing = _Donor(parameter, f"parameter {parameter}", "", False, "it is not a donor")
-    return next((donor for donor in donors if donor.number == parameter), missing)
+    place, shape = list(compiled.leaves.items())[parameter]
+    asked = hlo.BufferDonor(*place)
+    not_offered = hlo.DonorOutcome(asked, shape, None, "it is not a donor")
+    return next((donor for donor in donors if donor.donor == asked), not_offered)
 
 
-def _path(donor: _Donor) -> str:
+def _path(donor: hlo.DonorOutcome) -> str:
     """The name without its argument: ``state['w']`` of ``state['w'] (argument 0 of train)``."""
     return donor.name.rpartition(" (argument ")[0] or donor.name
 

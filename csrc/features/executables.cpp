@@ -5,7 +5,6 @@
 #include <atomic>
 #include <iterator>
 #include <map>
-#include <unordered_set>
 #include <utility>
 
 #include "host/process_mutex.h"
@@ -19,8 +18,8 @@ namespace {
 
 using Executable = std::shared_ptr<const abi::HostCachedComputation>;
 
-// Whether the process looks at the executables of runs, logs runs, and has ever opened a record or inspected a run.
-std::atomic<bool> looks{false}, logs{false}, has_records{false}, has_inspections{false};
+// Whether the process logs runs, and has ever opened a record or inspected a run.
+std::atomic<bool> logs{false}, has_records{false}, has_inspections{false};
 
 struct Note {
   std::uint64_t number;
@@ -47,8 +46,6 @@ Record& TheRecord() {
 }
 
 struct ThreadState {
-  bool has_new_graphs = false;
-  std::unordered_set<std::uint64_t> looked_at;  // the executables whose runs on this thread had donors
   bool inspecting = false;
   std::optional<abi::CompiledGraph> inspected;
   std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
@@ -95,8 +92,7 @@ void Log(const RunContext& context, const Executable& executable) {
 }  // namespace
 
 void NoteExecutable(RunContext& context) {
-  if (!looks.load(std::memory_order_relaxed) && !logs.load(std::memory_order_relaxed) &&
-      !has_records.load(std::memory_order_relaxed) && !context.stopped) {
+  if (!logs.load(std::memory_order_relaxed) && !has_records.load(std::memory_order_relaxed) && !context.stopped) {
     return;
   }
   ThreadState& state = State();
@@ -104,23 +100,18 @@ void NoteExecutable(RunContext& context) {
     state.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
     throw InspectedRun("the graph was described, not run");
   }
-  const bool is_looked_at =
-      looks.load(std::memory_order_relaxed) && context.claim != nullptr && context.claim->HasDonors();
   const bool is_logged = logs.load(std::memory_order_relaxed);
   const bool is_recorded = !state.records.empty() && context.runs_all;
-  if (!is_looked_at && !is_logged && !is_recorded) {
+  if (!is_logged && !is_recorded) {
     return;
   }
   try {  // the run must not depend on its record
     const Executable executable = abi::ExecutableOf(context.run);
-    if (is_looked_at || is_recorded) {
+    if (is_recorded) {
       const std::lock_guard<std::mutex> lock(TheRecord().mutex);
-      if (is_looked_at && state.looked_at.insert(TheRecord().Of(executable).number).second) {
-        state.has_new_graphs = true;
-      }
       for (const auto& record : state.records) {
         auto& graphs = record->graphs_;
-        if (is_recorded && std::find(graphs.begin(), graphs.end(), executable) == graphs.end()) {
+        if (std::find(graphs.begin(), graphs.end(), executable) == graphs.end()) {
           graphs.push_back(executable);
         }
       }
@@ -132,10 +123,6 @@ void NoteExecutable(RunContext& context) {
     Tallies::Get().NoteError(error.what());
   }
 }
-
-void LookForCopies() { looks = true; }
-bool HasNewGraphs() { return looks.load(std::memory_order_relaxed) && State().has_new_graphs; }
-void ForgetNewGraphs() { State().has_new_graphs = false; }
 
 void InspectNextRun() {
   has_inspections = true;

@@ -1,5 +1,4 @@
-// The one record of which executables ran. Three clients read it:
-//   - the warning of copies: whether a graph with donors has run for the first time;
+// The one record of which executables ran. Two clients read it:
 //   - lower(), and dumps in tests: the texts of the graphs that a thread runs, or of one that it does not run;
 //   - `python -m torch_xla_donate verify`: each run, with its stack.
 // Without a client, a run passes at the cost of a test.
@@ -21,13 +20,6 @@
 #include "step/phases.h"
 
 namespace torch_xla_donate {
-
-// ---- Graphs with donors ----
-
-void LookForCopies();  // cannot be switched off
-// Whether this thread has run a graph with donors for the first time since the last ForgetNewGraphs().
-bool HasNewGraphs();
-void ForgetNewGraphs();
 
 // ---- Texts of graphs ----
 

@@ -128,7 +128,7 @@ void phases::AtStart(RunContext& run) {
 bool phases::AfterStep() {
   RecordRuns();
   Reach("AfterStep");
-  return HasNotedOutputs() || Steps::Get().HasNotices() || WatchesInputs() || HasNewGraphs();
+  return HasNotedOutputs() || Steps::Get().HasNotices() || WatchesInputs();
 }
 
 }  // namespace torch_xla_donate

@@ -181,9 +181,6 @@ void BindReport(py::module_& m) {
       "Returns and clears the steps with unusable donations that were not reported yet. Donors reported before have "
       "reported=True. Without everywhere, only steps of the device of this thread's last step, if it has one.");
   m.def("has_notices", [] { return Steps::Get().HasNotices(); }, "Whether take_notices would return a step.");
-  m.def("look_for_copies", &LookForCopies, "From now on notes the graphs with donors that run for the first time.");
-  m.def("has_new_graphs", &HasNewGraphs, "Whether this thread has run such a graph since forget_new_graphs.");
-  m.def("forget_new_graphs", &ForgetNewGraphs, "Forgets these graphs, after Python has searched them for copies.");
   m.def(
       "log_runs",
       [](py::object record) {

@@ -102,7 +102,7 @@ for i in range(6):
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
-    torch_xla.sync()  # here
+    torch_xla.sync()
 print(loss.item())
 """
 LOST = """
@@ -130,7 +130,6 @@ class Measured:
     advice: Advice
     printed: str
     aliased: int
-    outputs: int
 
 
 def watch(file: str) -> tuple[str, str]:
@@ -145,8 +144,9 @@ def measure(file: Path, env: dict[str, str] | None = None) -> Measured:
     advice, printed = run_in_child(watch, str(file), dump=folder, env=env).value
     steps = [module.after for module in hlo.read_dump(folder) if module.after is not None]
     step = max(steps, key=lambda module: module.result.bytes + sum(p.bytes for p in module.parameters))
-    found = Advice.from_dict(json.loads(advice))
-    return Measured(found, printed, step.aliased_bytes, step.result.bytes)
+    hints = json.loads(advice)["hints"]
+    found = Advice(Hint(**{field.name: raw[field.name] for field in dataclasses.fields(Hint)}) for raw in hints)
+    return Measured(found, printed, step.aliased_bytes)
 
 
 def written(tmp_path: Path, source: str) -> Path:
@@ -213,20 +213,6 @@ def test_a_kept_graph_under_auto_donate_needs_only_the_detach(tmp_path: Path) ->
     after = measure(written(tmp_path, AUTO + DETACHED))
     assert after.printed == before.printed
     assert after.aliased == before.aliased + hint.bytes
-    assert not after.advice
-
-
-def test_cleared_gradients_are_not_written_by_the_step(tmp_path: Path) -> None:
-    file = written(tmp_path, GRADIENTS)
-    before = measure(file)
-    hint = only(before.advice)
-    assert (hint.kind, hint.bytes, hint.where) == ("kept_gradient", SIZE, f"{file}:{line_of(GRADIENTS)}")
-    assert hint.edit == "optimizer.zero_grad(set_to_none=True) after the last use of the gradients"
-    cleared = "    optimizer.step()\n    optimizer.zero_grad(set_to_none=True)\n"
-    after = measure(written(tmp_path, GRADIENTS.replace("    optimizer.step()\n", cleared)))
-    assert after.printed == before.printed
-    assert after.outputs <= before.outputs - hint.bytes
-    assert after.aliased == before.aliased
     assert not after.advice
 
 

@@ -1,4 +1,4 @@
-"""donation_report in a fresh process: what it counts before the first donor, errors of hooks, and the environment."""
+"""donation_report in a fresh process: what it counts before the first donor, and errors of hooks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch_xla.debug.metrics as metrics
 from children import in_process
 from helpers import make
 
-from torch_xla_donate import _C, configure, donate_buffer, donation_report
+from torch_xla_donate import _C, donate_buffer, donation_report
 
 
 @in_process
@@ -32,8 +32,3 @@ def test_the_first_step_with_donors_counts_those_before():
     assert compiled == [[], [2], [2, 0], [2, 0, 1]]
     assert metrics.counter_value("UncachedCompile") == 3
     assert value.shape == (23,)
-
-
-@in_process(env={"TORCH_XLA_DONATE_KEPT_STEPS": "2", "TORCH_XLA_DONATE_WARN_MIN_BYTES": "1000"})
-def test_the_environment_has_the_settings():
-    assert configure() == {"kept_steps": 2, "warn_min_bytes": 1000}

@@ -134,7 +134,7 @@ def test_without_functionalization_donation_and_errors_work():
 
 
 def test_a_setting_that_is_neither_yes_nor_no_fails_the_import():
-    for name in ("AUTO", "KEEP_ORDER", "WARN_COPIES", "DEBUG_NANS"):
+    for name in ("AUTO", "KEEP_ORDER", "DEBUG_NANS"):
         name = f"TORCH_XLA_DONATE_{name}"
         done = run_in_child(bare.import_package, env={name: "perhaps"}, exit_code=1)
         assert f"{name}='perhaps' is neither yes nor no. Set it to 1 or 0." in done.stderr
@@ -335,7 +335,6 @@ def test_a_lock_of_the_forking_thread_stays_its_own_in_the_child():
 
 @in_process(env={"XLA_COMPILATION_CACHE_SIZE": "1"})
 def test_executables_that_torch_xla_has_freed_are_forgotten():
-    _C.look_for_copies()
     _C.log_runs(_C.take_runs)
     known = []
     for size in range(1, 81):

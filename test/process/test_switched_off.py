@@ -94,7 +94,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "call_jax": jax_called,
     "cancel_donation": lambda: txd.cancel_donation({"a": array()}),
     "compile": lambda: [compiled(), compiled(pure=True), compiled(backend="openxla")],
-    "configure": lambda: [txd.configure(kept_steps=3), txd.configure(kept_steps=8)],
     "debug_nans": lambda: in_mode(txd.debug_nans()),
     "donate_buffer": marked,
     "donation_disabled": lambda: in_mode(txd.donation_disabled(report_reuse=True)),
@@ -183,7 +182,6 @@ WRONG: dict[str, Callable[[], Any]] = {
     "compile, backend": lambda: txd.compile(lambda a: a, backend="x"),  # type: ignore[call-overload]
     "compile, generator": lambda: txd.compile((lambda: (yield)), pure=True),
     "compile, call": lambda: txd.compile(lambda a: a, static_argnums=0)([]),
-    "configure": lambda: txd.configure(kept_steps=0),
     "debug_nans": lambda: txd.debug_nans()(lambda: (yield)),
     "donate_buffer": lambda: txd.donate_buffer([array(), 3]),
     "donate_buffer, device": lambda: txd.donate_buffer(torch.ones(3)),

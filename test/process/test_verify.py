@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 import torch_xla
 from children import in_process, run_in_child
@@ -38,10 +37,10 @@ def recorded(function, folder: Path, *args, exit_code: int | None = None, **opti
     return collect(folder, "test", exit_code=0)
 
 
-def record_and_call(function: str, folder: Path, *args, advises: bool = False) -> None:
-    record.start(folder, record.MAIN, advises)
+def record_and_call(function: str, folder: Path, *args) -> None:
+    record.start(folder, record.MAIN)
     globals()[function](*args)
-    record.finish()  # a forked child ends without atexit
+    record.record_runs()  # a forked child ends without atexit
 
 
 def line_of(function, text: str) -> str:
@@ -137,7 +136,7 @@ def test_the_record_survives_a_kill(tmp_path):
 def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
     """A wait at each run would let no run begin before the one before has ended."""
     waits = []
-    runs = record._Record(tmp_path, "main", False)
+    runs = record._Record(tmp_path, "main")
     run = {"executable": 1, "header": "", "stack": [], "has_donors": True, "graph": "dropped"}
     sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
     for _ in range(50):
@@ -209,7 +208,6 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
     command = [
         "verify",
         "--auto",
-        "--advise",
         "--json",
         "-",
         "--keep",
@@ -230,8 +228,6 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
     assert step["sites"] == [f"{script}:9"]
     assert [donor["kind"] for donor in step["donors"]] == ["automatic"]
     assert {path.name for path in (tmp_path / "kept").iterdir()} == {"main", "process_1", "process_2"}
-    assert found["advice"] == []
-    assert found["advice_note"] == "The advice is that of process_1, the first of 2 processes that ran steps."
 
 
 def sharded_donors() -> None:
@@ -296,91 +292,29 @@ def keep_ignored_signals() -> None:
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def halve(size: int, ends: str = "") -> None:
+def halve(size: int) -> None:
     x = torch.ones(size, 64).to("xla")
     torch_xla.sync()
     for _ in range(4):
         x = x * 0.5
         torch_xla.sync()
-    if ends == "signal":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif ends == "_exit":
-        os._exit(0)
 
 
-def halve_in_a_launch() -> None:
+def run_forked_halves(*sizes: int) -> None:
+    """A child process for each size, one after the other."""
     children.prepare()
-    torch_xla.launch(ranks.halve, start_method="fork")
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_the_advice_is_that_of_the_process_that_ran_steps(tmp_path, devices):
-    """The program's own process only starts it. Of its devices, the first one counts."""
-    env = {"CPU_NUM_DEVICES": str(devices)}
-    run = recorded(halve_in_a_launch, tmp_path, env=env, kwargs={"advises": True})
-    assert run.advice is not None
-    assert [(hint.kind, hint.name, hint.bytes) for hint in run.advice] == [("reassignment", "x", 1 << 15)]
-    assert run.advice[0].where == line_of(ranks.halve, "x = x * 0.5")
-    assert run.advice_note == ""
-
-
-def run_forked_halves(*children_: tuple[int, str]) -> None:
-    """A child process for each size, one after the other; 0 for one that runs nothing."""
-    children.prepare()
-    fork = multiprocessing.get_context("fork")
-    for size, ends in children_:
-        process = fork.Process(target=halve if size else print, args=(size, ends))
+    for size in sizes:
+        process = multiprocessing.get_context("fork").Process(target=halve, args=(size,))
         process.start()
         process.join()
 
 
-LOST = "A signal or os._exit() ended {} processes that ran steps, so {} advice is missing."
-NO_STEP = (
-    "No advice: no process that ended normally ran a step on its first device. "
-    "Graphs of torch.compile are not examined."
-)
-
-
-@pytest.mark.parametrize(
-    ("processes", "size", "note"),
-    [
-        ([], 0, NO_STEP),
-        ([(0, "")], 0, NO_STEP),
-        ([(0, ""), (64, "")], 64, ""),
-        (
-            [(0, ""), (64, ""), *[(0, "")] * 8, (256, "")],
-            64,
-            "The advice is that of process_2, the first of 2 processes that ran steps.",
-        ),
-        ([(64, "_exit"), (128, "")], 128, LOST.format("1 of 2", "its")),
-        ([(64, "_exit"), (64, "signal")], 0, LOST.format("2 of 2", "their")),
-    ],
-    ids=["none", "no step", "one", "the first", "not the first", "lost"],
-)
-def test_a_note_says_whose_advice_it_is_or_why_there_is_none(tmp_path, processes, size, note):
-    run = recorded(run_forked_halves, tmp_path, *processes, kwargs={"advises": True})
+def test_forked_processes_have_records(tmp_path):
+    """multiprocessing ends them without atexit."""
+    run = recorded(run_forked_halves, tmp_path, 64, 64, 256)
+    assert {path.name for path in tmp_path.iterdir()} == {"main", "process_1", "process_2", "process_3"}
     assert run.skipped == ()
-    assert run.advice_note == note
-    assert (run.advice and [hint.array for hint in run.advice]) == ([f"f32[{size},64]"] if size else None)
-    shown = " ".join(tables.render(Group(*table.tables(run)), width=80).split())
-    assert note in shown
-    assert "Nothing to gain" not in shown
-
-
-def test_advice_that_fails_is_named(tmp_path):
-    """Its file has the error, and is skipped."""
-    run_in_child(record_a_failure, tmp_path)
-    run = collect(tmp_path, "test", exit_code=0)
-    (skipped,) = run.skipped
-    assert skipped.file == str(tmp_path / "main" / "advice.json")
-    assert skipped.reason.startswith("this version cannot read it: ValueError: AttributeError: ")
-    assert (run.advice, run.advice_note) == (None, "")
-
-
-def record_a_failure(folder: Path) -> None:
-    record.start(folder, record.MAIN, advises=True)
-    record._record.watch._findings = None  # as of a defect
-    record.finish()
+    assert [step.executed for step in run.steps if step.parameters == 2] == [8, 4]
 
 
 @needs_jax
@@ -435,29 +369,27 @@ print(x[0, 0].item())
 """
 
 
-def verified(tmp_path: Path, *options: str) -> tuple[str, str, dict]:
-    """Standard output, standard error and the JSON of a run of `verify`."""
+def verified(tmp_path: Path, *options: str) -> tuple[str, dict]:
+    """Standard output and the JSON of a run of `verify`."""
     file = tmp_path / "run.json"
     command = [sys.executable, "-m", "torch_xla_donate", "verify", "--json", str(file), *options, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    return done.stdout, done.stderr, json.loads(file.read_text())
+    return done.stdout, json.loads(file.read_text())
 
 
 @needs_jax
-def test_the_advice_is_in_all_outputs(tmp_path):
+def test_undonated_shows_the_memory_without_donation(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOOP)
-    shown, log, before = verified(tmp_path, "--advise", "--undonated")
+    shown, before = verified(tmp_path, "--undonated")
     assert before["donated_fraction"] == 0.0
-    assert [(hint["kind"], hint["name"], hint["bytes"]) for hint in before["advice"]] == [("reassignment", "x", 16384)]
-    assert "1.9375" in shown and "1 hint" in shown
+    assert "1.9375" in shown
     assert all(step["undonated"] == step["memory"] for step in before["steps"])
     script.write_text(f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{LOOP}")
-    shown, _, after = verified(tmp_path, "--advise", "--undonated")
-    assert "1.9375" in shown and "Nothing to gain" in shown
+    shown, after = verified(tmp_path, "--undonated")
+    assert "1.9375" in shown
     (step,) = [step for step in after["steps"] if step["donors"]]
     assert step["memory"]["alias_bytes"] - step["undonated"]["alias_bytes"] == 16384
-    assert after["advice"] == []
 
 
 @needs_jax

@@ -61,8 +61,7 @@ PYTEST = (*PYTHON, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal")
 COMMANDS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "ctest": ((str(TOOLS / "ctest"), "--test-dir", "{build}", "--output-on-failure", "--no-tests=error"), {}),
     "threads": ((*PYTHON, "-m", "sanitize.threads"), {}),
-    # Five steps of each rank.
-    "launch": ((*PYTHON, "-m", "sanitize.launch"), {**FOUR_DEVICES, "TORCH_XLA_DONATE_KEPT_STEPS": "20"}),
+    "launch": ((*PYTHON, "-m", "sanitize.launch"), FOUR_DEVICES),
     # All tests that start no process.
     "step": ((*PYTEST, "-c", str(ROOT / "pyproject.toml"), str(ROOT / "test/step"), "-m", "step"), {}),
     "fuzz": ((*PYTHON, "-m", "fuzz.run", "--programs", "400"), {}),

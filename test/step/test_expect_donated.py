@@ -18,12 +18,10 @@ from torch_xla_donate import (
     _report,
     auto_donate,
     compile,
-    configure,
     donate_buffer,
     donation_disabled,
     donation_report,
     expect_donated,
-    testing,
 )
 
 
@@ -155,33 +153,6 @@ def test_a_failed_end_leaves_the_block(make):
             raise KeyError
         value = step(value)
     assert not block.depth
-
-
-def test_small_donors_count_in_the_fraction(make):
-    before = configure(warn_min_bytes=100)
-    try:
-        with pytest.raises(DonationError, match=r"block is 0.0%(.|\n)*or lost donors smaller than warn_min_bytes of c"):
-            expect_donated()(lose)(make(7))
-        with testing.no_unusable_donation():
-            lose(make(7), strict="error")
-        with pytest.warns(DonationWarning), pytest.raises(AssertionError) as raised:
-            lose_two(make)
-        assert "f32[70] [1]: no output" in str(raised.value)
-        assert "f32[7]" not in str(raised.value)
-    finally:
-        configure(**before)
-
-
-def lose_two(make):
-    """A step that loses a small donor and a large one, after many that lose small ones."""
-    with testing.no_unusable_donation():
-        for _ in range(5):
-            lose(make(7))
-        donors = [make(7), make(70)]
-        donate_buffer(donors)
-        total = sum(donor.sum() for donor in donors)
-        torch_xla.sync(wait=True)
-    return total
 
 
 def test_strict_donations_are_the_cause_of_the_failure(make):

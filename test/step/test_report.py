@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 
@@ -10,17 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from helpers import lose, whole_copy
+from helpers import whole_copy
 
 from torch_xla_donate import (
     _C,
-    DonationError,
-    DonationWarning,
     Reason,
-    _config,
     cancel_donation,
     compile,
-    configure,
     donate_buffer,
     donation_disabled,
     donation_report,
@@ -296,91 +291,14 @@ def test_a_refused_step_counts_its_graph(make):
     assert compilations(1) == [1]
 
 
-# --- Settings ---
-
-
-@pytest.fixture
-def restored():
-    before = configure()
-    yield before
-    configure(**before)
-
-
-def test_more_or_fewer_steps_are_kept(make, restored):
-    assert restored == {"kept_steps": 8, "warn_min_bytes": 0}
-    assert configure(kept_steps=12) == restored
+def test_the_last_eight_steps_are_kept(make):
     value = make(16)
-    for _ in range(14):
+    for _ in range(10):
         donate_buffer(value)
         value = value + 1
         torch_xla.sync()
-    assert len(donation_report().steps) == 12
-    assert len(donation_report(steps=50).steps) == 12
-    configure(kept_steps=3)
-    assert len(donation_report().steps) == 3
-    for name in ("kept_steps", "warn_min_bytes"):
-        for wrong, error in [(-1, ValueError), ("8", TypeError), (True, TypeError)]:
-            with pytest.raises(error, match=f"{name} is "):
-                configure(**{name: wrong})
-    assert configure()["kept_steps"] == 3
-
-
-def test_small_donors_neither_warn_nor_raise(make, restored):
-    configure(warn_min_bytes=40)
-    for strict in (False, True):
-        small, large = make(9), make(10)
-        lose(small, strict=strict)
-        assert donation_report(steps=1).donors[0].outcome == "unusable"
-        donate_buffer([small, large], strict=strict)
-        total = small.sum() + large.sum()
-        with pytest.raises(DonationError) if strict else pytest.warns(DonationWarning) as caught:
-            torch_xla.sync(wait=True)
-        text = str(caught.value) if strict else str(caught[0].message)
-        assert "f32[10]" in text
-        assert "f32[9]" not in text
-    assert total.item() == 36 + 45
-
-
-def test_a_mark_keeps_the_size_that_matters(make, restored):
-    """The setting may change between the mark, the step and the report."""
-    for during, after in [(40, 0), (0, 40)]:
-        small, other = make(9), make(9)
-        configure(warn_min_bytes=during)
-        donate_buffer({"small": small})
-        configure(warn_min_bytes=after)
-        total = small.sum()
-        with contextlib.nullcontext() if during else pytest.warns(DonationWarning, match="'small'"):
-            torch_xla.sync(wait=True)
-        configure(warn_min_bytes=40)
-        donate_buffer(other)
-        configure(warn_min_bytes=0)
-        donate_buffer({"other": other}, strict="error")  # a mark for which the size matters
-        total = total + other.sum()
-        with pytest.raises(DonationError, match="'other'"):
-            torch_xla.sync(wait=True)
-    assert total.item() == 72
-
-
-def test_whole_numbers_of_any_kind_are_settings(make, restored):
-    for name in ("kept_steps", "warn_min_bytes"):
-        for value in (np.int64(5), 2**40, 10**30):
-            configure(**{name: value})
-            assert configure()[name] == int(value)
-            assert type(configure()[name]) is int
-    total = lose(make(3))
-    assert [donor.outcome for donor in donation_report(steps=np.int32(1)).donors] == ["unusable"]
-    with pytest.raises(TypeError, match="kept_steps is of type bool"):
-        configure(kept_steps=np.True_)
-    assert total.item() == 3
-
-
-def test_settings_of_the_environment_are_numbers(monkeypatch):
-    for wrong in ("0", "-1", "many", "1.5"):
-        monkeypatch.setenv("TORCH_XLA_DONATE_KEPT_STEPS", wrong)
-        with pytest.raises(ValueError, match=f"TORCH_XLA_DONATE_KEPT_STEPS='{wrong}' is not a whole number of 1 or"):
-            _config.kept_steps()
-    monkeypatch.setenv("TORCH_XLA_DONATE_KEPT_STEPS", "")
-    assert _config.kept_steps() == 8
+    assert len(donation_report().steps) == len(donation_report(steps=50).steps) == 8
+    assert len(donation_report(steps=np.int32(3)).steps) == 3
 
 
 # --- Notebooks ---

@@ -14,8 +14,8 @@ from rich.console import Group
 from torch_xla_donate import __main__ as command_line
 from torch_xla_donate._report import console as tables
 from torch_xla_donate._tools import table
-from torch_xla_donate._tools.collect import collect
-from torch_xla_donate._tools.hints import Hint
+from torch_xla_donate._tools.collect import collect, folders_of
+from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.summary import RunSummary, StepDonor, StepSummary
 
 NO_OUTPUT = "no output of the step has its size of 12 bytes (outputs: 1 of 4 bytes, 1 of 128 bytes)"
@@ -188,15 +188,15 @@ def test_a_narrow_table_keeps_every_letter(kind):
     """Names may look like markup."""
     if kind == "donors":
         there = StepSummary("step", "", 2, 1, (DONOR,), 1, topology="v6e:16x16")
-        run = RunSummary("program", (replace(there, topology="", on_topology=there),))
+        shown = rendered(RunSummary("program", (replace(there, topology="", on_topology=there),)), 60)
         first = ["10", "bf16[1024,1024,512]", "1.0GiB", f"marked{NAME}({FILE}:12)", *["none:nooutputisfree"] * 2]
     else:
-        run = RunSummary("program", (), advice=(HINT,))
+        shown = tables.render(Advice((HINT,)).table(), 60)
         finding = f"{NAME}: {HINT.sentence}; held by variable 'kept' at {FILE}:77"
         first = ["1.0GiB", "bf16[1024,1024,512]and2more", f"{FILE}:12", finding, HINT.edit]
-    shown = rendered(run, 60).splitlines()
-    assert max(map(len, shown)) <= 60
-    columns = zip(*(line.split("│")[1:-1] for line in shown if line.startswith("│")))
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 60
+    columns = zip(*(line.split("│")[1:-1] for line in lines if line.startswith("│")))
     assert ["".join("".join(column).split()) for column in columns] == ["".join(cell.split()) for cell in first]
 
 
@@ -215,18 +215,23 @@ def test_steps_of_one_line_are_shown_once(tmp_path):
     assert "... and 10 more steps; --json has all." in shown
 
 
-@pytest.mark.parametrize(
-    ("name", "text"), [("record.jsonl", "[1, 2]\n"), ("record.jsonl", "{half\n"), ("advice.json", '{"run": 1}\n')]
-)
-def test_a_foreign_record_is_named_and_skipped(tmp_path, name, text):
+def test_the_processes_of_a_program_are_in_the_order_of_their_starts(tmp_path):
+    names = ["main", "process_1", "process_2", "process_2_1", "process_10"]
+    for name in reversed(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.jsonl").write_text("")
+    assert [path.name for path in folders_of(tmp_path)] == names
+
+
+@pytest.mark.parametrize("text", ["[1, 2]\n", "{half\n"])
+def test_a_foreign_record_is_named_and_skipped(tmp_path, text):
     folder = tmp_path / "main"
     folder.mkdir()
     write(folder, 0, "step")
-    (folder / "record.jsonl").write_text("")
-    (folder / name).write_text(text)
+    (folder / "record.jsonl").write_text(text)
     run = collect(tmp_path, "dump")
     assert len(run.steps) == 1
-    assert [file.file for file in run.skipped] == [str(folder / name)]
+    assert [file.file for file in run.skipped] == [str(folder / "record.jsonl")]
     assert "this version cannot read it: " in run.skipped[0].reason
 
 

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _modes, _report, _trees
-from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import Argument, Arguments, CallArguments, CallNames
 from torch_xla_donate._compile.lower import Lowered
-from torch_xla_donate._compile.signatures import Signatures
 from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._host import interrupts
 
@@ -28,14 +26,10 @@ class Compiled:
     """A function that runs as one step. `compile` makes it, and the subclasses run the step.
 
     Attributes:
-        per_signature: the verb in messages for the work at each new signature.
-        has_captured: whether torch.compile captured a graph in the last call.
         traces_floats: whether Python floats among the arguments are inputs of the graph.
         stacklevel: as for `compile`.
     """
 
-    per_signature = "compiled"
-    has_captured = False
     traces_floats = False
     stacklevel = 1
 
@@ -45,7 +39,6 @@ class Compiled:
         self._arguments = arguments
         self._strict = strict
         self._names: dict[Any, CallNames] = {}
-        self._signatures = Signatures(arguments.function, self.per_signature)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -88,7 +81,6 @@ class Compiled:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where = _frames.call_site(self.stacklevel)
         _marks.prepare(where)
-        self.has_captured = False
         call = CallArguments(self._arguments.roles(args, kwargs), args, kwargs)
         for argument in call.roles.static:
             check_static(argument, argument.value(args, kwargs))
@@ -96,11 +88,7 @@ class Compiled:
         try:
             # Errors and warnings wait until torch_xla has restored its state. Autograd's threads may hold gradients
             # when the step begins.
-            with (
-                _report.postpone_notices(),
-                log.compilations(self.function) as compiled,
-                torch.autograd.set_multithreading_enabled(False),
-            ):
+            with _report.postpone_notices(), torch.autograd.set_multithreading_enabled(False):
                 result = self._run(call, where)
         finally:
             _marks.inside_call.value = False
@@ -108,12 +96,10 @@ class Compiled:
             if call.roles.donated and self.strictness() == _config.Strictness.ERROR:
                 # Else a later step would raise the error, without this call's result.
                 _C.wait_for_steps()
-            if _C.has_notices() or _C.has_new_graphs():
+            if _C.has_notices():
                 _report.warn_or_raise()
             if _C.disabled():
                 _modes.check_outputs(lambda: _names_of_outputs(call, result))
-            if compiled.value or self.has_captured:
-                self.note_compilation(call, where)
         except (DonationError, DonationWarning) as error:
             if isinstance(error, DonationError):
                 error.result = result
@@ -151,19 +137,6 @@ class Compiled:
     def _run(self, call: CallArguments, where: str) -> Any:
         """Runs the step and ends its marks. Returns f's result."""
         raise NotImplementedError
-
-    def note_compilation(self, call: CallArguments, where: str) -> None:
-        """Counts the signature of a call that has compiled a graph."""
-        self.note_signature(call, where)
-
-    def note_signature(self, call: CallArguments, where: str) -> None:
-        """Counts a signature. Warns at the tenth."""
-        try:
-            leaves, names = call.leaves(call.roles.nonstatic)
-        except RecursionError:  # a function that donates nothing may take such an argument
-            return
-        static = zip(map(str, call.roles.static), call.values(call.roles.static))
-        self._signatures.note([*((names.name(i), leaf) for i, leaf in enumerate(leaves)), *static], where)
 
     def on_device(self, call: CallArguments, devices: Sequence[int]) -> contextlib.AbstractContextManager[Any]:
         """A context in which the device of the call's arguments is the current one, because graphs run on that.

@@ -25,6 +25,17 @@ def new_graph_name() -> str:
     return f"run-{next(_numbers)}"
 
 
+def signature_of(leaves: list[Any]) -> _C.Signature:
+    """The signature that a graph of these inputs is compiled for. Raises ValueError if only the device knows a size."""
+    found = _C.signature(leaves)
+    if found.dynamic:
+        raise ValueError(
+            "only the device knows the size of an argument, but a graph is compiled for fixed sizes. Use the lazy "
+            f"backend, without pure=True. {see('pure')}"
+        )
+    return found
+
+
 def leaves_of_call(call: CallArguments) -> tuple[list[Any], Parts]:
     """The leaves of donated arguments, then those of kept ones; and for each argument its part."""
     parts = call.flattened(call.roles.nonstatic)

@@ -87,10 +87,21 @@ class Types:
 
 
 class Executable:
-    """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function."""
+    """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function.
+
+    Attributes:
+        topology: the TPUs that it was compiled for, which cannot run it here; empty for this machine.
+    """
 
     def __init__(
-        self, compiled: Lowerable, types: Types, before: hlo.HloModule | None, text: str, memory: str, names: list[str]
+        self,
+        compiled: Lowerable,
+        types: Types,
+        before: hlo.HloModule | None,
+        text: str,
+        memory: hlo.MemoryAnalysis | str,
+        names: Sequence[str],
+        topology: str = "",
     ) -> None:
         self._compiled = compiled
         self._types = types
@@ -98,6 +109,7 @@ class Executable:
         self._text = text
         self._memory = memory
         self._names = names
+        self.topology = topology
 
     @property
     def args_info(self) -> Any:
@@ -117,7 +129,7 @@ class Executable:
 
     def memory_analysis(self) -> hlo.MemoryAnalysis:
         """The bytes of a run on one device. Raises RuntimeError if the platform does not report them."""
-        found = read_statistics(self._memory)
+        found = read_statistics(self._memory) if isinstance(self._memory, str) else self._memory
         if found is None:
             raise RuntimeError(
                 f"this platform reports no memory statistics (XLA returned {self._memory!r}). Read the shapes in "
@@ -126,44 +138,17 @@ class Executable:
         return found
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.topology:
+            raise TypeError(
+                f"{self._compiled.function} was compiled for {self.topology}, so it cannot be called here. Call the "
+                f"function itself. {see('ahead')}"
+            )
         self._types.check(self._compiled.function, args, kwargs)
         return self._compiled(*args, **kwargs)
 
 
 def _info(leaf: Any, donated: bool) -> Any:
     return ArgInfo(tuple(leaf.shape), leaf.dtype, donated) if isinstance(leaf, torch.Tensor) else leaf
-
-
-class TopologyExecutable:
-    """A function compiled for TPUs that are not there. ``Lowered.compile(topology)`` makes it. It has no call."""
-
-    def __init__(self, types: Types, module: hlo.TopologyModule, names: Sequence[str]) -> None:
-        self._types = types
-        self._module = module
-        self._names = names
-
-    @property
-    def topology(self) -> str:
-        """The topology's name."""
-        return self._module.topology
-
-    @property
-    def args_info(self) -> Any:
-        """As `Lowered.args_info`."""
-        return self._types.tree()
-
-    def as_text(self) -> str:
-        """HLO after the TPU compiler's optimisation, with the shapes and layouts of one device."""
-        return self._module.as_text()
-
-    def memory_analysis(self) -> hlo.MemoryAnalysis:
-        """The bytes of a run on one device, padded to the TPU's tiles."""
-        return self._module.memory
-
-    @functools.cached_property
-    def donors(self) -> tuple[hlo.DonorOutcome, ...]:
-        """As `Executable.donors`, on the TPU."""
-        return _named(self._module.donors, self._names)
 
 
 def _named(outcomes: Sequence[hlo.DonorOutcome], names: Sequence[str]) -> tuple[hlo.DonorOutcome, ...]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees, hlo
-from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import CallArguments
-from torch_xla_donate._compile.executable import Executable, Lowerable, TopologyExecutable, Types
+from torch_xla_donate._compile.executable import Executable, Lowerable, Types
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._compile.placeholders import Placeholders, is_materialised
 from torch_xla_donate._errors import DonationError, see
@@ -38,7 +37,6 @@ class Lowered:
         self._refuse_kept_donors()
         with self._traced() as (outputs, donors):
             self._text, _ = _host.hlo_text(outputs, donors)
-        log.dump_lowered(compiled.function, self.as_text)
 
     @contextmanager
     def _traced(self) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
@@ -85,11 +83,7 @@ class Lowered:
         """HLO before optimisation; ``buffer_donor`` lists the donated parameters."""
         return self._text
 
-    @overload
-    def compile(self, topology: None = None) -> Executable: ...
-    @overload
-    def compile(self, topology: str) -> TopologyExecutable: ...
-    def compile(self, topology: str | None = None) -> Executable | TopologyExecutable:
+    def compile(self, topology: str | None = None) -> Executable:
         """Compiles for this device and keeps the executable for later steps, or compiles for TPUs that are not there.
 
         Args:
@@ -106,7 +100,7 @@ class Lowered:
             return self._compile_for(topology)
         self._refuse_what_cannot_be_resharded()
         names = self._names()
-        with self._traced() as (outputs, donors), log.compilations(self._compiled.function):
+        with self._traced() as (outputs, donors):
             text, buffers = _host.hlo_text(outputs, donors)
             graph = _host.compile_graph(outputs, donors)
             ordered = [_C.identity(tensor)[1] for tensor in graph.inputs]
@@ -125,7 +119,7 @@ class Lowered:
             if is_materialised(leaf) and _C.identity(leaf)[1] in number_of:
                 raise _marks.passed_twice(donated[1].name(number_of[_C.identity(leaf)[1]]), kept[1].name(number))
 
-    def _compile_for(self, topology: str) -> TopologyExecutable:
+    def _compile_for(self, topology: str) -> Executable:
         rule = hlo.size_rule_of(topology)
         names = self._names()
         with self._traced() as (outputs, donors):
@@ -137,9 +131,11 @@ class Lowered:
                 f"{self._compiled.function} computes nothing on the device, so it cannot be compiled for {topology}. "
                 f"Return the results of the step. {see('tpu')}"
             )
-        with log.compilation_for(self._compiled.function, topology):
-            module = hlo.compile_module(hlo.parse(text), text, topology, order)
-        return TopologyExecutable(self._types, module, [names.get(buffers[number], "") for number in order])
+        module = hlo.compile_module(hlo.parse(text), text, topology, order)
+        named = [names.get(buffers[number], "") for number in order]
+        return Executable(
+            self._compiled, self._types, module.before, module.as_text(), module.memory, named, module.topology
+        )
 
     def _names(self) -> dict[int, str]:
         """The name of each buffer that an argument holds, which the trace may replace by another."""

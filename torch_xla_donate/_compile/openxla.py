@@ -17,8 +17,7 @@ from torch._guards import TracingContext
 from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name
-from torch_xla_donate._compile.signatures import signature_of
+from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name, signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
@@ -157,7 +156,6 @@ class OpenxlaCompiled(Compiled):
         from torch._dynamo.backends.common import aot_autograd
         from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
-        self.has_captured = True
         inputs_of_graph = [node.name for node in model.graph.nodes if node.op == "placeholder"]
         frame = _host.captured_frame(inputs_of_graph)
         refusal = self._examine(model, frame)

@@ -10,12 +10,10 @@ import torch_xla
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _numbers, _trace, _trees
-from torch_xla_donate._compile import log
 from torch_xla_donate._compile.arguments import CallArguments, CallNames
-from torch_xla_donate._compile.donation import new_graph_name
+from torch_xla_donate._compile.donation import new_graph_name, signature_of
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies
-from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
@@ -100,7 +98,6 @@ class TracedProgram:
                 self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
                 donors = [i for i in offered if i not in self.returned]
                 given_up = [leaves[i] for i in donors]
-                log.dump_lowered(function, lambda: _host.hlo_text(outputs, given_up)[0])
                 graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _config, _frames, _host, _numbers, _report, _trees
+from torch_xla_donate import _C, _config, _host, _numbers, _report, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donation import RepeatedCall, RunDonation, leaves_of_call
+from torch_xla_donate._compile.donation import RepeatedCall, RunDonation, leaves_of_call, signature_of
 from torch_xla_donate._compile.program import TracedProgram
-from torch_xla_donate._compile.signatures import signature_of
 from torch_xla_donate._errors import see
 
 _CLOSED_OVER = _C.Reason("closed_over")
@@ -36,7 +35,6 @@ class _Call:
 class PureCompiled(Compiled):
     """Traces the function once for each signature, then runs the compiled graph on the arguments of each call."""
 
-    per_signature = "traced"
     traces_floats = True
 
     def __init__(
@@ -149,13 +147,6 @@ class PureCompiled(Compiled):
         # Floats among the leaves are inputs of the graph.
         return tuple("float" if _numbers.is_float(value) else _trees.exact(value) for value in others)
 
-    def note_compilation(self, call: CallArguments, where: str) -> None:
-        pass  # _trace_program counts the traces
-
-    def note_signature(self, call: CallArguments, where: str) -> None:
-        # Floats are inputs. Static ones are not.
-        super().note_signature(call.replaced(lambda leaf: "a float" if _numbers.is_float(leaf) else leaf), where)
-
     def _refuse_others(self, leaves: Sequence[Any]) -> None:
         elsewhere = _trees.first_off_device(leaves)
         if elsewhere is not None:
@@ -173,8 +164,6 @@ class PureCompiled(Compiled):
                 "differ in structure, shape, dtype or value from those before. Pass arguments like those, or raise the "
                 f"limit. {see('pure')}"
             )
-        if key not in self._programs:
-            self.note_signature(call.arguments, _frames.call_site(self.stacklevel))
         offered = donation.positions(call.leaves) if donation is not None else ()
         program = self._programs[key] = TracedProgram(self._trace, self.function, call.arguments, offered)
         if donation is not None and donation.is_whole():

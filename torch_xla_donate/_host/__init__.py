@@ -22,9 +22,7 @@ from torch_xla_donate._host.dynamo import (
 )
 from torch_xla_donate._host.graphs import (
     CompiledGraph,
-    compilations,
     compile_graph,
-    compile_seconds,
     describe_graph,
     hlo_text,
     parameter_order,

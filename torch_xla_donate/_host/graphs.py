@@ -69,19 +69,6 @@ def is_evicted(error: RuntimeError) -> bool:
     return "kicked out of the LRU cache" in str(error)
 
 
-def compilations() -> int:
-    """The number of graphs that torch_xla has compiled in this process."""
-    return int(xlac()._xla_counter_value("UncachedCompile") or 0)
-
-
-def compile_seconds(count: int) -> float:
-    """Seconds that XLA took for the last `count` compilations."""
-    import torch_xla.debug.metrics as metrics
-
-    data = metrics.metric_data("CompileTime")  # type: ignore[no-untyped-call]
-    return float(sum(nanoseconds for _, nanoseconds in data[2][-count:]) / 1e9) if data is not None else 0.0
-
-
 def describe_graph(graph_hash: bytes) -> tuple[str, str]:
     """The optimised HLO of a graph of `compile_graph`, and XLA's statistics of its memory."""
     _C.inspect_next_run()

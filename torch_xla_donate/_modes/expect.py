@@ -58,8 +58,5 @@ class expect_donated(ThreadMode[_C.StepTally]):
         ]
         lines += [text for step in found["unusable"] for text in _report.unusable_texts(step)]
         if not found["unusable"] and found["donated_bytes"] < found["offered_bytes"]:
-            lines.append(
-                "These steps failed, ran inside donation_disabled() or debug_nans(), or lost donors smaller than "
-                "warn_min_bytes of configure()."
-            )
+            lines.append("These steps failed, or ran inside donation_disabled() or debug_nans().")
         return DonationError("\n".join(lines))

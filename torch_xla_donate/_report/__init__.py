@@ -13,4 +13,3 @@ from torch_xla_donate._report.notices import (
 from torch_xla_donate._report.reasons import Reason, no_donation, sentence
 from torch_xla_donate._report.report import DonationReport, HeldInput, check_steps, donation_report, reasons_by_buffer
 from torch_xla_donate._report.reuse import report_reuse
-from torch_xla_donate._report.settings import configure

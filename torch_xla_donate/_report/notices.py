@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
 from torch_xla_donate._host import interrupts
-from torch_xla_donate._report.copies import warn_of_copies
 from torch_xla_donate._report.donors import describe_donors
 from torch_xla_donate._text import cut
 
@@ -49,10 +48,6 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
         return
     failures: list[str] = []
     raised: list[BaseException] = []
-    try:
-        warn_of_copies()
-    except BaseException as error:  # as below
-        raised.append(error)
     for step in _C.take_notices(everywhere):
         for where, unusable in _by_site(step, _is_due):
             message = _unusable_text(where, unusable, step)
@@ -87,7 +82,7 @@ def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -
 
 
 def _is_due(raw: _C._Donor) -> bool:
-    return raw["strict"] > _config.Strictness.OFF and not raw["small"] and not raw["reported"]
+    return raw["strict"] > _config.Strictness.OFF and not raw["reported"]
 
 
 def _by_site(step: _C._Step, includes: Callable[[_C._Donor], bool]) -> Iterable[tuple[str, list[_C._Donor]]]:
@@ -100,11 +95,8 @@ def _by_site(step: _C._Step, includes: Callable[[_C._Donor], bool]) -> Iterable[
 
 
 def unusable_texts(step: _C._Step) -> list[str]:
-    """A text for each line with unusable donations in a step, also if they were reported before.
-
-    Without those of fewer bytes than `configure` has set as the size that matters.
-    """
-    lines = _by_site(step, lambda raw: not (raw["automatic"] or raw["small"]))
+    """A text for each line with unusable donations in a step, also if they were reported before."""
+    lines = _by_site(step, lambda raw: not raw["automatic"])
     return [_unusable_text(where, unusable, step) for where, unusable in lines]
 
 

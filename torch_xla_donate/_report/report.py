@@ -11,7 +11,6 @@ from typing import Any
 from torch_xla_donate import _C
 from torch_xla_donate._checks import check_count
 from torch_xla_donate._errors import see
-from torch_xla_donate._report import settings
 from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
@@ -155,6 +154,7 @@ class DonationReport:
         }
 
 
+_KEPT = 8  # csrc/registry/steps.h keeps as many
 _ROWS = 40
 _COLUMNS = ("step", "donor", "array", "bytes", "in → out", "outcome", "reason")
 _NUMBERS = ("step", "bytes", "in → out")
@@ -253,9 +253,8 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     results.
 
     Args:
-        steps: the number of steps to look back, at most and by default the number of kept steps, 8 unless `configure`
-            has changed it. Steps without donors count from the first step with donors. Reads (``print``, ``.item()``,
-            ``.cpu()``) do not count.
+        steps: the number of steps to look back, at most and by default 8. Steps without donors count from the first
+            step with donors. Reads (``print``, ``.item()``, ``.cpu()``) do not count.
 
     Raises:
         TypeError: ``steps`` is not an int.
@@ -264,8 +263,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     """
     check_steps(steps)
     _C.wait_for_steps()
-    kept = settings.kept_steps()
-    found = _last_steps(int(min(steps or kept, kept)))
+    found = _last_steps(int(min(steps or _KEPT, _KEPT)))
     donors: list[Donor] = []
     summary: list[Step] = []
     for step, compilations in found:

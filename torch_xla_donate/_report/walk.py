@@ -50,10 +50,6 @@ class Name:
         return self.variable + self.path
 
     @property
-    def is_gradient(self) -> bool:
-        return self.path.endswith(".grad")
-
-    @property
     def place(self) -> tuple[object, ...]:
         """Equal for one place of the program, whatever line runs."""
         return self.variable, self.path, id(self.code), self.file  # the hash of a code object reads all of it

@@ -22,7 +22,7 @@ class _Startup:
         return _start, (self._child,)
 
 
-def _start(child: tuple[Path, str, bool] | None) -> None:
+def _start(child: tuple[Path, str] | None) -> None:
     """Begins a child process. Its import of this package has read `TORCH_XLA_DONATE_AUTO`."""
     if child is not None:
         record.start(*child)
@@ -39,7 +39,7 @@ def prepare() -> None:
     multiprocessing.spawn.get_preparation_data = with_startup  # type: ignore[assignment]
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     # A process of multiprocessing ends without atexit, and forgets finalizers when it begins.
-    util.register_after_fork(_KEPT, lambda _: util.Finalize(None, record.finish, exitpriority=0))
+    util.register_after_fork(_KEPT, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))
 
 
 class _Kept:
@@ -52,7 +52,7 @@ _KEPT = _Kept()
 class _Fork(threading.local):
     """The fork that this thread is about to make."""
 
-    child: tuple[Path, str, bool] | None = None
+    child: tuple[Path, str] | None = None
 
 
 _fork = _Fork()

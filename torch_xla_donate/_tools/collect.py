@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
 from torch_xla_donate._tools.dump import DumpedStep, donor_of, read_steps, signature_of
-from torch_xla_donate._tools.hints import Advice, Hint
 from torch_xla_donate._tools.memory import with_undonated
 from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
 from torch_xla_donate.hlo.dump import texts_in
 from torch_xla_donate.hlo.outcomes import read_statistics
 
-_T = TypeVar("_T")
 _DUMP = f'Give a folder that XLA dumped to, with XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text". {see("verify")}'
 
 
@@ -34,7 +32,7 @@ class _Executable:
 
 
 class _Process:
-    """The record of a process. is_active: whether it ran an executable."""
+    """The record of a process."""
 
     def __init__(self, path: Path) -> None:
         self.executables: dict[int, _Executable] = {}
@@ -52,7 +50,6 @@ class _Process:
         for number, site in runs:
             if number in self.executables:
                 self.executables[number].sites[site] += 1
-        self.is_active = any(executable.sites for executable in self.executables.values())
         for number in donors_of.keys() & self.executables.keys():
             self.executables[number].donors = donors_of[number]
         self._waiting: dict[int, deque[_Executable]] = {}
@@ -66,24 +63,6 @@ class _Process:
         """
         waiting = self._waiting.get(signature)
         return waiting.popleft() if waiting else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _ProcessAdvice:
-    """The advice of a process; `hints` is None if it saw no step. `ended` is whether it ended normally."""
-
-    process: str
-    ended: bool
-    hints: tuple[Hint, ...] | None
-
-    @classmethod
-    def read(cls, path: Path) -> _ProcessAdvice:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data is None:
-            return cls(path.parent.name, False, None)
-        if "error" in data:
-            raise ValueError(data["error"])
-        return cls(path.parent.name, True, tuple(Advice.from_dict(data)) if data["saw_steps"] else None)
 
 
 class _Steps:
@@ -153,56 +132,28 @@ def collect(
     """
     steps = _Steps()
     skipped: list[SkippedFile] = []
-    noted: list[_ProcessAdvice] = []
-    lost = 0
     dumps = [(one, texts_in(one)) for one in folders_of(folder)]
     if exit_code is None and not any(texts for _, texts in dumps):
         raise FileNotFoundError(
             f"folder {folder} has no module_*.before_optimizations.txt and no module_*after_optimizations.txt. {_DUMP}"
         )
     for one, texts in dumps:
-        process = _read(_Process, one / record.NAME, skipped)
+        process = _read(one / record.NAME, skipped)
         for files in texts:
             for module in read_steps(files, skipped):
                 steps.add(module, process)
-        advice = _read(_ProcessAdvice.read, one / record.ADVICE, skipped)
-        if advice is not None:
-            noted.append(advice)
-            lost += not advice.ended and process is not None and process.is_active
     if topology or undonated:
         _compile(steps, topology, undonated, skipped)
-    return RunSummary(source, tuple(steps.summaries), tuple(skipped), exit_code, *_first_advice(noted, lost))
+    return RunSummary(source, tuple(steps.summaries), tuple(skipped), exit_code)
 
 
-def _read(read: Callable[[Path], _T], path: Path, skipped: list[SkippedFile]) -> _T | None:
-    """A file that `verify` wrote; None if there is none, or if another program or version wrote it."""
+def _read(path: Path, skipped: list[SkippedFile]) -> _Process | None:
+    """A record that `verify` wrote; None if there is none, or if another program or version wrote it."""
     try:
-        return read(path) if path.is_file() else None
+        return _Process(path) if path.is_file() else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         skipped.append(SkippedFile(str(path), f"this version cannot read it: {type(error).__name__}: {error}"))
         return None
-
-
-def _first_advice(noted: Sequence[_ProcessAdvice], lost: int) -> tuple[tuple[Hint, ...] | None, str]:
-    """The advice of the first process that saw steps, and a note about the others.
-
-    lost: how many processes ran steps and did not end normally.
-    """
-    found = [(one.process, one.hints) for one in noted if one.hints is not None]
-    notes = []
-    if len(found) > 1:
-        notes.append(f"The advice is that of {found[0][0]}, the first of {len(found)} processes that ran steps.")
-    if lost:
-        notes.append(
-            f"A signal or os._exit() ended {lost} of {len(found) + lost} processes that ran steps, so "
-            f"{'its' if lost == 1 else 'their'} advice is missing."
-        )
-    elif noted and not found:
-        notes.append(
-            "No advice: no process that ended normally ran a step on its first device. Graphs of torch.compile are not "
-            "examined."
-        )
-    return found[0][1] if found else None, " ".join(notes)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -31,7 +31,7 @@ class Key:
 class Finding:
     """The findings of one kind in the last run of a step.
 
-    names: of the first array, or of all in `kept_gradient`.
+    names: of the first array.
     holders: the texts of what holds the arrays, the one that holds the most of them first.
     graphs: of these the tensors whose graphs of autograd hold them, by text.
     automatic: whether the step donates free inputs anyway.
@@ -47,14 +47,6 @@ class Finding:
     holders: tuple[str, ...] = ()
     graphs: dict[str, Name] = dataclasses.field(default_factory=dict)
     runs: int = 0
-
-    def merge(self, other: Finding) -> None:
-        """Adds the arrays of another one."""
-        self.names.extend(other.names)
-        self.bytes += other.bytes
-        self.count += other.count
-        if other.largest > self.largest:
-            self.array, self.largest = other.array, other.largest
 
     def add(self, array: str) -> None:
         """Adds an array, as XLA writes it with its sharding."""
@@ -234,16 +226,3 @@ class _Reachable:
     def __init__(self, by_alias: Mapping[int, Named], outputs: Iterable[int]) -> None:
         self.by_alias = by_alias
         self.places = {name.place: name for alias in outputs if alias in by_alias for name in by_alias[alias].names}
-
-
-def gradients(step: _C.WatchedStep, site: str, now: Mapping[int, Named]) -> dict[int, tuple[Key, Finding]]:
-    """The gradients that a step has written, by buffer. They are of no use if the next step does not read them."""
-    found = {}
-    for alias in step.outputs:
-        named = now.get(alias)
-        tensor = named.tensor() if named is not None else None
-        if named is not None and tensor is not None and all(name.is_gradient for name in named.names):
-            finding = Finding([*named.names])
-            finding.add(_C.array_of(tensor))
-            found[_C.holds(tensor)] = Key("kept_gradient", site, "", named.names[0].variable), finding
-    return found

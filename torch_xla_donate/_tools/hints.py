@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from rich.table import Table
@@ -18,7 +18,6 @@ HintKind = Literal[
     "functional_update",
     "free_input",
     "kept_graph",
-    "kept_gradient",
     "held_input",
     "lost_alias",
     "output_sharding",
@@ -30,7 +29,6 @@ SENTENCES: dict[HintKind, str] = {
     "functional_update": "the new values get other memory, although nothing reads the old ones",
     "free_input": "nothing holds it after the step, and an output has its size",
     "kept_graph": "a graph of autograd keeps the old value until after the step",
-    "kept_gradient": "alive at the end of the step, so the step writes it, and no later step reads it",
     "held_input": "its holder keeps the old value until after the step",
     "lost_alias": "updated in place, but not in its memory",
     "output_sharding": "the next value takes other bytes on each device",
@@ -107,9 +105,3 @@ class Advice(tuple[Hint, ...]):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
         return {"hints": [{**dataclasses.asdict(hint), "sentence": hint.sentence} for hint in self]}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Advice:
-        """Reads what `to_dict` returns."""
-        fields = [field.name for field in dataclasses.fields(Hint)]
-        return cls(Hint(**{name: raw[name] for name in fields}) for raw in data["hints"])

@@ -24,20 +24,17 @@ class Program:
         args: its arguments.
         is_module: whether `target` is a module.
         auto: whether `auto_donate` is on; None to let the environment decide.
-        advise: whether to note what it could still donate, beside the record.
     """
 
     target: str
     args: tuple[str, ...] = ()
     is_module: bool = False
     auto: bool | None = None
-    advise: bool = False
 
     def arguments(self) -> list[str]:
         """The arguments of `python -m torch_xla_donate run` that run it."""
         auto = {True: ["--auto"], False: ["--no-auto"], None: []}[self.auto]
-        advise = ["--advise"] if self.advise else []
-        return [*auto, *advise, *(["-m"] if self.is_module else []), "--", self.target, *self.args]
+        return [*auto, *(["-m"] if self.is_module else []), "--", self.target, *self.args]
 
     def path(self) -> str:
         """The absolute path of the script, as Python has it in ``__file__``: joined, and not normalised."""

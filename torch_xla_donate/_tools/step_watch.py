@@ -13,7 +13,7 @@ from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._report.holders import searching
 from torch_xla_donate._report.walk import Named, name_tensors
 from torch_xla_donate._text import cut
-from torch_xla_donate._tools.findings import Call, Finding, Key, find, gradients
+from torch_xla_donate._tools.findings import Call, Finding, Key, find
 from torch_xla_donate._tools.hints import Advice, Hint
 
 _NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
@@ -26,12 +26,10 @@ class _ThreadState(threading.local):
 
     before: the names of the live tensors; None if they were not looked for.
     computed: alias ids of outputs.
-    gradients: gradients that the step wrote, by buffer, until the next step shows whether it reads them.
     """
 
     def __init__(self) -> None:
         self.before: dict[int, Named] | None = None
-        self.gradients: dict[int, tuple[Key, Finding]] = {}
         self.computed: set[int | None] = set()
         self.quiet = 0
 
@@ -67,10 +65,6 @@ class StepWatch:
     def __exit__(self, *_: object) -> None:
         stop_listening(self.note)
 
-    def saw_steps(self) -> bool:
-        """Whether a step has ended while its context was open."""
-        return bool(self._runs)
-
     def forget(self) -> None:
         """Drops the findings, but not the names. Later steps are still compared with the steps before."""
         with self._lock:
@@ -96,18 +90,14 @@ class StepWatch:
                 self._runs[run] += 1
             here.quiet = 0 if 0 < self._runs[run] <= _NAMED_RUNS else here.quiet + 1
         if here.quiet > _NAMED_RUNS:
-            here.before, here.gradients = None, {}
+            here.before = None
             here.computed.clear()
             return
         with searching:
             now = name_tensors()
             findings = find(step, site, here.before, now, here.computed, self.call)
         here.computed.update(step.outputs)
-        read = {raw.buffer for raw in step.inputs}
-        for buffer, (key, one) in here.gradients.items():
-            if buffer not in read:
-                findings.setdefault(key, Finding()).merge(one)
-        here.before, here.gradients = now, gradients(step, site, now)
+        here.before = now
         with self._lock:
             for key, finding in findings.items():
                 finding.runs = self._findings.get(key, Finding()).runs + 1
@@ -140,8 +130,6 @@ def _hint(key: Key, finding: Finding) -> Hint:
         edit = _detach(finding)
         kept = finding.graphs[finding.holders[0]]
         where = f"{kept.file}:{kept.assigned()}" if kept.code is not None else where
-    elif key.kind == "kept_gradient":
-        edit = "optimizer.zero_grad(set_to_none=True) after the last use of the gradients"
     elif key.kind == "held_input":
         edit = ""
     elif key.kind == "output_sharding":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from torch_xla_donate._tools.hints import Hint
 from torch_xla_donate.hlo import MemoryAnalysis
 
 Kind = Literal["marked", "automatic", "torch_xla", "unknown"]
@@ -103,17 +102,12 @@ class RunSummary:
         steps: the distinct steps.
         skipped: files that could not be read.
         exit_code: of the program; None for a dump.
-        advice: what the first process that ran steps could still donate; None if that was not asked for, or if no such
-            process has ended normally.
-        advice_note: which process that is, if there are several, and which advice is missing; otherwise empty.
     """
 
     source: str
     steps: tuple[StepSummary, ...]
     skipped: tuple[SkippedFile, ...] = ()
     exit_code: int | None = None
-    advice: tuple[Hint, ...] | None = None
-    advice_note: str = ""
 
     @property
     def offered_bytes(self) -> int:

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from torch_xla_donate._text import percent, plural, size
-from torch_xla_donate._tools.hints import NOTHING, Advice
 from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import Kind, RunSummary, StepDonor, StepSummary
 
@@ -43,11 +42,6 @@ def tables(run: RunSummary) -> Iterator[RenderableType]:
     if len(groups) > _STEPS:
         more = sum(map(len, list(groups.values())[_STEPS:]))
         yield Text(f"... and {plural(more, 'more step')}; --json has all.")
-    if run.advice is not None:
-        advice = Advice(run.advice)
-        yield advice.table() if advice else Text(NOTHING)
-    if run.advice_note:
-        yield Text(run.advice_note)
     for file in run.skipped:
         yield Text(f"skipped {file.file}: {file.reason}")
     yield Text(summary_line(run))
