@@ -293,7 +293,6 @@ std::shared_ptr<CallSite> MakeCallSite(const std::string& where, int strict, py:
   auto site = std::make_shared<CallSite>();
   site->where = where;
   site->strict = static_cast<Strictness>(strict);
-  site->min_bytes = Marks::Get().WarnMinBytes();
   site->for_compiled_run = for_compiled_run;
   site->names = Share(std::move(names));
   return site;

@@ -48,7 +48,6 @@ py::dict DonorDict(const DonorSnapshot& donor) {
   result["holders"] = holders;
   result["where"] = WhereOf(donor);
   result["strict"] = static_cast<int>(donor.Strict());
-  result["small"] = donor.IsSmall(donor.bytes);
   result["shape"] = donor.Shape();
   result["bytes"] = donor.bytes;
   const std::string array = ArrayOf(donor);
@@ -147,12 +146,6 @@ void BindReport(py::module_& m) {
         return StepDicts(steps);
       },
       py::arg("last") = py::none(), "The last kept steps that read marked buffers, or all of them, oldest first.");
-  m.def(
-      "set_kept_steps", [](std::size_t count) { Steps::Get().SetKept(count); }, py::arg("count"),
-      "How many steps to keep for steps(), at least one.");
-  m.def(
-      "set_warn_min_bytes", [](std::int64_t bytes) { Marks::Get().SetWarnMinBytes(bytes); }, py::arg("bytes"),
-      "The size from which unusable donors of later marks matter. Others have small=True.");
   py::class_<StepTally, std::shared_ptr<StepTally>>(
       m, "StepTally", "Counts the steps that begin while it is open, on the thread that opens it or on all threads.")
       .def(py::init<>())

@@ -56,8 +56,4 @@ void Donor::AddTensors(std::vector<std::shared_ptr<abi::TensorData>>& tensors) c
   }
 }
 
-bool DonorStatus::IsSmall(std::int64_t bytes) const {
-  return std::all_of(marks.begin(), marks.end(), [bytes](const Mark& mark) { return bytes < mark.site->min_bytes; });
-}
-
 }  // namespace torch_xla_donate

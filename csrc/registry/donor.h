@@ -32,7 +32,6 @@ class CallDonors;
 struct CallSite {
   std::string where;  // "train.py:12"
   Strictness strict = Strictness::kWarn;
-  std::int64_t min_bytes = 0;     // the size from which an unusable donor matters, as it was set at the call
   bool for_compiled_run = false;  // for one run of a compiled graph: steps ignore the marks
   std::shared_ptr<void> names;    // names the leaves; a Python object, opaque here (see callbacks.h)
   // What it was given; the owner is the object that Python holds. Set when the call marks its leaves.
@@ -98,8 +97,6 @@ struct DonorStatus {
   // The first of the strictest calls that marked it; null for an automatic donor.
   const CallSite* StrictestSite() const;
   Strictness Strict() const;
-  // Whether so many bytes are too few for each call that marked it to matter if it is unusable.
-  bool IsSmall(std::int64_t bytes) const;
   // Whether all its marks are for a run of a compiled graph.
   bool IsForCompiledRun() const;
 };

@@ -72,11 +72,11 @@ void Marks::AddTo(Donor& donor, Mark mark) {
     if (for_compiled_run || before.site == mark.site || before.tensor.lock() != tensor) {
       continue;
     }
-    if (!has_output && before.site->strict >= mark.site->strict && before.site->min_bytes <= mark.site->min_bytes) {
+    if (!has_output && before.site->strict >= mark.site->strict) {
       return;
     }
     // A loop may request an output for the same tensor again and again. The last one counts.
-    if (has_output && before.site->strict <= mark.site->strict && before.site->min_bytes >= mark.site->min_bytes) {
+    if (has_output && before.site->strict <= mark.site->strict) {
       before = std::move(mark);
       std::rotate(&before, &before + 1, donor.status.marks.end());
       return;

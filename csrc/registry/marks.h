@@ -12,7 +12,6 @@
 
 #include <c10/util/flat_hash_map.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -80,10 +79,6 @@ class Marks {
   bool Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call);
   void Disarm(const std::vector<lazy::BackendDataPtr>& buffers) noexcept;
 
-  // Of an unusable donor. Calls from now on keep this size.
-  void SetWarnMinBytes(std::int64_t bytes) { warn_min_bytes_.store(bytes, std::memory_order_relaxed); }
-  std::int64_t WarnMinBytes() const noexcept { return warn_min_bytes_.load(std::memory_order_relaxed); }
-
   std::size_t Size() const;
 
   // ---- For the steps ----
@@ -118,7 +113,6 @@ class Marks {
   void Refresh() noexcept REQUIRES(registry_mutex);
 
   ska::flat_hash_map<Buffer, DonorPtr> pending_ GUARDED_BY(registry_mutex);
-  std::atomic<std::int64_t> warn_min_bytes_{0};
 };
 
 }  // namespace torch_xla_donate

@@ -16,8 +16,7 @@ namespace {
 bool IsToReport(const std::vector<DonorPtr>& donors) REQUIRES(registry_mutex) {
   for (const DonorPtr& donor : donors) {
     const DonorStatus& status = donor->status;
-    if (status.state == DonorState::kUnusable && !status.reported && status.Strict() > Strictness::kOff &&
-        !status.IsSmall(donor->array.bytes)) {
+    if (status.state == DonorState::kUnusable && !status.reported && status.Strict() > Strictness::kOff) {
       return true;
     }
   }
@@ -357,7 +356,7 @@ void Steps::Report(const StepPtr& step, const std::vector<DonorPtr>& donors) {
 void Steps::Keep(const StepPtr& step) noexcept {
   try {
     kept_.push_back(step);
-    if (kept_.size() > most_kept_) {
+    if (kept_.size() > kMostKept) {
       kept_.pop_front();
     }
     Report(step, step->donors);
@@ -531,7 +530,7 @@ void Steps::CountRunLocked(bool is_step) {
     plain.push_back(0);
   }
   AddCompilations(plain.empty() ? last_claimed_->compilations : plain.back());
-  if (plain.size() > most_kept_) {
+  if (plain.size() > kMostKept) {
     plain.pop_front();
   }
   if (is_step) {
@@ -580,14 +579,6 @@ std::vector<StepSnapshot> Steps::Kept() const {
     result.push_back(Snapshot(*step));
   }
   return result;
-}
-
-void Steps::SetKept(std::size_t count) {
-  MutexLock lock(registry_mutex);
-  most_kept_ = std::max<std::size_t>(count, 1);
-  while (kept_.size() > most_kept_) {
-    kept_.pop_front();
-  }
 }
 
 std::optional<std::string> Steps::GraphText(const std::string& graph_hash) const {

@@ -1,7 +1,7 @@
 // Steps that read marked buffers, with their outcomes, and the buffers that they have consumed.
 //
 // A step claims the pending marks (marks.h) that it reads. After it, each donor is donated or unusable. Reports can
-// read the last steps, 8 unless SetKept() says otherwise.
+// read the last 8 steps.
 //
 // Ownership: steps share their donors with marks.h. They hold buffers and executables weakly, but for consumed buffers.
 // Threads: any thread may call any member. registry_mutex guards everything. No member holds it while it waits for a
@@ -180,8 +180,6 @@ class Steps {
   // ---- For readers ----
 
   std::vector<StepSnapshot> Kept() const;
-  // From now on keeps so many steps, at least one.
-  void SetKept(std::size_t count);
   std::vector<StepSnapshot> Snapshots(const std::vector<StepPtr>& steps) const;
   // The optimised HLO of a graph that has run with donors; nullopt if torch_xla has dropped its executable.
   std::optional<std::string> GraphText(const std::string& graph_hash) const;
@@ -248,7 +246,7 @@ class Steps {
   std::map<lazy::BackendDevice, std::vector<lazy::BackendDataPtr>> last_consumed_ GUARDED_BY(registry_mutex);
   std::size_t remembered_ GUARDED_BY(registry_mutex) = 0;  // the size of consumed_ after the last ForgetFreed()
   ska::flat_hash_map<Buffer, std::pair<DonorPtr, std::uint64_t>> undonated_ GUARDED_BY(registry_mutex);
-  std::size_t most_kept_ GUARDED_BY(registry_mutex) = 8;
+  static constexpr std::size_t kMostKept = 8;
   std::deque<StepPtr> kept_ GUARDED_BY(registry_mutex);
   StepPtr last_claimed_ GUARDED_BY(registry_mutex);
   std::uint64_t compilations_ GUARDED_BY(registry_mutex);  // graphs that the steps until now count

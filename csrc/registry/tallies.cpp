@@ -94,7 +94,7 @@ void Tallies::Count(const StepPtr& step, const std::vector<DonorPtr>& donors) {
     const bool used = status.state == DonorState::kDonated, automatic = donor->array.automatic;
     offered += used || !automatic ? bytes : 0;
     donated += used ? bytes : 0;
-    unusable = unusable || !(used || automatic || status.reported || status.IsSmall(bytes));
+    unusable = unusable || !(used || automatic || status.reported);
   }
   for (const std::weak_ptr<StepTally>& weak : step->tallies) {
     const std::shared_ptr<StepTally> tally = weak.lock();
