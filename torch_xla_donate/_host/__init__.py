@@ -52,7 +52,6 @@ from torch_xla_donate._host.repairs import results_apart, with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,
-    default_device_number,
     donates,
     ignores_donors,
     ignoring_donors,

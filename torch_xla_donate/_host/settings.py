@@ -16,12 +16,6 @@ def runtime() -> Any:
     return torch_xla.runtime
 
 
-def default_device_number() -> int:
-    """The number of this thread's default device among those of the process."""
-    # torch_xla's number of it (`_xla_get_default_device_ordinal`) may count those of all hosts.
-    return int(torch_xla.device().index)
-
-
 def process_count() -> int:
     """The number of processes that run the program, from the runtime or from torchrun, which a CPU runtime ignores."""
     return max(int(runtime().process_count()), _config.world_size())
