@@ -132,6 +132,13 @@ def test_without_functionalization_donation_and_errors_work():
     torch_xla.sync()
     assert a.tolist() == [0, 2, 4, 6] and c.tolist() == [1, 2, 3, 4] and is_donated(b)
 
+    with auto_donate():
+        base = make(8)
+        view, base = base[2:], base + 1
+        torch_xla.sync(wait=True)
+        assert view.tolist() == list(range(2, 8)) and base.tolist() == list(range(1, 9))
+        assert not [donor for donor in donation_report().donors if donor.automatic]
+
 
 def test_a_setting_that_is_neither_yes_nor_no_fails_the_import():
     for name in ("AUTO", "KEEP_ORDER", "DEBUG_NANS"):

@@ -63,6 +63,17 @@ def test_a_loop_consumes_its_arguments_and_compiles_once(make, options):
 
 
 @each_backend
+def test_a_mark_of_the_user_outlives_a_call_that_does_not_read_it(make, options):
+    f = compile(lambda t, x: x * 2, donate_argnums=0, **options)
+    t, x = make(4), make(4)
+    donate_buffer(t)
+    assert f(t, x).tolist() == [0, 2, 4, 6]
+    out = t + 1
+    torch_xla.sync()
+    assert is_donated(t) and out.tolist() == [1, 2, 3, 4]
+
+
+@each_backend
 def test_pending_work_that_reads_the_argument_runs_first(make, options):
     g = compile(lambda x: x + 1, donate_argnums=0, **options)
     other = make(4) + 7

@@ -7,7 +7,15 @@ import torch
 import torch_xla
 from helpers import BACKENDS, pointer
 
-from torch_xla_donate import DonationWarning, auto_donate, compile, donate_buffer, donation_report, is_donated
+from torch_xla_donate import (
+    DonationWarning,
+    auto_donate,
+    compile,
+    donate_buffer,
+    donation_report,
+    is_donated,
+    scan,
+)
 
 
 def arrays(count: int, *shape: int) -> list[torch.Tensor]:
@@ -209,3 +217,15 @@ def test_the_report_shows_outputs_of_donors_and_copied_bytes():
     assert data["steps"][0]["donors"] == 2
     assert new_x.unique().tolist() == [2.0]
     assert new_y.unique().tolist() == [8.0]
+
+
+def test_the_copy_of_an_array_that_is_not_donated_does_not_count():
+    carry, x = arrays(2, 4, 4)
+    (rows,) = arrays(1, 3, 4, 4)
+    donate_buffer(x)
+    new_carry, _ = scan(lambda c, row: (c + row, c), carry, rows)  # XLA copies `carry` into its loop
+    out = x * 2
+    torch_xla.sync()
+    (donor,) = donation_report(steps=1).donors
+    assert donor.outcome == "donated" and donation_report(steps=1).copied_bytes == 0
+    assert new_carry.unique().tolist() == [4.0] and out.unique().tolist() == [4.0]
