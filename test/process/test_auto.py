@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from signal import SIGALRM, SIGINT, default_int_handler, raise_signal
 from signal import signal as handle_signal
@@ -53,6 +54,26 @@ def test_the_report_says_where_liveness_is_unknown(env, reason):
     report = donation_report()
     assert report.donors == ()
     assert f"auto_donate skipped 2 steps: {reason}" in str(report)
+
+
+@in_process
+def test_a_view_made_after_functionalization_was_switched_off_keeps_its_base():
+    """torch_xla reads the variable at each operation."""
+    set_auto_donate(True)
+    base = torch.arange(8.0).to("xla")
+    torch_xla.sync(wait=True)
+    base = base + 1
+    torch_xla.sync(wait=True)
+    assert [donor.outcome for donor in donation_report().donors] == ["donated"]
+    os.environ["XLA_DISABLE_FUNCTIONALIZATION"] = "1"
+    base = torch.arange(8.0).to("xla")
+    view = base[2:]
+    for _ in range(3):
+        base = base + 1
+        torch_xla.sync(wait=True)
+    assert base.tolist() == list(range(3, 11)) and view.tolist() == list(range(2, 8))
+    (reason,) = donation_report().auto_refusals
+    assert "functionalization is off and a live tensor is a view" in reason
 
 
 @in_process

@@ -640,19 +640,6 @@ def test_an_unusable_mark_is_over_and_may_be_made_again(make):
 # --- Memory that others see ---
 
 
-def test_a_step_gives_back_the_info_of_a_donor_that_it_left(make):
-    t, updated = make(5), make(3)
-    donate_buffer(t)
-    updated.add_(t.sum())
-    with pytest.warns(DonationWarning, match="no output of the step has its size"):
-        torch_xla.sync(wait=True)
-    # torch_xla donates an input whose info names an output. Nothing marks `t` here, and an output has its size.
-    updated.add_(t.sum())
-    out = t * 2
-    torch_xla.sync(wait=True)
-    assert t.tolist() == [0, 1, 2, 3, 4] and out.tolist() == [0, 2, 4, 6, 8] and updated.tolist() == [20, 21, 22]
-
-
 def test_memory_that_dlpack_sees_is_not_changed(make):
     """Also in a graph that has donated before, whose outcome is remembered."""
     from torch_xla.utils import dlpack
