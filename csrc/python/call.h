@@ -32,7 +32,6 @@ struct Call {
   bool is_scope = false;                 // the marks end with this object at the latest
 
   explicit Call(std::shared_ptr<CallSite> of = nullptr) : site(std::move(of)) {}
-  explicit Call(LeafRefusal why) : refusal(std::move(why)) {}
   Call(Call&&) = default;
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;

@@ -40,6 +40,7 @@ DonorPlanner::KeptPlan DonorPlanner::Look(const StepFacts& step) {
   plan.fits = FindFits(arrays, step.inputs);
   plan.arrays = std::make_shared<const std::vector<std::string>>(std::move(arrays.arrays));
   plan.sizes = std::move(arrays);
+  plan.always_free.assign(step.inputs.size(), true);
   return plan;
 }
 
@@ -177,13 +178,18 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
     if (found != plans_.end()) {  // another graph has the same hash
       Forget(key);
     }
-    found = plans_.emplace(key, Look(step)).first;
+    KeptPlan made = Look(step);
     order_.push_back(key);
+    try {
+      found = plans_.emplace(key, std::move(made)).first;
+    } catch (...) {
+      order_.pop_back();
+      throw;
+    }
     parameters_ += count;
     while (order_.size() > 1 && (order_.size() > kKeptPlans || parameters_ > kKeptParameters)) {
       Forget(order_.front());
     }
-    found->second.always_free.assign(count, true);
   }
   KeptPlan& plan = found->second;
   std::vector<bool> free(count), held(count);

@@ -88,6 +88,12 @@ def stock_of(mode: str) -> str:
     return {"pure": "stock_lazy", "auto": "stock"}.get(mode, f"stock_{mode}")
 
 
+UP_TO_DATE = "+"  # ends a mode in which the function gives its tensors their new values, as a step that donates does
+BRING_UP_TO_DATE = (
+    "    for t in tuple(locals().values()): torch.is_tensor(t) and torch._is_functional_tensor(t) and torch._sync(t)"
+)
+
+
 class Expected(NamedTuple):
     """The expected result of a check."""
 
@@ -380,7 +386,8 @@ class _Caller(_Writer):
     def __init__(self, program: Program, mode: str, stop: int | None, sharded: bool) -> None:
         # A pure function refuses to write to its arguments, and its results share nothing: writes would differ.
         super().__init__(bool(program.writes % 2) and mode != "pure")
-        self.program, self.mode, self.sharded = program, mode, sharded
+        self.program, self.mode, self.sharded = program, mode.removesuffix(UP_TO_DATE), sharded
+        self.is_up_to_date = mode.endswith(UP_TO_DATE)
         self.form = FORMS[program.form % len(FORMS)]
         self.expected: list[Expected] = []
         self.call_lines: dict[int, int] = {}
@@ -527,6 +534,8 @@ class _Caller(_Writer):
         for text in [*taken, *body.lines]:
             self.line(f"    {text}")
         extras = "".join(f"{name}, " for name in body.extras)
+        if self.is_up_to_date:
+            self.line(BRING_UP_TO_DATE)
         self.line(f"    return {structure}, ({extras})")
         # On the CPU the function has its leaves as arguments, whatever the form.
         text = f"def f({', '.join(names)}, x, k):\n"

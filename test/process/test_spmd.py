@@ -549,6 +549,25 @@ def test_a_sharded_argument_that_is_returned_is_kept():
                 assert torch.equal(w.cpu(), values(8))
 
 
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@pytest.mark.parametrize("donated", [(), (0,)])
+@in_process(devices=4)
+def test_a_backward_graph_of_torch_compile_takes_the_results_of_the_last_call(donated):
+    def step(state, x):
+        leaves = {name: value.detach().requires_grad_() for name, value in state.items()}
+        loss = torch.tanh(x @ leaves["w"] + leaves["b"]).pow(2).mean()
+        gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()))))
+        return {name: state[name] - 0.5 * gradients[name] for name in state}
+
+    g = compile(step, donate_argnums=donated, backend="openxla")
+    state = {"w": make((8, 16)) / 512, "b": make((16,)) / 512}  # tanh of larger values has no gradient
+    expected = {name: value.cpu() for name, value in state.items()}
+    for i in range(3):
+        x = make((8, 8)) / (64 + i)
+        state, expected = g(state, x), step(expected, x.cpu())
+    assert all(torch.allclose(state[name].cpu(), expected[name], atol=1e-5) for name in state)
+
+
 @in_process(devices=4)
 def test_a_pair_of_sharded_tensors_is_kept():
     spec = (("a", "b"),)

@@ -14,6 +14,7 @@ from torch_xla_donate import (
     _C,
     _compile,
     cancel_donation,
+    compile,
     donate_buffer,
     donation_disabled,
     donation_report,
@@ -437,3 +438,23 @@ def test_batch_norm_with_a_cumulative_average():
     assert torch.allclose(x, expected, atol=1e-5)
     assert torch.allclose(mean, expected_mean, atol=1e-5)
     assert count == expected_count
+
+
+def test_a_pending_argument_runs_with_the_work_that_reads_its_old_value():
+    def uploaded(first):
+        return (torch.arange(9.0) + first).reshape(3, 3).to("xla")
+
+    def f(s0, s1, s2, x):
+        torch.remainder(s0 * 1, 13)
+        return (s1, s1, s2), (s0,)
+
+    g = compile(f, donate_argnums=2, backend="openxla")
+    s0 = uploaded(0)
+    s1 = s0.detach()
+    s2, x = uploaded(1), uploaded(2)
+    (s0, s1, s2), (alias,) = g(s0, s1, s2, x)
+    s0.copy_(torch.remainder(s0 + 2, 13))  # pending, and so is the row, which reads what it overwrites
+    row = alias[0]
+    (s0, s1, s2), _ = g(s0, s1, s2, x)
+    assert s0[0].tolist() == alias[0].tolist() == row.tolist() == [2, 3, 4]
+    assert s2[0].tolist() == [1, 2, 3]

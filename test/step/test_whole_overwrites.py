@@ -46,6 +46,7 @@ FIXED = {
     "fill_": (lambda t: t.fill_(5), [5, 5, 5]),
     "fill_ with a tensor": (lambda t: t.fill_(xla(5.0)[0]), [5, 5, 5]),
     "zero_": (lambda t: t.zero_(), [0, 0, 0]),
+    "bernoulli_": (lambda t: t.bernoulli_(1.0), [1, 1, 1]),
     "[:] =": (lambda t: t.__setitem__(slice(None), 5), [5, 5, 5]),
     "[...] =": (lambda t: t.__setitem__(..., xla(5.0, 6.0, 7.0)), [5, 6, 7]),
     ".data =": (lambda t: setattr(t, "data", xla(5.0, 6.0, 7.0)), [5, 6, 7]),

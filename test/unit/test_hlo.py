@@ -79,13 +79,12 @@ def test_a_pair_without_texts_is_refused() -> None:
 def test_a_folder_without_hlo_names_the_flags_to_set(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("HloModule")
     files = "has 1 files, but no module_*.before_optimizations.txt and no module_*after_optimizations.txt"
-    for folder, found in [(tmp_path, files), (tmp_path / "gone", "does not exist")]:
+    gone = tmp_path / "gone"
+    for folder, found in [(tmp_path, f"folder {tmp_path} {files}"), (gone, f"{gone} is not a folder")]:
         with pytest.raises(FileNotFoundError) as error:
             hlo.read_dump(folder)
-        assert str(error.value) == (
-            f"folder {folder} {found}. Set"
-            ' XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text" before torch_xla starts.'
-        )
+        flags = 'XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"'
+        assert str(error.value) == f"{found}. Set {flags} before torch_xla starts."
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

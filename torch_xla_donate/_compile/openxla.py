@@ -36,9 +36,14 @@ class Graph:
     """
 
     def __init__(
-        self, model: torch.fx.GraphModule, kept: frozenset[int], refusal: _C.Reason, frame: _host.CapturedFrame | None
+        self,
+        model: torch.fx.GraphModule,
+        kept: frozenset[int],
+        refusal: _C.Reason,
+        frame: _host.CapturedFrame | None,
+        donates: bool = True,
     ) -> None:
-        self._model = _host.with_pure_copies(model)
+        self._model, self._donates = _host.with_pure_copies(model), donates
         self._kept = kept
         self._frame = frame
         self._is_resumed = frame is not None and frame.code.co_name.startswith(_RESUMED)
@@ -51,7 +56,7 @@ class Graph:
             return self._call(args)
 
     def _call(self, args: Sequence[Any]) -> Any:
-        compiled, donation = _running.value or (None, None)
+        compiled, donation = (self._donates and _running.value) or (None, None)
         if donation is not None and donation.unread.code in ("no_graph", "not_read"):
             donation.unread = self._unread
         if compiled is not None and donation is not None and not self._refusal:
@@ -154,7 +159,6 @@ class OpenxlaCompiled(Compiled):
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls for each graph: openxla's, except for runs of the forward graph."""
         from torch._dynamo.backends.common import aot_autograd
-        from torch._dynamo.backends.torchxla import openxla_eval_boxed
 
         inputs_of_graph = [node.name for node in model.graph.nodes if node.op == "placeholder"]
         frame = _host.captured_frame(inputs_of_graph)
@@ -174,13 +178,7 @@ class OpenxlaCompiled(Compiled):
             return make_boxed_func(Graph(graph, returned | (kept or frozenset()), refusal or why, frame))  # type: ignore[no-any-return, no-untyped-call]
 
         def backward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
-            run: Callable[..., Any] = openxla_eval_boxed(graph, list(fake))  # type: ignore[no-untyped-call]
-
-            def run_on_device(*args: Any) -> Any:
-                with _on_device_of(args):
-                    return run(list(args))
-
-            return make_boxed_func(run_on_device)  # type: ignore[no-any-return, no-untyped-call]
+            return make_boxed_func(Graph(graph, frozenset(), _C.Reason("none"), None, donates=False))  # type: ignore[no-any-return, no-untyped-call]
 
         backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
         return backend(model, inputs)  # type: ignore[no-any-return]

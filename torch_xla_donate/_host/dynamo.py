@@ -20,12 +20,14 @@ from torch_xla_donate._host.switches import OrderedParameters, compiling, donor_
 
 
 def compute_pending(arguments: Sequence[Any]) -> None:
-    """Runs the pending work of a graph's arguments before any donation. torch_xla's bridge would run it later."""
+    """Runs all pending work if a graph's argument is pending.
+
+    torch_xla's bridge would run the arguments alone, later. A part of the pending work that updates a tensor in place
+    overwrites the old value, which other pending work may still read.
+    """
     tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.device.type == "xla"]
-    missing = xlac()._check_tensor_need_materialization(tensors)
-    pending = [tensor for tensor, is_missing in zip(tensors, missing, strict=True) if is_missing]
-    if pending:
-        xlac()._xla_sync_multi(pending, devices=[], wait=True, sync_xla_data=True)
+    if any(xlac()._check_tensor_need_materialization(tensors)):
+        torch_xla.sync(wait=True, reset_scope=False)
 
 
 class ExtractedGraph(NamedTuple):

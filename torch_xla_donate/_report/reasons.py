@@ -116,7 +116,7 @@ SENTENCES = {
     Reason.FUNCTIONALIZATION_OFF: (
         "functionalization is off (XLA_DISABLE_FUNCTIONALIZATION=1), so views share graphs with live tensors"
     ),
-    Reason.GIVEN_UP: f"{_FAILED}the step was given up before it ran",
+    Reason.GIVEN_UP: "the step was given up before it ran, or ran without donation (see `errors` of the report)",
     Reason.NOT_COMPILED: f"{_FAILED}it did not compile",
     Reason.EARLIER_STEP_FAILED: f"{_FAILED}an earlier step failed",
     Reason.FAILED: f"{_FAILED}{{details}}",

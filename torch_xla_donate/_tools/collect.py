@@ -104,7 +104,7 @@ def folders_of(folder: Path) -> list[Path]:
     Raises FileNotFoundError if the folder does not exist.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"folder {folder} does not exist. {_DUMP}")
+        raise FileNotFoundError(f"{folder} is not a folder. {_DUMP}")
     found = [path.parent for path in folder.glob(f"*/{record.NAME}")]
     return sorted(found, key=lambda path: (record.order(path.name), path.name)) or [folder]
 

@@ -40,7 +40,7 @@ def read_dump(folder: str | os.PathLike[str]) -> tuple[DumpedModule, ...]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"folder {folder} does not exist. {_HOW_TO_DUMP}")
+        raise FileNotFoundError(f"{folder} is not a folder. {_HOW_TO_DUMP}")
     found = []
     for files in texts_in(folder):
         pairs: dict[str, dict[str, HloModule]] = {}
