@@ -54,7 +54,7 @@ test-nightly: build $(VENV)/docs  ## only the long tests: hours
 test-upstream: build $(VENV)/upstream  ## the files of UPSTREAM=a checkout of pytorch/xla, with automatic donation and without this package
 	$(BIN)/python test/upstream/run.py $(UPSTREAM)
 
-test-cpp: build  ## the C++ tests of the ELF part
+test-cpp: build  ## the C++ tests, which need no torch
 	$(BIN)/cmake -B $(BUILD) -DTORCH_XLA_DONATE_BUILD_TESTS=ON > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
 	$(BIN)/cmake --build $(BUILD) | tail -n 1
 	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
@@ -160,7 +160,7 @@ docs: build $(VENV)/docs  ## build the site in out/site from docs/ and the code,
 	@echo "out/site/index.html; for the search: $(BIN)/python -m http.server -b 127.0.0.1 -d out/site"
 
 # Configured once, or when the CMake files change; ninja knows what else is out of date.
-build: env $(VENV)/configured
+build: env $(VENV)/configured  ## compile what has changed
 	@$(BIN)/cmake --build $(BUILD) > $(BUILD)/build.log 2>&1 || { cat $(BUILD)/build.log; exit 1; }
 
 $(VENV)/configured: $(VENV)/installed CMakeLists.txt third_party/torch.cmake third_party/query_torch.py
@@ -169,7 +169,7 @@ $(VENV)/configured: $(VENV)/installed CMakeLists.txt third_party/torch.cmake thi
 	  -DTORCH_XLA_DONATE_ASSERTIONS=ON
 	@touch $@
 
-env: $(VENV)/installed
+env: $(VENV)/installed  ## install torch, torch_xla and the tools
 
 $(VENV)/installed: $(REQUIRED) pyproject.toml
 	@$(SHELL) third_party/preflight.sh "$(PYTHON)" $(NEEDED) "$(VENV)"

@@ -44,8 +44,9 @@ class GotPatch {
   // Throws std::invalid_argument for a null pointer in `spec`, and std::runtime_error if
   //   - `slots` is empty,
   //   - a slot holds another function than expected; then nothing has changed, not even `*original`,
-  //   - a page cannot be made writable or read-only again. Then every slot has its old contents, but `*original` stays
-  //     set, because a thread may have entered the replacement. The text ends with the number of unrestored slots.
+  //   - a slot is not aligned; then nothing has changed,
+  //   - a page cannot be made writable or read-only again. Then the slots are restored, and if some cannot be, the text
+  //     says how many. `*original` stays set, because a thread may have entered the replacement.
   GotPatch(const ElfImage& image, const PatchSpec& spec, const std::vector<RelocationSlot>& slots);
 
   // Undoes the patch. Slots that Undo() would count stay unchanged.

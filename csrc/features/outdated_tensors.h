@@ -46,8 +46,8 @@ class OutdatedTensors {
   static OutdatedTensors& Get();
 
   // From now on also notes the base of each new alias. After a write in inference mode, or through `t.data` or
-  // `t.detach()`, the base cannot be found from the written tensor. Called at a program's first donation; before, a
-  // hook is one relaxed load.
+  // `t.detach()`, the base cannot be found from the written tensor. Called at a program's first donation; before, only
+  // writes through views are noted.
   static void FollowAliases() { SetWatch(kAliases, kAliases); }
 
   // An alias of the tensor is being made. Does nothing unless the tensor is a base of torch_xla.

@@ -29,9 +29,9 @@ void ThrowIfConsumed(const lazy::BackendData* buffer);
 // Whether a step has consumed the buffer, or would have if donation were enabled. Does not wait.
 bool IsGone(const lazy::BackendData* buffer);
 
-// The same for each buffer that a graph reads. A graph that belongs to no tensor, such as that of a symbolic size,
-// passes no hook on tensors. Does nothing without the GIL: the thread may have locked the device, so it must not wait
-// for it.
+// ThrowIfConsumed() for each buffer that a graph reads. A graph that belongs to no tensor, such as that of a symbolic
+// size, passes no hook on tensors. Does nothing without the GIL: the thread may have locked the device, so it must not
+// wait for it.
 void ThrowIfReadsConsumed(const std::vector<lazy::Value>& roots);
 
 // The program reads a buffer. Throws or warns if it is gone.

@@ -46,7 +46,7 @@ void BindAuto(py::module_& m) {
   m.def(
       "auto_held", [] { return DonorPlanner::Get().LastHeld(); },
       "Inputs of each device's last step that an output could have taken if nothing had held them; none if that step "
-      "donated nothing automatically.");
+      "ran without automatic donation.");
   py::class_<WatchedInput>(m, "WatchedInput", "An input of a watched step.")
       .def_readonly("array", &WatchedInput::array, "As XLA writes it, with its sharding.")
       .def_property_readonly(

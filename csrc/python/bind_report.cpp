@@ -145,7 +145,7 @@ void BindReport(py::module_& m) {
                     steps.end() - static_cast<std::ptrdiff_t>(std::min(last.value_or(steps.size()), steps.size())));
         return StepDicts(steps);
       },
-      py::arg("last") = py::none(), "The last kept steps that read marked buffers, or all of them, oldest first.");
+      py::arg("last") = py::none(), "The last kept steps with donors, or all of them, oldest first.");
   py::class_<StepTally, std::shared_ptr<StepTally>>(
       m, "StepTally", "Counts the steps that begin while it is open, on the thread that opens it or on all threads.")
       .def(py::init<>())

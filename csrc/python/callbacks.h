@@ -1,4 +1,4 @@
-// The Python functions that the hooks call. Only this file takes the GIL and owns Python objects for the hooks.
+// The Python functions that the hooks call. Only this file runs Python code for the hooks.
 //
 // Ownership: the objects given to SetCallbacks() are never freed, because hooks may always use them.
 // Errors: passes on a callback's exception as torch's own, which any host code carries.

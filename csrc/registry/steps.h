@@ -1,4 +1,4 @@
-// Steps that read marked buffers, with their outcomes, and the buffers that they have consumed.
+// Steps with donors, their outcomes, and the buffers that they have consumed.
 //
 // A step claims the pending marks (marks.h) that it reads. After it, each donor is donated or unusable. Reports can
 // read the last 8 steps.
@@ -40,7 +40,7 @@ struct GraphOutcome {
   std::weak_ptr<const abi::HostCachedComputation> executable;
 };
 
-// A step that read marked buffers.
+// A step that had donors, marked or automatic.
 struct Step {
   enum class Status { kClaimed, kRunning, kDone, kFailed };
 

@@ -3,8 +3,8 @@
 //
 // Ownership: a tally is shared by its creator and, while it is open, by this class and the steps that it counts.
 // Threads: any thread may call any member. registry_mutex guards everything, also the members of a tally.
-// Errors: Open() and the readers throw std::bad_alloc. The others throw nothing: without memory, a text is counted
-//   without its words.
+// Errors: Open(), OfThisThread(), Count() and the readers throw std::bad_alloc. The others throw nothing: without
+//   memory, a text is counted without its words.
 #pragma once
 
 #include <cstddef>

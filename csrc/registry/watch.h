@@ -1,4 +1,4 @@
-// One word of bits that the hooks check. With no bit set, a hook is one relaxed load and a jump.
+// One word of bits that most hooks check. With no bit set, such a hook is one relaxed load and a jump.
 //
 // Threads: any. Only its owner sets a bit, and the owner serialises its changes.
 #pragma once

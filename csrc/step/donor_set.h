@@ -1,9 +1,9 @@
 // The donors of one step, from the proposal to the claim.
 //
-// Features propose marked parameters first, then inputs that the program cannot reach. Marks of a buffer that another
-// live tensor needs are refused. The planner chooses among the inputs and orders the rest. Then Commit() adds the
-// donors to torch_xla's donor set and moves the marks to a new step of the registry. Refusals come before the order, so
-// a refused donor neither moves a parameter nor changes the graph.
+// The marked parameters are proposed first. Then features offer inputs that the program cannot reach. Marks of a buffer
+// that another live tensor needs are refused. The planner chooses among the inputs and orders the rest. Then Commit()
+// adds the donors to torch_xla's donor set and moves the marks to a new step of the registry. Refusals come before the
+// order, so a refused donor neither moves a parameter nor changes the graph.
 //
 // torch_xla donates a parameter whose DeviceDataInfo names one of the step's outputs. A Claim replaces these infos, and
 // restores them when the graph has been compiled, or when the claim ends.

@@ -1,7 +1,8 @@
 // Keeps the plans of graphs that run again, and bounds the number of graphs that they make.
 //
 // A graph gets one plan for each set of inputs out of reach. That set may change in a loop, for example when the
-// garbage collector frees a cycle. Then the planner makes at most kMaxChoices graphs and reuses one that fits.
+// garbage collector frees a cycle. Then the planner makes kMaxChoices graphs, at most one for the inputs that were free
+// every time, and one without free inputs. It reuses one that fits.
 //
 // Ownership: the process keeps the last kKeptPlans plans, or fewer if together they exceed kKeptParameters. A plan
 //   takes some hundred bytes for each parameter.

@@ -86,7 +86,7 @@ class ThreadStep {
 
   StepPhase phase_ = StepPhase::kIdle;
   LiveTensors list_;
-  std::shared_ptr<Claim> claim_;   // from kClaimed to kCompiled
+  std::shared_ptr<Claim> claim_;   // from kClaimed until Start()
   std::optional<RunContext> run_;  // made by Prepare(), taken by Start()
   // The run that could not be prepared, and the error, which Start() raises.
   const lazy::MultiWait* failed_run_ = nullptr;  // compared only, never dereferenced

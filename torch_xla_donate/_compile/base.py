@@ -120,8 +120,8 @@ class Compiled:
         """Traces the function for these arguments, without running it.
 
         Args:
-            *args: as for a call. Arrays may be placeholders without memory
-                (``torch_xla.core.xla_builder.create_placeholder_tensor``). Real arrays are not consumed.
+            *args: as for a call. Arrays may be placeholders without memory (`placeholder`, `placeholder_like`). Real
+                arrays are not consumed.
             **kwargs: as for a call.
 
         Returns:

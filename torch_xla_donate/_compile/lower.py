@@ -16,6 +16,7 @@ from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._compile.placeholders import Placeholders, is_materialised
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
+from torch_xla_donate.hlo.topology import compile_module, size_rule_of
 
 
 class Lowered:
@@ -120,7 +121,7 @@ class Lowered:
                 raise _marks.passed_twice(donated[1].name(number_of[_C.identity(leaf)[1]]), kept[1].name(number))
 
     def _compile_for(self, topology: str) -> Executable:
-        rule = hlo.size_rule_of(topology)
+        rule = size_rule_of(topology)
         names = self._names()
         with self._traced() as (outputs, donors):
             text, buffers = _host.hlo_text(outputs, donors)
@@ -131,7 +132,7 @@ class Lowered:
                 f"{self._compiled.function} computes nothing on the device, so it cannot be compiled for {topology}. "
                 f"Return the results of the step. {see('tpu')}"
             )
-        module = hlo.compile_module(hlo.parse(text), text, topology, order)
+        module = compile_module(hlo.parse(text), text, topology, order)
         named = [names.get(buffers[number], "") for number in order]
         return Executable(
             self._compiled, self._types, module.before, module.as_text(), module.memory, named, module.topology

@@ -59,11 +59,11 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
         ignore it.
 
     Raises:
-        TypeError: a leaf is not a tensor, or ``strict`` or ``stacklevel`` has another type.
+        TypeError: a leaf of ``tensors`` or ``into`` is not a tensor, or ``strict`` or ``stacklevel`` has another type.
         ValueError: a leaf is not an XLA tensor, ``into`` does not fit or is given inside a loop's body, ``strict`` is
             unknown, or ``stacklevel`` is not positive.
-        DonationError: a leaf is pending (call ``torch_xla.sync()`` first), or torch_xla shares its buffer between
-            tensors (cached constants, the RNG seed).
+        DonationError: a leaf is pending (call ``torch_xla.sync()`` first), torch_xla shares its buffer between tensors
+            (cached constants, the RNG seed), or an output in ``into`` has its value already.
         DonatedBufferError: a step has consumed a leaf.
     """
     check_options(strict, stacklevel)

@@ -224,7 +224,8 @@ def _notes(found: DonationReport) -> list[str]:
 def _text(found: DonationReport) -> str:
     """A line of summary, a row for each donor, and notes."""
     if not found.donors and not found.pending:
-        return "\n".join(["No step has had a donor yet.", *_notes(found)])
+        first = "None of these steps had donors." if found.steps else "No step has had a donor yet."
+        return "\n".join([first, *_notes(found)])
     from rich.table import Table
 
     from torch_xla_donate._report.console import render

@@ -12,8 +12,6 @@ from torch_xla_donate.hlo.outcomes import donor_outcomes as donor_outcomes
 from torch_xla_donate.hlo.parser import parse as parse
 from torch_xla_donate.hlo.topology import TopologyModule as TopologyModule
 from torch_xla_donate.hlo.topology import compile_for as compile_for
-from torch_xla_donate.hlo.topology import compile_module as compile_module
-from torch_xla_donate.hlo.topology import size_rule_of as size_rule_of
 
 __all__ = [
     "Alias",
