@@ -33,6 +33,7 @@ class Graph:
         kept: positions of inputs that outlive the graph, because autograd saves them or the function returns them.
         refusal: the reason why this graph cannot consume donors; no reason if it can.
         frame: the frame that the graph is a part of.
+        donates: whether it may consume donors of the running call; a backward graph does not.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class OpenxlaCompiled(Compiled):
             return result
 
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The backend that torch.compile calls for each graph: openxla's, except for runs of the forward graph."""
+        """The backend that torch.compile calls for each graph: as openxla's, but each graph runs as a `Graph`."""
         from torch._dynamo.backends.common import aot_autograd
 
         inputs_of_graph = [node.name for node in model.graph.nodes if node.op == "placeholder"]
