@@ -29,13 +29,12 @@ _INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools"
 def call_site(stacklevel: int = 1) -> str:
     """``file:line`` of the nearest caller outside this package, torch and torch_xla. With 2: of its caller."""
     frame = sys._getframe(1)
-    for level in range(stacklevel):
-        if frame.f_back is None:
+    while (back := frame.f_back) is not None:
+        if not is_internal(frame):
+            stacklevel -= 1
+        if stacklevel == 0:
             break
-        if level > 0:
-            frame = frame.f_back
-        while frame.f_back is not None and is_internal(frame):
-            frame = frame.f_back
+        frame = back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -5,6 +5,7 @@ Only functions that would donate or read a step are here. The others work on `_a
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from torch_xla_donate._checks import check_fraction
 from torch_xla_donate._computations import user_computation as computations
 from torch_xla_donate._errors import DonationWarning, see
 from torch_xla_donate._loops.donations import chosen_arguments
-from torch_xla_donate._marks.donate import Marks
 from torch_xla_donate._marks.into import outputs_in_order
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 _TEXT = "TORCH_XLA_DONATE=0 switches torch_xla_donate off: nothing is hooked, and nothing is donated."
 
 
-def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = None, stacklevel: int = 1) -> Marks:
+def donate_buffer(
+    tensors: Any, *, into: Any = None, strict: _config.Strict = None, stacklevel: int = 1
+) -> contextlib.AbstractContextManager[object]:
     """Checks its arguments."""
     _marks.check_options(strict, stacklevel)
     leaves, names = _trees.flatten(tensors, "tensors")
@@ -39,7 +41,7 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
             raise _marks.refusal(tensor, "not_xla", name)
     if into is not None:
         outputs_in_order(names, into, len(leaves))
-    return Marks(None)
+    return contextlib.nullcontext()
 
 
 def scan(

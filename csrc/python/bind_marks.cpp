@@ -176,14 +176,10 @@ std::vector<std::shared_ptr<abi::TensorData>> OutputsOf(const py::dict& preferre
   return outputs;
 }
 
-bool Refuse(Call& call, LeafRefusal why) {
-  call.refusal = std::move(why);
-  return false;
-}
-
-bool MarkLeaves(Call& call, const py::sequence& leaves, const std::string& where, int strict, py::object names,
-                const py::dict& preferred_outputs) {
+py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
+                      const py::dict& preferred_outputs) {
   RunDeferredDecrefs();
+  PythonCall<Call> made;
   const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(leaves.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
   const auto site = MakeCallSite(where, strict, std::move(names));
@@ -204,21 +200,22 @@ bool MarkLeaves(Call& call, const py::sequence& leaves, const std::string& where
       }
     }
     if (const auto constant = block.MakeDonors(*donors, site, outputs)) {
-      return Refuse(call, {*constant, "read_only", std::nullopt});
+      return py::cast(LeafRefusal{*constant, "read_only", std::nullopt});
     }
     if (*obstacle != '\0') {
-      return Refuse(call, {i - 1, obstacle, std::nullopt});
+      return py::cast(LeafRefusal{i - 1, obstacle, std::nullopt});
     }
   }
   Commit(donors, site, viewed);
-  call.site = site;
-  call.donors = donors;
-  return true;
+  made.call.site = site;
+  made.call.donors = donors;
+  return std::move(made.object);
 }
 
-bool MarkArguments(Call& call, const py::list& donated, const py::list& kept, const std::string& where, int strict,
-                   bool for_compiled_run, py::object names) {
+py::object MarkArguments(const py::list& donated, const py::list& kept, const std::string& where, int strict,
+                         bool for_compiled_run, py::object names) {
   RunDeferredDecrefs();
+  PythonCall<Call> made;
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
   std::vector<Marks::Leaf> resolved;
   std::vector<std::uint32_t> constants;
@@ -233,7 +230,7 @@ bool MarkArguments(Call& call, const py::list& donated, const py::list& kept, co
     abi::Resolution leaf = abi::Resolve(tensor);
     const char* obstacle = leaf.state == abi::TensorState::kReadOnly ? "" : Obstacle(leaf);
     if (*obstacle != '\0') {
-      return Refuse(call, {i, obstacle, std::nullopt});
+      return py::cast(LeafRefusal{i, obstacle, std::nullopt});
     }
     if (leaf.state == abi::TensorState::kReadOnly) {
       constants.push_back(static_cast<std::uint32_t>(i));
@@ -247,7 +244,7 @@ bool MarkArguments(Call& call, const py::list& donated, const py::list& kept, co
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
       const auto found = by_tensor.find(abi::Resolve(THPVariable_Unpack(item)).tensor.get());
       if (found != by_tensor.end()) {
-        return Refuse(call, {found->second, "also_kept", i});
+        return py::cast(LeafRefusal{found->second, "also_kept", i});
       }
     }
   }
@@ -261,8 +258,8 @@ bool MarkArguments(Call& call, const py::list& donated, const py::list& kept, co
       }
     }
   }
-  call = std::move(marked);
-  return true;
+  made.call = std::move(marked);
+  return std::move(made.object);
 }
 
 // The buffer whose mark is the tensor's. For a consumed one nothing is computed, which would raise.
@@ -322,36 +319,43 @@ void BindMarks(py::module_& m) {
       .def_readonly("obstacle", &LeafRefusal::obstacle, "As state names it, or 'not_tensor' or 'also_kept'.")
       .def_readonly("kept", &LeafRefusal::kept,
                     "For 'also_kept': position of the leaf of kept that holds the same buffer.");
-  py::class_<Call>(m, "Call", "The marks of one call of mark or mark_arguments, which fill it, or why there are none.")
-      .def(py::init<>())
-      .def_readonly("refusal", &Call::refusal, "Why nothing was marked; None if all was.")
+  py::class_<Call>(m, "Call",
+                   "The marks of one call of mark or mark_arguments. As a context it cancels the pending marks of the "
+                   "buffers that mark was given, even those of another call, if its block raises.")
+      .def("__enter__", [](py::object call) { return call; })
+      .def("__exit__",
+           [](const Call& call, py::handle kind, py::handle, py::handle) {
+             if (!kind.is_none()) {
+               Marks::Get().Cancel(*call.donors);
+             }
+           })
       .def_readonly("constants", &Call::constants, "Positions of leaves that are cached constants of torch_xla.");
   m.def(
-      "may_donate",
+      "is_ready",
       [](const py::tuple& names) {
         const auto is_set = [](py::handle name) {
           const char* text = PyUnicode_AsUTF8(name.ptr());
           // NOLINTNEXTLINE(concurrency-mt-unsafe): Python changes the environment with the GIL
           return text == nullptr ? throw py::error_already_set() : std::getenv(text) != nullptr;
         };
-        return HooksInstalled() && SwitchedOffReason().empty() && std::none_of(names.begin(), names.end(), is_set);
+        return HooksInstalled() && SwitchedOffReason().empty() && !Steps::Get().HasNotices() &&
+               std::none_of(names.begin(), names.end(), is_set);
       },
       py::arg("names"),
-      "Whether the hooks are in place, set_switched_off has named no setting, and none of these environment variables "
-      "is set.");
-  m.def("mark", &MarkLeaves, py::arg("call"), py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
+      "Whether the hooks are in place, set_switched_off has named no setting, take_notices would return no step, and "
+      "none of these environment variables is set.");
+  m.def("mark", &MarkLeaves, py::arg("leaves"), py::arg("where"), py::arg("strict"), py::arg("names"),
         py::arg("preferred_outputs"),
         "Marks a list or tuple of tensors (None is skipped), all or none; preferred_outputs maps positions to the "
-        "tensors that should take the buffers. Returns False if the call has the refusal of the first leaf "
-        "that cannot be marked. strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that "
+        "tensors that should take the buffers. Returns the call, or the refusal of the first leaf that cannot be "
+        "marked. strict: 0, 1 or 2, as in _config.Strictness. Raises DonatedBufferError for a leaf that "
         "was donated before.");
-  m.def(
-      "mark_arguments", &MarkArguments, py::arg("call"), py::arg("donated"), py::arg("kept"), py::arg("where"),
-      py::arg("strict"), py::arg("for_compiled_run"), py::arg("names"),
-      "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
-      "marks are only for arm_run, and steps ignore them. Returns False if the call has the refusal of the first leaf "
-      "that cannot be marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses "
-      "them with a reason.");
+  m.def("mark_arguments", &MarkArguments, py::arg("donated"), py::arg("kept"), py::arg("where"), py::arg("strict"),
+        py::arg("for_compiled_run"), py::arg("names"),
+        "Marks the tensors among a call's donated leaves, all or none; skips other leaves. With for_compiled_run the "
+        "marks are only for arm_run, and steps ignore them. Returns the call, or the refusal of the first leaf that "
+        "cannot be marked, or whose buffer a leaf of kept also holds. Cached constants are marked; the step refuses "
+        "them with a reason.");
   m.def(
       "cancel",
       [](const py::sequence& leaves) {
@@ -376,9 +380,6 @@ void BindMarks(py::module_& m) {
   m.def(
       "cancel_call", [](const Call& call) { Steps::Get().CancelCall(call.site.get()); }, py::arg("call"),
       "Cancels the pending marks of a call.");
-  m.def(
-      "cancel_marks", [](const Call& call) { Marks::Get().Cancel(*call.donors); }, py::arg("call"),
-      "Cancels the pending marks of the buffers that a call of mark was given, even those of another call.");
   m.def(
       "end_call",
       [](const Call& call, const std::unordered_map<std::uint32_t, Reason>& reasons, const Reason& reason,

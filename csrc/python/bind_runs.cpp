@@ -48,7 +48,6 @@ void BindRuns(py::module_& m) {
       .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of a tensor.")
       .def_readonly("others", &Signature::others, "The leaves that are not tensors.");
   py::class_<Replay::Begun, Call>(m, "Begun", "A call that has marked its donated leaves and armed its run.")
-      .def(py::init<>())
       .def_readonly("leaves", &Replay::Begun::leaves, "The leaves of the arguments.")
       .def_readonly("armed", &Replay::Begun::armed, "False if another thread has cancelled a mark meanwhile.");
   py::class_<Replay>(m, "Replay", "A call of a traced function, for calls whose arguments are like its own.")
@@ -67,8 +66,8 @@ void BindRuns(py::module_& m) {
            "structures: as flatten returns them, for each argument. donated: for each donated leaf its number, that of "
            "its parameter, and that of the output computed from it. graph, names: as in arm_run and mark_arguments.")
       .def_property_readonly("possible", &Replay::IsPossible, "Whether calls can be compared with this one.")
-      .def("begin", &Replay::Begin, py::arg("begun"), py::arg("arguments"), py::arg("where"), py::arg("strict"),
-           "Fills begun. False, with nothing marked, unless the arguments are like those of the earlier call and "
+      .def("begin", &Replay::Begin, py::arg("arguments"), py::arg("where"), py::arg("strict"),
+           "The call, begun. None, with nothing marked, unless the arguments are like those of the earlier call and "
            "nothing else may hold a donated buffer.");
   m.def(
       "perhaps_shared", [](const Call& call) { return PerhapsShared(*call.site); }, py::arg("call"),

@@ -21,14 +21,11 @@ struct LeafRefusal {
   std::optional<std::size_t> kept;  // for "also_kept": the position of the other leaf
 };
 
-// A call's marks. Python makes the object and a function fills it: an object made after the marks would need memory,
-// and the marks would stay if there is none. The destructor cancels a scope's pending marks, for example after an
-// interrupt in its caller.
+// A call's marks. The destructor cancels a scope's pending marks, for example after an interrupt in its caller.
 struct Call {
   std::shared_ptr<CallSite> site;
   std::vector<std::uint32_t> constants;  // positions of leaves whose buffers torch_xla shares between tensors
   std::shared_ptr<CallDonors> donors;    // of all leaves, also those marked earlier by another call
-  std::optional<LeafRefusal> refusal;    // set if there are no marks
   bool is_scope = false;                 // the marks end with this object at the latest
 
   explicit Call(std::shared_ptr<CallSite> of = nullptr) : site(std::move(of)) {}
@@ -41,6 +38,14 @@ struct Call {
       Steps::Get().CancelCall(site.get());
     }
   }
+};
+
+// The Python object of a call that its function fills and returns. Made after the marks it would need memory, and the
+// marks would stay if there is none.
+template <typename T>
+struct PythonCall {
+  pybind11::object object = pybind11::cast(T());
+  T& call = object.cast<T&>();
 };
 
 // names: a Python object that names the leaves.

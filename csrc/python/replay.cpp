@@ -195,20 +195,22 @@ bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) cons
   });
 }
 
-bool Replay::Begin(Begun& begun, const py::list& arguments, const std::string& where, int strict) const {
+py::object Replay::Begin(const py::list& arguments, const std::string& where, int strict) const {
   RunDeferredDecrefs();
+  PythonCall<Begun> made;
+  Begun& begun = made.call;
   begun.leaves = py::list(leaves_.size());
   std::size_t token = 0, count = 0;
   for (const py::handle argument : arguments) {
     if (!Collect(argument.ptr(), token, begun.leaves, count)) {
-      return false;
+      return py::none();
     }
   }
   PyObject** items = PySequence_Fast_ITEMS(begun.leaves.ptr());
   std::vector<Marks::Leaf> donated;
   donated.reserve(donated_.size());
   if (!AreAlike(items, donated)) {
-    return false;
+    return py::none();
   }
   const auto site = MakeCallSite(where, strict, names_, /*for_compiled_run=*/true);
   Call call = MarkForCall(donated, items, site);
@@ -222,7 +224,7 @@ bool Replay::Begin(Begun& begun, const py::list& arguments, const std::string& w
     leaf.buffer.reset();  // the call's own pointers must not count as other holders
   }
   if (!PerhapsShared(*site).empty()) {
-    return false;
+    return py::none();
   }
   std::vector<RunDonor> donors;
   donors.reserve(donated.size());
@@ -231,7 +233,7 @@ bool Replay::Begin(Begun& begun, const py::list& arguments, const std::string& w
   }
   begun.armed = DonateToNextRun(site, std::move(donors), graph_);
   static_cast<Call&>(begun) = std::move(call);
-  return true;
+  return std::move(made.object);
 }
 
 }  // namespace torch_xla_donate

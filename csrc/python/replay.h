@@ -42,9 +42,9 @@ class Replay {
   // Whether calls can be compared with this one: structures, leaves and shared buffers are of the usual kinds.
   bool IsPossible() const { return possible_; }
 
-  // False, with nothing marked, unless the arguments are like those of the earlier call and nothing else may hold a
-  // donated buffer. Throws for a leaf that has been donated before, and the error of an earlier step that failed.
-  bool Begin(Begun& begun, const py::list& arguments, const std::string& where, int strict) const;
+  // A Begun. None, with nothing marked, unless the arguments are like those of the earlier call and nothing else may
+  // hold a donated buffer. Throws for a leaf that has been donated before, and the error of an earlier failed step.
+  py::object Begin(const py::list& arguments, const std::string& where, int strict) const;
 
  private:
   struct Token {

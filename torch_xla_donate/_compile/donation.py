@@ -57,18 +57,16 @@ def mark_donated(
     donated, kept = ([leaf for leaves, _ in some for leaf in leaves] for some in (parts[:count], parts[count:]))
     names = compiled.names(call, [structure for _, structure in parts[:count]])
     strict = compiled.strictness()
-    marked = _C.Call()
-    _C.mark_arguments(marked, donated, kept, where, strict, for_compiled_run, names)
-    if marked.refusal is not None and marked.refusal.obstacle == "not_xla":
-        donated, marked = [_trees.without_wrapper(leaf) for leaf in donated], _C.Call()
-        _C.mark_arguments(marked, donated, kept, where, strict, for_compiled_run, names)
-    why = marked.refusal
-    if why is None:
+    marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
+    if isinstance(marked, _C.Refusal) and marked.obstacle == "not_xla":
+        donated = [_trees.without_wrapper(leaf) for leaf in donated]
+        marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
+    if isinstance(marked, _C.Call):
         return marked
-    if why.kept is not None:
+    if marked.kept is not None:
         _, kept_names = call.leaves(call.roles.kept)
-        raise _marks.passed_twice(names.name(why.leaf), kept_names.name(why.kept))
-    raise _marks.refusal(donated[why.leaf], why.obstacle, names.name(why.leaf))
+        raise _marks.passed_twice(names.name(marked.leaf), kept_names.name(marked.kept))
+    raise _marks.refusal(donated[marked.leaf], marked.obstacle, names.name(marked.leaf))
 
 
 class RunDonation(_C.Scope):
@@ -192,9 +190,7 @@ class RepeatedCall(_C.Scope):
         self._replay, self._values, self._where, self._strict = replay, call.values(call.roles.nonstatic), where, strict
 
     def enter(self) -> None:
-        begun = _C.Begun()
-        if self._replay.begin(begun, self._values, self._where, self._strict):
-            self.begun = begun
+        self.begun = self._replay.begin(self._values, self._where, self._strict)
         del self._values  # the function may drop an argument
         if self.begun is not None and not self.begun.armed:
             raise _cancelled_meanwhile()

@@ -52,10 +52,10 @@ from torch_xla_donate._host.repairs import results_apart, with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,
-    donates,
     ignores_donors,
     ignoring_donors,
     in_eager_mode,
+    is_ready,
     process_count,
     runtime,
     functions_of_a_step,

@@ -26,14 +26,15 @@ AUTO_SHARDING = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
 
 def auto_sharding() -> bool:
     """Whether XLA chooses the shardings. torch_xla then ignores every donor."""
-    return bool(xlac()._xla_get_auto_sharding())
+    return bool(_auto_sharding())
 
 
 # The value of each that donation needs, which is the default.
 _NEEDED_TO_DONATE = {"XLA_ENABLE_PARAM_ALIASING": True, "XLA_STABLEHLO_COMPILE": False, "XLA_AUTO_SPMD": False}
 
 
-_NAMES = tuple(_NEEDED_TO_DONATE)
+_NAMES = (*_NEEDED_TO_DONATE, _config.STRICT)
+_auto_sharding = xlac()._xla_get_auto_sharding
 
 
 def ignoring_donors() -> list[str]:
@@ -53,12 +54,12 @@ def ignores_donors() -> str:
     return setting
 
 
-def donates() -> bool:
-    """Whether the hooks are in place and no setting is there that may make torch_xla ignore donors.
+def is_ready() -> bool:
+    """Whether the hooks are in place, no step has a notice, and no variable or setting changes what a mark does.
 
     A quick answer for each donation; `ignores_donors` reads the settings.
     """
-    return bool(_C.may_donate(_NAMES)) and not xlac()._xla_get_auto_sharding()
+    return bool(_C.is_ready(_NAMES)) and not _auto_sharding()
 
 
 def in_eager_mode() -> bool:

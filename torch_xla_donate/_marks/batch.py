@@ -27,17 +27,16 @@ def mark(
     argument: the argument that the names belong to.
     """
     outputs = check_outputs(leaves, names, preferred_outputs) if preferred_outputs else {}
-    call, strict = _C.Call(), request.strictness()
-    if _C.mark(call, leaves, request.where, strict, names, outputs):
-        return call
-    if call.refusal is not None and call.refusal.obstacle == "not_xla":
-        leaves, call = [_trees.without_wrapper(leaf) for leaf in leaves], _C.Call()
-        _C.mark(call, leaves, request.where, strict, names, outputs)
-    if (why := call.refusal) is not None:
-        name = names.name(why.leaf)
+    strict = request.strictness()
+    marks = _C.mark(leaves, request.where, strict, names, outputs)
+    if isinstance(marks, _C.Refusal) and marks.obstacle == "not_xla":
+        leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
+        marks = _C.mark(leaves, request.where, strict, names, outputs)
+    if isinstance(marks, _C.Refusal):
+        name = names.name(marks.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
-        raise refusal(leaves[why.leaf], why.obstacle, name)
-    return call
+        raise refusal(leaves[marks.leaf], marks.obstacle, name)
+    return marks
 
 
 class Donation(NamedTuple):
@@ -80,10 +79,9 @@ def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
     for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
         names = _trees.FixedNames([given.name for given in group])
-        call = _C.Call()
-        marked = _C.mark_arguments(call, leaves, [], request.where, request.strictness(), True, names)
-        assert marked, "the leaves have been checked"
-        _C.end_call(call, {}, off or reason, notify=not off)
+        marks = _C.mark_arguments(leaves, [], request.where, request.strictness(), True, names)
+        assert isinstance(marks, _C.Call), "the leaves have been checked"
+        _C.end_call(marks, {}, off or reason, notify=not off)
         _C.expect_run()  # the report counts these donors with the next run
     _report.warn_or_raise()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -12,27 +13,13 @@ from torch_xla_donate._frames import call_site
 from torch_xla_donate._marks.batch import Donation, mark, mark_all
 from torch_xla_donate._marks.into import outputs_in_order
 from torch_xla_donate._marks.refusals import describe, refusal
-from torch_xla_donate._marks.request import DonationRequest, check_options, prepare, strictness
+from torch_xla_donate._marks.request import DonationRequest, check_options, prepare
 from torch_xla_donate._marks.scope import current_body
 
 
-class Marks:
-    """The result of `donate_buffer`: a context that cancels the marks if its block raises. Holds no tensor."""
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: _C.Call | None) -> None:
-        self._call = call
-
-    def __enter__(self) -> Marks:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if kind is not None and self._call is not None:
-            _C.cancel_marks(self._call)
-
-
-def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = None, stacklevel: int = 1) -> Marks:
+def donate_buffer(
+    tensors: Any, *, into: Any = None, strict: _config.Strict = None, stacklevel: int = 1
+) -> contextlib.AbstractContextManager[object]:
     """Marks the buffers of ``tensors`` as donors of the next step that reads them.
 
     At that step (``torch_xla.sync()`` or ``xm.mark_step()``) XLA may write an output into each buffer. A later use of
@@ -81,25 +68,22 @@ def donate_buffer(tensors: Any, *, into: Any = None, strict: _config.Strict = No
             )
         if stands_for is not None:
             mark_all(donations)
-            return Marks(None)  # an error ends the trace of the body and its requests
-    prepare(where)
-    effect = strictness(strict)
-    call = _C.Call()
-    marks = Marks(call)  # before the marks, which would stay if there were no memory for it
+            return contextlib.nullcontext()  # an error ends the trace of the body and its requests
+    effect = prepare(where, strict)
     if into is None:
         # The common cases need no pytree, unless a leaf is a container.
         kind = type(tensors)
         if kind is list or kind is tuple:
-            marked = _C.mark(call, tensors, where, effect, _ITEMS, {})
+            marks = _C.mark(tensors, where, effect, _ITEMS, {})
+        elif isinstance(tensors, torch.Tensor):
+            marks = _C.mark((tensors,), where, effect, _SINGLE, {})
         else:
-            is_tensor = isinstance(tensors, torch.Tensor)
-            marked = is_tensor and _C.mark(call, (tensors,), where, effect, _SINGLE, {})
-        if marked:
+            marks = None
+        if isinstance(marks, _C.Call):
             return marks
     leaves, names = ([tensors], _SINGLE) if isinstance(tensors, torch.Tensor) else _trees.flatten(tensors, "tensors")
     outputs = [] if into is None else outputs_in_order(names, into, len(leaves))
-    marks._call = mark(leaves, names, outputs, DonationRequest(where, strict), "tensors")
-    return marks
+    return mark(leaves, names, outputs, DonationRequest(where, strict), "tensors")
 
 
 _ITEMS = _trees.IndexNames()

@@ -36,31 +36,29 @@ class DonationRequest(NamedTuple):
 
     def strictness(self) -> _config.Strictness:
         """The effect of an unusable donation."""
-        return strictness(self.strict)
+        return _config.strictness(self.strict)
 
 
-def strictness(strict: _config.Strict) -> _config.Strictness:
-    """The effect of an unusable donation, as `_config.strictness`, for every call of `donate_buffer`."""
-    if strict is None and _C.environment(_config.STRICT) is None:  # os.environ is slow
-        return _config.Strictness.WARN
-    return _config.strictness(strict)
-
-
-def prepare(where: str) -> None:
+def prepare(where: str, strict: _config.Strict = None) -> _config.Strictness:
     """Checks hooks and layouts before a mark at ``where``. Warns of a setting that makes torch_xla ignore donors.
+
+    Returns the effect of an unusable donation, as `_config.strictness`.
 
     Raises:
         DonationError: the hooks have been removed.
         ImportError: the layouts differ from the expected ones.
+        ValueError: the environment's value of ``strict`` is unknown.
     """
-    donates = _host.donates()
-    if not donates and not _C.installed():
+    ready = _host.is_ready()
+    if not ready and not _C.installed():
         raise DonationError(
             "the hooks of torch_xla_donate have been removed from torch_xla, so nothing can be donated. "
             f"Start a new process to install them again. {see('refused')}"
         )
     _host.verify_layouts()
-    setting = "" if donates else _host.ignores_donors()
+    if ready:
+        return _WARN if strict is None else _config.strictness(strict)
+    setting = _host.ignores_donors()
     if setting and setting not in _warned_settings:
         _warned_settings.add(setting)
         warn(
@@ -71,6 +69,8 @@ def prepare(where: str) -> None:
     if _C.has_notices() and _host.in_eager_mode():
         # Eager mode may have no later step that would report it.
         _report.warn_or_raise()
+    return _config.strictness(strict)
 
 
+_WARN = _config.Strictness.WARN  # for each mark: an enum finds its members slowly
 _warned_settings: set[str] = set()
