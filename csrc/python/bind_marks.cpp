@@ -206,6 +206,11 @@ py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int 
       return py::cast(LeafRefusal{i - 1, obstacle, std::nullopt});
     }
   }
+  if (Watches(kEmpty) && !BlocksRuns()) {  // a trace may mark its arguments, which may be placeholders
+    for (std::size_t i = 0; i < donors->Size(); ++i) {
+      ThrowIfPlaceholder((*donors)[i].array.key);
+    }
+  }
   Commit(donors, site, viewed);
   made.call.site = site;
   made.call.donors = donors;

@@ -357,7 +357,8 @@ bool DonorSet::Commit(Claim& claim) {
       donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);
   claim.rewritten_.reserve(donation.offers.size());
   const auto [step, tensors] = Steps::Get().Claim(donation.offers, std::move(refused));
-  // Nothing throws from here on, or XLA would get another graph than the one planned.
+  // Nothing throws from here on, or XLA would get another graph than the one planned. Only EndDryRun() may: a dry run
+  // rewrites nothing.
   RewriteInfos(donation, step, claim);
   if (donation.move.has_value()) {
     claim.moved_ = Apply(std::move(*donation.move), context_.roots, context_.collection);

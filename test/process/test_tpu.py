@@ -201,6 +201,7 @@ USES = {
     "dlpack": to_dlpack,
     "lazy": lambda t: compile(lambda a: a + 1)(t),
     "pure": lambda t: compile(lambda a: a + 1, pure=True)(t),
+    "mark": donate_buffer,
 }
 
 

@@ -186,6 +186,7 @@ def test_unresolvable_names_and_numbers_are_refused_at_wrapping():
         (Unsigned(), {"donate_argnames": "a"}, ValueError, "Unsigned has no signature to find the names in. Use don"),
         (torch.add, {"donate_argnames": "input"}, ValueError, "add has no signature to find the names in"),
         (add, {"donate_argnums": 1.5}, TypeError, "donate_argnums is 1.5. Pass an int or a sequence of ints"),
+        (add, {"pure": "yes"}, TypeError, "pure is of type str, not a bool. Pass True or False."),
         (add, {"donate_argnums": "x"}, TypeError, "donate_argnums is 'x'. Pass an int or a sequence of ints"),
         (add, {"donate_argnames": 3}, TypeError, "donate_argnames is 3. Pass a string or a sequence of strings"),
         (add, {"donate_argnames": (1,)}, TypeError, r"donate_argnames is (1,). Pass a string or a sequence of str"),

@@ -150,7 +150,7 @@ def compile(
         Without ``f``, a decorator.
 
     Raises:
-        TypeError: numbers, names, ``strict`` or ``stacklevel`` have another type, or ``f`` is a generator or
+        TypeError: numbers, names, ``pure``, ``strict`` or ``stacklevel`` have another type, or ``f`` is a generator or
             ``async def`` function. At a call: a donated leaf is neither a tensor nor a registered pytree.
         ValueError: a number is out of range, a name or the backend is unknown, an argument is both static and donated,
             or names are given for a callable without a signature. At a call: a donated leaf is not an XLA tensor, or
@@ -163,6 +163,10 @@ def compile(
         "static_argnames": static_argnames,
     }
     _marks.check_options(strict, stacklevel)
+    if not isinstance(pure, bool):
+        raise TypeError(
+            f"pure is of type {type(pure).__name__}, not a bool. Pass True or False. {see('compile_errors')}"
+        )
     remake = functools.partial(
         compile, **options, backend=backend, pure=pure, strict=strict, stacklevel=stacklevel, **kwargs
     )

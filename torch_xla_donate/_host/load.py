@@ -35,7 +35,7 @@ def _minor(package: str, version: str) -> tuple[int, int]:
 
 
 def supported_versions() -> str:
-    return ", ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+    return " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
 
 
 @dataclasses.dataclass(frozen=True)

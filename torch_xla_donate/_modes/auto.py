@@ -102,7 +102,10 @@ def prepare() -> _C.Reason:
 
 
 def start() -> None:
-    """Switches it on for the process if the environment does. Raises ValueError for neither yes nor no."""
+    """Passes `TORCH_XLA_DONATE_KEEP_ORDER` to the hooks, and does what `TORCH_XLA_DONATE_AUTO` says.
+
+    Raises ValueError for a value of either that is neither yes nor no.
+    """
     _C.keep_order(_config.flag("TORCH_XLA_DONATE_KEEP_ORDER"))
     if _config.flag("TORCH_XLA_DONATE_AUTO"):
         set_auto_donate(True)
