@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "features/compiled_run.h"
-#include "host/address_numbers.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "host/views.h"
@@ -19,6 +18,9 @@
 namespace torch_xla_donate {
 
 namespace {
+
+// Leaves that are prefetched together: more would not stay in the processor's first cache until they are compared.
+constexpr std::size_t kBlock = 32;
 
 bool IsPlainValue(PyObject* object) {
   return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) || PyUnicode_CheckExact(object);
@@ -141,51 +143,28 @@ bool Replay::Collect(PyObject* tree, std::size_t& token, const py::list& leaves,
 // NOLINTEND(misc-no-recursion)
 
 bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) const {
+  AddressNumbers buffers(leaves_.size());
   std::vector<const at::Tensor*> tensors;
-  tensors.reserve(leaves_.size());
-  for (std::size_t i = 0; i < leaves_.size(); ++i) {
-    PyObject* item = leaves[i];
-    const Leaf& expected = leaves_[i];
-    if (expected.kind == Leaf::Kind::kTensor  ? !THPVariable_Check(item)
-        : expected.kind == Leaf::Kind::kFloat ? !PyFloat_CheckExact(item)
-                                              : !IsSame(item, expected.value.ptr())) {
-      return false;
-    }
-    if (expected.kind == Leaf::Kind::kTensor) {
-      tensors.push_back(&THPVariable_Unpack(item));
-    }
-  }
-  abi::Prefetch(tensors);
-  AddressNumbers buffers(tensors.size());
-  std::size_t next = 0;
-  for (std::size_t i = 0; i < leaves_.size(); ++i) {
-    const Leaf& expected = leaves_[i];
-    if (expected.kind != Leaf::Kind::kTensor) {
-      continue;
-    }
-    const at::Tensor& tensor = *tensors[next++];
-    if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
-        tensor.sizes() != at::IntArrayRef(expected.sizes) || tensor.scalar_type() != expected.dtype ||
-        tensor.requires_grad() != expected.requires_grad || !tensor.device().is_xla() ||
-        tensor.device().index() != expected.device) {
-      return false;
-    }
-    const std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
-    abi::Resolution other;
-    if (!held.has_value()) {
-      other = abi::Resolve(tensor);
-      if (other.state != abi::TensorState::kMaterialized && other.state != abi::TensorState::kReadOnly) {
+  tensors.reserve(kBlock);
+  for (std::size_t begin = 0; begin < leaves_.size(); begin += kBlock) {
+    const std::size_t end = std::min(begin + kBlock, leaves_.size());
+    tensors.clear();
+    for (std::size_t i = begin; i < end; ++i) {
+      const Leaf& expected = leaves_[i];
+      if (expected.kind == Leaf::Kind::kTensor  ? !THPVariable_Check(leaves[i])
+          : expected.kind == Leaf::Kind::kFloat ? !PyFloat_CheckExact(leaves[i])
+                                                : !IsSame(leaves[i], expected.value.ptr())) {
         return false;
       }
+      if (expected.kind == Leaf::Kind::kTensor) {
+        tensors.push_back(&THPVariable_Unpack(leaves[i]));
+      }
     }
-    const lazy::BackendDataPtr& buffer = held.has_value() ? *held->buffer : other.buffer;
-    if (buffers.Of(buffer.get()) != AddressNumbers::kUnknown) {
-      return false;
-    }
-    buffers.Add(buffer.get());
-    if (expected.is_donated) {
-      donated.push_back({held.has_value() ? *held->tensor : other.tensor, buffer, tensor.sizes(), expected.dtype,
-                         static_cast<std::uint32_t>(i), nullptr});
+    abi::Prefetch(tensors);
+    for (std::size_t i = begin; i < end; ++i) {
+      if (leaves_[i].kind == Leaf::Kind::kTensor && !IsAlike(THPVariable_Unpack(leaves[i]), i, buffers, donated)) {
+        return false;
+      }
     }
   }
   const abi::InfosLocked infos;
@@ -193,6 +172,34 @@ bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) cons
     const auto info = infos.Of(*leaf.buffer);
     return info.has_value() && info->read_only;
   });
+}
+
+bool Replay::IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers& buffers,
+                     std::vector<Marks::Leaf>& donated) const {
+  const Leaf& expected = leaves_[index];
+  if (tensor.scalar_type() != expected.dtype || tensor.requires_grad() != expected.requires_grad ||
+      tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !tensor.device().is_xla() ||
+      tensor.device().index() != expected.device) {
+    return false;
+  }
+  std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
+  abi::Resolution other;
+  if (!held.has_value()) {
+    other = abi::Resolve(tensor);
+    if (other.state != abi::TensorState::kMaterialized && other.state != abi::TensorState::kReadOnly) {
+      return false;
+    }
+    held = {&other.tensor, &other.buffer, tensor.sizes()};
+  }
+  const lazy::BackendDataPtr& buffer = *held->buffer;
+  if (held->sizes != at::IntArrayRef(expected.sizes) || buffers.Of(buffer.get()) != AddressNumbers::kUnknown) {
+    return false;
+  }
+  buffers.Add(buffer.get());
+  if (expected.is_donated) {
+    donated.push_back({*held->tensor, buffer, held->sizes, expected.dtype, static_cast<std::uint32_t>(index), nullptr});
+  }
+  return true;
 }
 
 py::object Replay::Begin(const py::list& arguments, const std::string& where, int strict) const {

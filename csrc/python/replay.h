@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "host/address_numbers.h"
 #include "python/call.h"
 
 namespace torch_xla_donate {
@@ -65,6 +66,8 @@ class Replay {
   bool ReadTokens(py::handle structure);
   bool Collect(PyObject* tree, std::size_t& token, const py::list& leaves, std::size_t& count) const;
   bool AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) const;
+  bool IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers& buffers,
+               std::vector<Marks::Leaf>& donated) const;
 
   std::vector<Token> tokens_;
   std::vector<Leaf> leaves_;
