@@ -26,10 +26,7 @@ def examine() -> tuple[list[str], bool]:
     if _config.IS_OFF:
         return [*lines, "PROBLEM: TORCH_XLA_DONATE=0 switches the package off; unset it"], False
     built = _host.build()
-    lines.append(
-        f"built against torch {built.torch}, torch_xla {built.torch_xla}, "
-        f"C++11 ABI {int(built.cxx11_abi)}, {built.compiler}"
-    )
+    lines.append(f"built against torch {built.torch}, torch_xla {built.torch_xla}, {built.compiler}")
     hooks = _C.hooks()
     for library in dict.fromkeys(hook["library"] for hook in hooks):
         table = Table(title=f"hooks in {library}", title_justify="left")

@@ -16,7 +16,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <system_error>
-#include <utility>
 
 namespace torch_xla_donate {
 namespace {

@@ -4,9 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
-#include <string>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 #include "features/outdated_tensors.h"

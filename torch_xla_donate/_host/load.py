@@ -44,7 +44,6 @@ class Build:
 
     torch: str
     torch_xla: str
-    cxx11_abi: bool
     compiler: str
 
 
@@ -53,14 +52,11 @@ def build_record(module: Path) -> Build:
 
     Raises ImportError if the file has no record.
     """
-    found = re.search(
-        rb"torch_xla_donate build: torch=([^;]+);torch_xla=([^;]+);cxx11_abi=(\d);compiler=([^\0]+)",
-        module.read_bytes(),
-    )
+    pattern = rb"torch_xla_donate build: torch=([^;]+);torch_xla=([^;]+);compiler=([^\0]+)"
+    found = re.search(pattern, module.read_bytes())
     if found is None:
         raise ImportError(f"{module} has no record of its build. {_REBUILD}")
-    torch_version, torch_xla_version, abi, compiler = (group.decode() for group in found.groups())
-    return Build(torch_version, torch_xla_version, abi == "1", compiler)
+    return Build(*(group.decode() for group in found.groups()))
 
 
 def built_modules() -> dict[tuple[int, int], Path]:
@@ -106,11 +102,6 @@ def check_build(built: Build, torch_version: str, torch_xla_version: str) -> Non
         raise ImportError(
             f"torch_xla_donate was built against torch {built.torch} and torch_xla {built.torch_xla}, "
             f"but torch {torch_version} and torch_xla {torch_xla_version} are installed. {_REBUILD}"
-        )
-    if built.cxx11_abi != torch.compiled_with_cxx11_abi():
-        raise ImportError(
-            f"torch_xla_donate was built with the C++11 ABI {'on' if built.cxx11_abi else 'off'}, "
-            f"but this torch with the other. {_REBUILD}"
         )
 
 
