@@ -1,7 +1,9 @@
-"""Processor time of a call of compile(f, donate_argnums=0), beside torch_xla.compile(f) without donation."""
+"""The cost of a call of compile(f, donate_argnums=0) on its thread: processor time, and instructions beside JAX."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +12,7 @@ from typing import Any
 
 import _common
 import click
+import step_cost
 import torch
 import torch_xla
 
@@ -44,6 +47,50 @@ def call(function: Callable[[Any], Any], leaves: int) -> _common.Timed:
     return run
 
 
+# ---- Instructions ----
+
+PURE, STOCK, JAX = "pure=True, donated", "_run_cached_graph of torch_xla alone, not donated", "JAX, donated"
+COUNTED, CALLS = 500, 4
+
+
+def sgd(weights: list[Any], gradients: list[Any]) -> list[Any]:
+    return [weight - 0.125 * gradient for weight, gradient in zip(weights, gradients)]
+
+
+def stock_run(weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    """Runs the graph of sgd() as torch.compile's bridge does. All inputs are alike, so their order does not matter."""
+    bridge = torch_xla._XLAC
+    outputs = sgd(weights, gradients)
+    _, inputs = bridge._get_tensors_xla_device_data_node(outputs)
+    graph = bridge._get_graph_hash(outputs)
+    bridge._xla_warm_up_cache(outputs, [])
+    return lambda: list(bridge._run_cached_graph(graph, inputs))
+
+
+def child(count: int) -> None:
+    """The process that is counted: a dump for each way to call sgd(), of some calls after three that do not count."""
+    import jax
+
+    step_cost.begin_counting()
+    gradients = _common.small_tensors(count)
+    pure = torch_xla_donate.compile(sgd, donate_argnums=0, pure=True)
+    jitted = jax.jit(sgd, donate_argnums=0)
+    on_jax = [[jax.numpy.ones(2) for _ in range(count)] for _ in range(2)]
+    stock = stock_run(_common.small_tensors(count), gradients)
+    ways: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+        STOCK: (None, lambda _: stock()),
+        PURE: (_common.small_tensors(count), lambda state: pure(state, gradients)),
+        JAX: (on_jax[0], lambda state: jitted(state, on_jax[1])),
+    }
+    for name, (state, function) in ways.items():
+        for _ in range(3):
+            state = function(state)
+        with step_cost.counted(name):
+            for _ in range(CALLS):
+                state = function(state)
+        _common.step()
+
+
 def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
     labels = {
         "torch_xla.compile": "`torch_xla.compile(f)`",
@@ -51,20 +98,30 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
         "pure": "`compile(f, donate_argnums=0, pure=True)`",
     }
     leaves = result["rows"][0]["leaves"]
+    counts = result.get("instructions")
     return {
+        "instructions": _common.Table(
+            "call_cost: instructions of the calling thread for each parameter of SGD",
+            ("a call of SGD", "instructions for each parameter"),
+            [(name, f"{found:,.0f}") for name, found in counts.items()] if isinstance(counts, Mapping) else [],
+        ),
         "all": _common.Table(
             f"call_cost: processor time of a call with {leaves:,} donated leaves",
             (f"a call with {leaves:,} tensors", "ms", "ratio (95%)"),
             [(labels[row["call"]], f"{row['ms']:.2f}", _common.shown(row["ratio"], 2)) for row in result["rows"]],
-        )
+        ),
     }
 
 
 @click.command()
+@click.option("--child", "as_child", hidden=True)
 @_common.tiny_option
 @_common.results_option
-def main(tiny: bool, results: Path) -> None:
-    """Cost of a call."""
+def main(as_child: str | None, tiny: bool, results: Path) -> None:
+    """Cost of a call; some minutes, most of them under valgrind."""
+    if as_child is not None:
+        child(json.loads(as_child))
+        return
     leaves, rounds = (4, 2) if tiny else (1_000, 31)
     variants = {
         "torch_xla.compile": call(torch_xla.compile(update), leaves),
@@ -81,9 +138,14 @@ def main(tiny: bool, results: Path) -> None:
         }
         for name, seconds in samples.items()
     ]
-    result = _common.describe("call_cost", {"tiny": tiny})
+    result = _common.describe("call_cost", {"tiny": tiny}, "jax", "jaxlib")
     result["clock"] = "processor time of the calling thread"
     result["rows"] = rows
+    if tiny or any(shutil.which(program) is None for program in (step_cost.VALGRIND, step_cost.CONTROL)):
+        result["instructions"] = "not counted: needs valgrind"
+    else:
+        found = step_cost.under_valgrind(__file__, COUNTED)
+        result["instructions"] = {name: total / CALLS / COUNTED for name, total in found.items()}
     _common.finish(results, result, tables(result))
 
 

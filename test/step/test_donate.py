@@ -540,6 +540,7 @@ def test_strict_is_off_warn_or_error(make, monkeypatch):
         ("error", "off", "nothing"),
         ("error", False, "warns"),
         ("off", True, "raises"),
+        ("perhaps", "warn", "warns"),
     ]:
         monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", environment or "")
         if environment is None:
@@ -555,6 +556,8 @@ def test_strict_is_off_warn_or_error(make, monkeypatch):
     monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "perhaps")
     with pytest.raises(ValueError, match="TORCH_XLA_DONATE_STRICT='perhaps' is unknown. Set it to off, warn or error"):
         donate_buffer(t)
+    compile(torch.neg, donate_argnums=0, strict="warn")(t)
+    compile(torch.neg).lower(make(3))
 
 
 def test_loops_know_the_modes_and_the_report_warns_at_the_latest(make):

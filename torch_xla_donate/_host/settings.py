@@ -34,7 +34,8 @@ _NEEDED_TO_DONATE = {"XLA_ENABLE_PARAM_ALIASING": True, "XLA_STABLEHLO_COMPILE":
 
 
 _NAMES = (*_NEEDED_TO_DONATE, _config.STRICT)
-_auto_sharding = xlac()._xla_get_auto_sharding
+# Looked up once, because each mark asks. TORCH_XLA_DONATE=0 also works beside a torch_xla that lacks it.
+_auto_sharding = getattr(xlac(), "_xla_get_auto_sharding", bool)
 
 
 def ignoring_donors() -> list[str]:

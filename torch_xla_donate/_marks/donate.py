@@ -52,6 +52,7 @@ def donate_buffer(
         DonationError: a leaf is pending (call ``torch_xla.sync()`` first), torch_xla shares its buffer between tensors
             (cached constants, the RNG seed), or an output in ``into`` has its value already.
         DonatedBufferError: a step has consumed a leaf.
+        RuntimeError: a leaf is a placeholder, outside `lower`.
     """
     check_options(strict, stacklevel)
     where = call_site(stacklevel)
@@ -69,7 +70,7 @@ def donate_buffer(
         if stands_for is not None:
             mark_all(donations)
             return contextlib.nullcontext()  # an error ends the trace of the body and its requests
-    effect = prepare(where, strict)
+    effect = _WARN if prepare(where) and strict is None else _config.strictness(strict)
     if into is None:
         # The common cases need no pytree, unless a leaf is a container.
         kind = type(tensors)
@@ -86,6 +87,7 @@ def donate_buffer(
     return mark(leaves, names, outputs, DonationRequest(where, strict), "tensors")
 
 
+_WARN = _config.Strictness.WARN  # for each mark: an enum finds its members slowly
 _ITEMS = _trees.IndexNames()
 _SINGLE = _trees.TreePaths(None)
 

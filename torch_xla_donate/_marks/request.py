@@ -39,15 +39,14 @@ class DonationRequest(NamedTuple):
         return _config.strictness(self.strict)
 
 
-def prepare(where: str, strict: _config.Strict = None) -> _config.Strictness:
+def prepare(where: str) -> bool:
     """Checks hooks and layouts before a mark at ``where``. Warns of a setting that makes torch_xla ignore donors.
 
-    Returns the effect of an unusable donation, as `_config.strictness`.
+    Returns whether no variable or setting changes what a mark does, `TORCH_XLA_DONATE_STRICT` included.
 
     Raises:
         DonationError: the hooks have been removed.
         ImportError: the layouts differ from the expected ones.
-        ValueError: the environment's value of ``strict`` is unknown.
     """
     ready = _host.is_ready()
     if not ready and not _C.installed():
@@ -57,7 +56,7 @@ def prepare(where: str, strict: _config.Strict = None) -> _config.Strictness:
         )
     _host.verify_layouts()
     if ready:
-        return _WARN if strict is None else _config.strictness(strict)
+        return True
     setting = _host.ignores_donors()
     if setting and setting not in _warned_settings:
         _warned_settings.add(setting)
@@ -69,8 +68,7 @@ def prepare(where: str, strict: _config.Strict = None) -> _config.Strictness:
     if _C.has_notices() and _host.in_eager_mode():
         # Eager mode may have no later step that would report it.
         _report.warn_or_raise()
-    return _config.strictness(strict)
+    return False
 
 
-_WARN = _config.Strictness.WARN  # for each mark: an enum finds its members slowly
 _warned_settings: set[str] = set()
