@@ -75,6 +75,6 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
 def passed_twice(donated: str, kept: str) -> ValueError:
     """The error for a buffer that a call both donates and keeps."""
     return ValueError(
-        f"{donated} is donated, and {kept}, which is not, has the same buffer. Donate both, or pass a .clone() as one "
-        f"of them. Nothing was donated. {see('refused')}"
+        f"{donated} is donated, and {kept}, which is not, has the same buffer. Donate both, or pass a .clone() or "
+        f"another placeholder as one of them. Nothing was donated. {see('refused')}"
     )
