@@ -394,7 +394,7 @@ class _Caller(_Writer):
         self.held: dict[str, _Held] = {}
         self.donations: list[set[int]] = []  # storages that each has consumed
         self.leaves: list[str] = []
-        self.ties: set[int] = set()  # tensors that are another leaf's `detach()` or `data`
+        self.ties: dict[int, torch.Tensor] = {}  # of a tensor that is `detach()` or `data` of another leaf: that leaf
         for operation in program.leaves:
             self.leaf(*operation)
         first = self.names[self.leaves[0]]
@@ -492,7 +492,7 @@ class _Caller(_Writer):
 
     def note_tie(self, name: str, text: str) -> None:
         if text.endswith((".detach()", ".data")):
-            self.ties.add(id(self.names[name]))
+            self.ties[id(self.names[name])] = self.names[text.partition(".")[0]]
 
     def define(self) -> None:
         """The function, and what donates."""
@@ -584,10 +584,16 @@ class _Caller(_Writer):
         # An unchanged result has not been consumed, unless a donated view had another buffer on the device.
         if self.mode != "marks":
             back = {id(tensor) for tensor in (*results, *extras)}
+            # Of leaves of the first call. A result that takes a leaf's place has a buffer of its own.
+            tied = {
+                id(tensor)
+                for tensor in given.values()
+                if any(self.ties.get(id(tensor)) is leaf for leaf in given.values())
+            }
             kept = [
                 name
                 for name in donated
-                if given[name]._version == versions[name] and (id(given[name]) in back or id(given[name]) in self.ties)
+                if given[name]._version == versions[name] and (id(given[name]) in back or id(given[name]) in tied)
             ]
             for name in kept:
                 storage = self.storage(given[name])
