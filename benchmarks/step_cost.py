@@ -285,7 +285,7 @@ def under_valgrind(script: str, given: Any) -> dict[str, int]:
             VALGRIND, "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes", "-q",
             f"--callgrind-out-file={folder}/counts", sys.executable, script, "--child", json.dumps(given),
         ]  # fmt: skip
-        done = subprocess.run(command, check=False)
+        done = subprocess.run(command, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"})
         if done.returncode != 0:
             raise click.ClickException(f"the process under valgrind ended with {done.returncode}; see above")
         return totals(Path(folder))
