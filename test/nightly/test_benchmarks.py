@@ -178,20 +178,21 @@ def import_benchmark(name: str) -> ModuleType:
 
 @in_process
 def test_step_cost_counts_the_thread_that_steps(tmp_path: Path) -> None:
-    # GIVEN the files of two dumps with two threads each, and of the end of the process
+    # GIVEN the files of two dumps with two threads each, of an empty dump, and of the end of the process
     for part, thread, trigger, count in (
         (1, 1, "dump 10 False on", 500),
         (1, 2, "dump 10 False on", 7),
         (2, 1, "dump 10 False off", 300),
         (2, 2, "dump 10 False off", 9),
-        (3, 1, "Program termination", 1000),
+        (3, 1, "dump nothing", 20),
+        (4, 1, "Program termination", 1000),
     ):
         text = DUMP.format(part=part, thread=thread, trigger=trigger, count=count)
         (tmp_path / f"counts.{part}-0{thread}").write_text(text, encoding="utf-8")
     # WHEN they are read
     totals = import_benchmark("step_cost").totals(tmp_path)
-    # THEN each dump has the count of its first thread
-    assert totals == {"10 False on": 500, "10 False off": 300}
+    # THEN each dump has the count of its first thread, without what an empty dump has
+    assert totals == {"10 False on": 480, "10 False off": 280}
 
 
 def test_step_cost_takes_what_a_step_without_live_tensors_costs_from_that_of_each() -> None:
