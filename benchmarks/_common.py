@@ -35,9 +35,10 @@ from rich.markup import escape
 import torch_xla_donate
 from torch_xla_donate import hlo
 
-# torch_xla reads these when the first tensor is made.
+# torch_xla reads the first two when the first tensor is made, and JAX the last one when it is imported.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ["JAX_PLATFORMS"] = "cpu"
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
@@ -189,7 +190,6 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         self._variant = variant
 

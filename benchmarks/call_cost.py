@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ import click
 import step_cost
 import torch
 import torch_xla
+from jax_side_by_side import sgd
 
 import torch_xla_donate
 
@@ -53,14 +53,10 @@ PURE, STOCK, JAX = "pure=True, donated", "_run_cached_graph of torch_xla alone, 
 COUNTED, CALLS = 500, 4
 
 
-def sgd(weights: list[Any], gradients: list[Any]) -> list[Any]:
-    return [weight - 0.125 * gradient for weight, gradient in zip(weights, gradients)]
-
-
 def stock_run(weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
     """Runs the graph of sgd() as torch.compile's bridge does. All inputs are alike, so their order does not matter."""
     bridge = torch_xla._XLAC
-    outputs = sgd(weights, gradients)
+    (outputs,) = sgd([weights], gradients)
     _, inputs = bridge._get_tensors_xla_device_data_node(outputs)
     graph = bridge._get_graph_hash(outputs)
     bridge._xla_warm_up_cache(outputs, [])
@@ -79,8 +75,8 @@ def child(count: int) -> None:
     stock = stock_run(_common.small_tensors(count), gradients)
     ways: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         STOCK: (None, lambda _: stock()),
-        PURE: (_common.small_tensors(count), lambda state: pure(state, gradients)),
-        JAX: (on_jax[0], lambda state: jitted(state, on_jax[1])),
+        PURE: ([_common.small_tensors(count)], lambda state: pure(state, gradients)),
+        JAX: (on_jax[:1], lambda state: jitted(state, on_jax[1])),
     }
     for name, (state, function) in ways.items():
         for _ in range(3):
@@ -98,7 +94,7 @@ def tables(result: Mapping[str, Any]) -> dict[str, _common.Table]:
         "pure": "`compile(f, donate_argnums=0, pure=True)`",
     }
     leaves = result["rows"][0]["leaves"]
-    counts = result.get("instructions")
+    counts = result["instructions"]
     return {
         "instructions": _common.Table(
             "call_cost: instructions of the calling thread for each parameter of SGD",
@@ -141,11 +137,11 @@ def main(as_child: str | None, tiny: bool, results: Path) -> None:
     result = _common.describe("call_cost", {"tiny": tiny}, "jax", "jaxlib")
     result["clock"] = "processor time of the calling thread"
     result["rows"] = rows
-    if tiny or any(shutil.which(program) is None for program in (step_cost.VALGRIND, step_cost.CONTROL)):
-        result["instructions"] = "not counted: needs valgrind"
-    else:
+    if step_cost.can_count(tiny):
         found = step_cost.under_valgrind(__file__, COUNTED)
-        result["instructions"] = {name: total / CALLS / COUNTED for name, total in found.items()}
+        result["instructions"] = {name: found[name] / CALLS / COUNTED for name in (STOCK, PURE, JAX)}
+    else:
+        result["instructions"] = "not counted: needs valgrind"
     _common.finish(results, result, tables(result))
 
 

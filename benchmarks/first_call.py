@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -132,8 +131,7 @@ def compile_seconds() -> float:
 
 
 def answer(code: list[str]) -> Any:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, *code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, *code], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import shutil
 import statistics
 import tempfile
 import time
@@ -238,8 +237,7 @@ def main(as_child: str | None, only_draw: bool, tiny: bool, results: Path) -> No
     result["ns"] = ns
     result["bends"] = bends(ns)
     result["bytes_of_a_mark"] = bytes_of_a_mark(sizes[-2])
-    counts = all(shutil.which(program) for program in (step_cost.VALGRIND, step_cost.CONTROL)) and not tiny
-    result["instructions"] = count_all(sizes) if counts else "not counted: needs valgrind"
+    result["instructions"] = count_all(sizes) if step_cost.can_count(tiny) else "not counted: needs valgrind"
     _common.finish(results, result, tables(result))
     draw(result, docs)
 

@@ -278,6 +278,11 @@ def per_step(found: Mapping[str, int]) -> dict[str, float]:
     return {name: found[dump] / int(repeat) for dump, (name, _, repeat) in steps.items()}
 
 
+def can_count(tiny: bool) -> bool:
+    """Whether instructions are counted: not where valgrind is missing, and not for the smallest sizes."""
+    return not tiny and all(shutil.which(program) is not None for program in (VALGRIND, CONTROL))
+
+
 def under_valgrind(script: str, given: Any) -> dict[str, int]:
     """Runs ``script --child`` with what it is given; instructions by the name of the dump."""
     with tempfile.TemporaryDirectory() as folder:
@@ -285,7 +290,7 @@ def under_valgrind(script: str, given: Any) -> dict[str, int]:
             VALGRIND, "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes", "-q",
             f"--callgrind-out-file={folder}/counts", sys.executable, script, "--child", json.dumps(given),
         ]  # fmt: skip
-        done = subprocess.run(command, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+        done = subprocess.run(command, check=False)
         if done.returncode != 0:
             raise click.ClickException(f"the process under valgrind ended with {done.returncode}; see above")
         return totals(Path(folder))
@@ -383,7 +388,7 @@ def main(as_child: str | None, tiny: bool, results: Path) -> None:
     # Each sample begins with a collection, which then need not go through all modules.
     gc.freeze()
     rows = time_all(sizes)
-    counts = all(shutil.which(program) is not None for program in (VALGRIND, CONTROL)) and not tiny
+    counts = can_count(tiny)
     if counts:
         keys = [(case, count) for case, count, *_ in sizes if "beside" in case or count <= MOST_PARAMETERS_COUNTED]
         add_instructions(rows, per_step(under_valgrind(__file__, keys)))

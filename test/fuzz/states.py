@@ -584,16 +584,13 @@ class _Caller(_Writer):
         # An unchanged result has not been consumed, unless a donated view had another buffer on the device.
         if self.mode != "marks":
             back = {id(tensor) for tensor in (*results, *extras)}
-            # Of leaves of the first call. A result that takes a leaf's place has a buffer of its own.
-            tied = {
-                id(tensor)
-                for tensor in given.values()
-                if any(self.ties.get(id(tensor)) is leaf for leaf in given.values())
-            }
+            here = {id(tensor) for tensor in given.values()}
             kept = [
                 name
                 for name in donated
-                if given[name]._version == versions[name] and (id(given[name]) in back or id(given[name]) in tied)
+                if given[name]._version == versions[name]
+                # A result that has taken the place of the other leaf has a separate buffer.
+                and (id(given[name]) in back or id(self.ties.get(id(given[name]))) in here)
             ]
             for name in kept:
                 storage = self.storage(given[name])
