@@ -81,17 +81,19 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_"):
         return _each(name.removeprefix("_foreach_"), args, kwargs)
-    if name in _FILLED or (name == "fill_" and type(args[0]) is not Number):
+    first = args[0] if args else kwargs.get("input")
+    if name in _FILLED or (name == "fill_" and type(first) is not Number):
         return _filled(func, args, kwargs, numbers)
-    if isinstance(args[0], Number) and name.endswith("_") and hasattr(torch.Tensor, name.rstrip("_")):
+    if type(first) is Number and name.endswith("_") and hasattr(torch.Tensor, name.rstrip("_")):
         func = getattr(torch.Tensor, name := name.rstrip("_"))  # `lr *= x` binds the name to another value
-    if any(type(kwargs.get(factor)) is Number for factor in ("alpha", "value")):
-        return _scaled(func, name, args, kwargs)
+    factor = _SCALED.get(name.rstrip("_"), "")
+    if type(kwargs.get(factor)) is Number and kwargs.keys() <= {factor, *_SUMMANDS}:
+        return _scaled(func, name, args, kwargs, kwargs.pop(factor))
     if len(numbers) == len(tensors):
         return _of_numbers(func(*args, **kwargs), numbers)
     if name in ("div", "true_divide") and len(args) == 2 and type(args[0]) is Number:
         func, args = torch.Tensor.__rdiv__, args[::-1]  # as Python does
-    dtype = args[0].dtype if name in _INTO_FIRST else torch.float64 if name == "float_power" else _result_type(tensors)
+    dtype = first.dtype if name in _INTO_FIRST else torch.float64 if name == "float_power" else _result_type(tensors)
 
     def cast(leaf: Any) -> Any:
         is_number = type(leaf) is Number and leaf.is_floating_point()
@@ -99,11 +101,18 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
 
     args, kwargs = pytree.tree_map(cast, (args, kwargs))
     if name in _WITHOUT_PROMOTION:
-        condition = None if name != "where" else args[1] if func is torch.Tensor.where else args[0]
-        args = [leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf is not condition else leaf for leaf in args]
+        place = 1 if func is torch.Tensor.where else 0
+        condition = None if name != "where" else args[place] if len(args) > place else kwargs["condition"]
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda leaf: leaf if leaf is condition else leaf.to(dtype), (args, kwargs)
+        )
     return func(*args, **kwargs)
 
 
+# The factor that multiplies the second argument, or the product or quotient of the second and third.
+_SCALED = dict.fromkeys(("add", "sub", "subtract", "rsub", "addmm", "addmv", "addr", "addbmm", "baddbmm"), "alpha")
+_SCALED |= {"addcmul": "value", "addcdiv": "value"}
+_SUMMANDS = ("input", "other", "tensor1", "tensor2")  # as keywords, in the order of the positions
 # The number is each element of the new tensor.
 _FILLED = {"full", "full_like", "new_full", "tensor", "as_tensor", "asarray", "scalar_tensor"}
 # The result has the dtype of the first argument, and torch converts the number to it.
@@ -138,24 +147,23 @@ def _each(name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return None if name.endswith("_") else results
 
 
-def _scaled(func: Callable[..., Any], name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _scaled(func: Callable[..., Any], name: str, args: list[Any], kwargs: dict[str, Any], factor: Number) -> Any:
     """Multiplies by the factor ``alpha`` or ``value``, which torch would read on the host."""
-    if "value" in kwargs:  # addcmul or addcdiv
+    args += [kwargs[key] for key in _SUMMANDS if key in kwargs]
+    is_product = name.startswith("addc")
+    if is_product:
         base, one, other = args
         args = [base, one * other if name.startswith("addcmul") else one / other]
         func = torch.Tensor.add_ if name.endswith("_") else torch.Tensor.add
-    elif "other" in kwargs:
-        args.append(kwargs.pop("other"))
-    [(argument, factor)] = kwargs.items()
     place = 0 if name == "rsub" else 1
     tensors = [leaf for leaf in args if isinstance(leaf, torch.Tensor)]
     if any(leaf.is_floating_point() or leaf.is_complex() for leaf in tensors if type(leaf) is not Number):
         if isinstance(args[place], torch.Tensor) and type(args[place]) is not Number:
             args[place] = args[place].to(_result_type(tensors))
-    elif argument == "alpha":
+    elif not is_product:
         raise RuntimeError("For integral input tensors, argument alpha must not be a floating point number.")
     else:
-        factor = factor.as_subclass(torch.Tensor).to(args[place].dtype)  # as torch does
+        factor = factor.as_subclass(torch.Tensor).to(args[place].dtype)  # type: ignore[assignment]  # as torch does
     args[place] = call(torch.Tensor.mul, (factor, args[place]), {})
     return call(func, args, {})
 
@@ -163,8 +171,9 @@ def _scaled(func: Callable[..., Any], name: str, args: list[Any], kwargs: dict[s
 def _filled(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], numbers: Sequence[Number]) -> Any:
     """A tensor of one number. Torch would read it on the host."""
     direct = [leaf for leaf in (*args, *kwargs.values()) if type(leaf) is Number]
-    if func is torch.Tensor.fill_:
-        made = args[0]
+    in_place = func.__name__ == "fill_"
+    if in_place:
+        made = args[0] if args else kwargs["input"]
     elif direct:
         made = func(
             *(0.0 if type(leaf) is Number else leaf for leaf in args),
@@ -172,5 +181,5 @@ def _filled(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], n
         )
     if not direct or made.device.type != "xla":
         raise numbers[0].refuse(numbers)
-    with torch.no_grad():
+    with torch.set_grad_enabled(in_place and torch.is_grad_enabled()):
         return made.copy_(direct[0].as_subclass(torch.Tensor).to(made.dtype))

@@ -1,6 +1,7 @@
 // Marks tensors, cancels marks, and describes what a tensor holds.
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
@@ -455,6 +456,9 @@ void BindMarks(py::module_& m) {
         return reinterpret_cast<std::uintptr_t>(data == nullptr ? nullptr : abi::BufferOf(*data).get());
       },
       py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying pending updates; or 0.");
+  m.def(
+      "has_unpack_hook", [](const torch::autograd::SavedVariable& saved) { return saved.has_hooks(); },
+      py::arg("saved"), "Whether reading a tensor that autograd has saved (torch._C._autograd.SavedTensor) calls code.");
   m.def(
       "has_graph",
       [](py::handle tensor) {

@@ -17,7 +17,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
-from helpers import make, run_script
+from helpers import compiles, make, run_script
 from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
@@ -30,6 +30,7 @@ from torch_xla_donate import (
     _locks,
     auto_donate,
     cancel_donation,
+    compile,
     donate_buffer,
     donation_disabled,
     donation_report,
@@ -346,6 +347,28 @@ def test_executables_that_torch_xla_has_freed_are_forgotten():
         assert is_donated(t) and out[0].item() == 1
     # Entries of freed executables go when their number has doubled.
     assert max(known) < 50
+
+
+@in_process(env={"XLA_COMPILATION_CACHE_SIZE": "1"})
+def test_a_graph_that_was_evicted_draws_the_same_random_numbers():
+    x = make(3)
+
+    def draws(evicted):
+        torch_xla.manual_seed(3)
+        torch_xla.sync()  # the seed, too
+        f = compile(lambda x: torch.rand_like(x), pure=True)
+        found = []
+        for size in range(4, 8):
+            found.append(f(x))
+            if evicted:
+                (torch.ones(size, device="xla") * 3).sum().item()  # another graph takes its place
+        return torch.stack(found).tolist()
+
+    before = compiles()
+    once = draws(False)
+    between = compiles()
+    assert draws(True) == once
+    assert compiles() - between >= between - before + 3
 
 
 # --- Warnings, listings, and other modes ---

@@ -439,6 +439,28 @@ module_level = torch_xla_donate.compile(added)
 module_level.__qualname__ = "module_level"
 
 
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=str)
+def test_the_copy_of_an_object_has_compiled_methods_of_its_own(options, make):
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(make(2), requires_grad=False)
+            self.step = torch_xla_donate.compile(self.scale, donate_argnums=0, **options)
+
+        def scale(self, x):
+            return x * self.w * (2 if self.training else 1)
+
+    one = Scale()
+    one.step(make(2))
+    one.step(make(2))
+    other = copy.deepcopy(one).eval()
+    other.w.fill_(3)
+    x = make(2)
+    assert other.step(x).tolist() == [0, 3]
+    assert is_donated(x)
+    assert one.step(make(2)).tolist() == [0, 2]
+
+
 def test_a_compiled_function_is_pickled_by_its_name():
     assert pickle.loads(pickle.dumps(module_level)) is module_level
     assert copy.deepcopy(module_level)(torch.ones(2, device="xla")).tolist() == [2, 2]

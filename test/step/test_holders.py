@@ -243,6 +243,25 @@ def test_the_graph_of_a_loss(make, custom):
     assert loss.item() == sum(i * i for i in range(8))
 
 
+def test_the_report_calls_no_unpack_hook(make):
+    calls = []
+
+    def unpack(tensor):
+        calls.append(tensor.shape)
+        return tensor
+
+    p, w = make(8), make(8).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        loss = (w * p).sum()
+    torch_xla.sync()
+    p = p - 0.1
+    torch_xla.sync()
+    assert holders() == ["unknown holder"]
+    assert not calls
+    loss.backward()
+    assert calls
+
+
 def test_a_holder_without_a_name_is_unknown(make):
     class Node:
         pass

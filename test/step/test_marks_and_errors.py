@@ -10,7 +10,15 @@ import torch
 import torch_xla
 from helpers import pointer
 
-from torch_xla_donate import DonationError, donate_buffer, donation_report, is_donated
+from torch_xla_donate import (
+    DonationError,
+    DonationWarning,
+    compile,
+    debug_nans,
+    donate_buffer,
+    donation_report,
+    is_donated,
+)
 from torch_xla_donate._text import percent
 
 
@@ -24,6 +32,52 @@ def test_an_error_in_the_block_takes_the_marks_back(make, error):
     assert not is_donated(w) and not is_donated(m)
     assert w.tolist() == [0, 1, 2]
     assert new[0].tolist() == [0, 0.5, 1]
+
+
+@pytest.mark.filterwarnings("error::torch_xla_donate.DonationWarning")
+@pytest.mark.parametrize("error", [DonationError, DonationWarning, FloatingPointError])
+def test_an_error_of_a_step_keeps_no_tensor_alive(make, error):
+    """Without a collection, since automatic donation must not depend on one."""
+    tensors = []
+
+    def fail():
+        x = make(8)
+        tensors.append(weakref.ref(x))
+        if error is FloatingPointError:
+            with debug_nans():
+                y = (x - 1).log()
+                torch_xla.sync()
+        else:
+            donate_buffer(x, strict=error is DonationError)
+            y = x[:1] + 1
+            torch_xla.sync(wait=True)
+        del y
+
+    gc.collect()
+    gc.disable()
+    try:
+        failed = False
+        try:
+            fail()
+        except error:
+            failed = True
+        assert failed
+        assert tensors[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_in_the_search_of_a_result_takes_the_marks_back(make):
+    class Odd:
+        @property
+        def __class__(self):
+            raise ValueError("odd")
+
+    x = make(3)
+    with pytest.raises(ValueError, match="odd"):
+        compile(lambda x: [x + 1, Odd()], donate_argnums=0)(x)
+    torch_xla.sync()
+    assert x.tolist() == [0, 1, 2]
 
 
 def test_a_block_without_an_error_donates(make):

@@ -55,6 +55,13 @@ OPERATIONS = {
     "rsub alpha": lambda x, n: torch.rsub(x, x + 2, alpha=n),
     "addcmul": lambda x, n: x.addcmul(x, x + 1, value=n),
     "addcdiv": lambda x, n: torch.addcdiv(x, x, x + 1, value=-n),
+    "index_fill value": lambda x, n: x.index_fill(0, torch.tensor([1], device=x.device), value=n),
+    "masked_fill value": lambda x, n: x.masked_fill(x > 1, value=n),
+    "keywords": lambda x, n: torch.add(input=x, other=n),
+    "keywords alpha": lambda x, n: torch.add(input=x, other=x + 2, alpha=n),
+    "keywords clamp": lambda x, n: torch.clamp(input=x, min=n),
+    "keywords where": lambda x, n: torch.where(condition=x > 1, input=x, other=n),
+    "keywords addcmul": lambda x, n: x.addcmul(tensor1=x, tensor2=x + 1, value=n),
     "addcmul_": lambda x, n: x.clone().addcmul_(x, x + 1, value=n),
     "clamp": lambda x, n: x.clamp(min=n, max=2 + n),
     "clamp_max": lambda x, n: torch.clamp_max(x, n),
@@ -297,6 +304,10 @@ HOST_USES = {
     "dropout": lambda x, n: torch.nn.functional.dropout(x, n),
     "softplus": lambda x, n: torch.nn.functional.softplus(x, n),
     "arange": lambda x, n: torch.arange(0, n, 0.1, device="xla"),
+    "scatter": lambda x, n: torch.scatter(x, 0, torch.tensor([1], device="xla"), value=n),
+    "pad": lambda x, n: torch.nn.functional.pad(x, (1, 1), value=n),
+    "elu": lambda x, n: torch.nn.functional.elu(x, alpha=n),
+    "out": lambda x, n: torch.add(x, x, alpha=n, out=torch.zeros(3, device="xla")),
 }
 
 
@@ -356,6 +367,17 @@ def test_gradients_flow_beside_a_number(make):
         gradient, new = f(w, n, 2.0)
         assert gradient.dtype == new.dtype == torch.bfloat16
         assert torch.equal(gradient.cpu(), (4 * n * n * w.cpu()))
+
+
+def test_filling_with_a_number_cuts_the_gradient(make):
+    @compile(pure=True)
+    def f(w, n):
+        w = w.detach().requires_grad_()
+        filled = (w * 2).fill_(n)
+        (gradient,) = torch.autograd.grad((filled * w).sum(), w)
+        return gradient
+
+    assert f(make(3), 0.5).tolist() == [0.5] * 3
 
 
 def test_the_default_dtype_is_part_of_the_signature(make):

@@ -179,8 +179,8 @@ def compile(
         )
     _refuse_lazy_bodies(f)
     compiled = _make(f, options, backend, pure, strict, kwargs)
-    compiled.stacklevel = stacklevel
-    return ModuleProxy(compiled, remake) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]
+    compiled.stacklevel, compiled.remake = stacklevel, remake
+    return ModuleProxy(compiled) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]
 
 
 def _make(

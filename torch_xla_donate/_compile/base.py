@@ -28,10 +28,12 @@ class Compiled:
     Attributes:
         traces_floats: whether Python floats among the arguments are inputs of the graph.
         stacklevel: as for `compile`.
+        remake: compiles another function with the same options.
     """
 
     traces_floats = False
     stacklevel = 1
+    remake: Callable[[Any], Any]
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, strict: _config.Strict) -> None:
         functools.update_wrapper(self, f, updated=())
@@ -44,14 +46,12 @@ class Compiled:
         return self if instance is None else types.MethodType(self, instance)
 
     def __copy__(self) -> Compiled:
-        made: Compiled = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        return self  # as for a function
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
-        made = memo[id(self)] = copy.copy(self)
-        made.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return made
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        f = copy.deepcopy(self._f, memo)
+        # The graphs of a method hold its object, so the method of a copied object has graphs of its own.
+        return self if f is self._f else self.remake(f)
 
     def __reduce__(self) -> str:
         """Pickles the function by its name, as Python does with functions."""

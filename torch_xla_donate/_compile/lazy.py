@@ -52,9 +52,9 @@ class LazyCompiled(Compiled):
         parts.clear()  # the function may drop an argument
         try:
             result = self._f(*call.args, **call.kwargs)
+            _C.keep_returned(_trees.tensors_in(result))
+            marked.append(marks)
         except BaseException:
             _C.cancel_call(marks)
             raise
-        _C.keep_returned(_trees.tensors_in(result))
-        marked.append(marks)
         return result

@@ -30,12 +30,10 @@ class ModuleProxy:
 
     Args:
         compiled: the compiled module.
-        remake: compiles another module with the same options.
     """
 
-    def __init__(self, compiled: Compiled, remake: Callable[[torch.nn.Module], Any]) -> None:
+    def __init__(self, compiled: Compiled) -> None:
         object.__setattr__(self, "_donate_compiled", compiled)
-        object.__setattr__(self, "_donate_remake", remake)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._donate_compiled(*args, **kwargs)
@@ -90,10 +88,10 @@ class ModuleProxy:
     __delitem__ = _of_module(operator.delitem)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._donate_remake(copy.deepcopy(self._orig_mod, memo))
+        return self._donate_compiled.remake(copy.deepcopy(self._orig_mod, memo))
 
     def __copy__(self) -> Any:
-        return self._donate_remake(copy.copy(self._orig_mod))
+        return self._donate_compiled.remake(copy.copy(self._orig_mod))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

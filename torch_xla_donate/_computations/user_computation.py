@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _host, _marks, _report, _trees, hlo
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import DonationError, see
 
 # An instruction, or the head of a computation, as torch_xla prints them.
 _NAMED = re.compile(r"^\s*(?:ENTRY |ROOT )?%(\S+) (?:= |\()", re.MULTILINE)
@@ -211,12 +211,12 @@ def to_donate(
         if body is not None and argument is not None:
             body.donate(argument, request)
             continue
-        error = _obstacle(tensor, index, kept, names)
-        if error is None:
+        try:
+            _check_donor(tensor, index, kept, names)
             free.append(index)
-        elif not may_warn:
-            raise error
-        else:
+        except (DonationError, TypeError, ValueError) as error:
+            if not may_warn:
+                raise
             unfit[index] = str(error).rpartition(" Nothing was ")[0]  # the other donors are marked
     if unfit and strict > _config.Strictness.OFF:
         lines = "\n  ".join(unfit.values())
@@ -233,14 +233,13 @@ def to_donate(
     return free
 
 
-def _obstacle(tensor: torch.Tensor, index: int, kept: Mapping[int, int], names: _trees.Names) -> Exception | None:
+def _check_donor(tensor: torch.Tensor, index: int, kept: Mapping[int, int], names: _trees.Names) -> None:
     state = _C.state(tensor)
     if state not in ("materialized", "marked", "donated"):  # a consumed tensor raises at its use
-        return _marks.refusal(tensor, state, names.name(index))
+        raise _marks.refusal(tensor, state, names.name(index))
     buffer = _C.identity(tensor)[1]
     if buffer in kept:
-        return _marks.passed_twice(names.name(index), names.name(kept[buffer]))
-    return None
+        raise _marks.passed_twice(names.name(index), names.name(kept[buffer]))
 
 
 def give(

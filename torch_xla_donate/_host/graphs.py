@@ -60,8 +60,10 @@ def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[to
         # Pending work has drawn from the base seed, so this graph draws from the running one.
         xm.set_rng_state(xlac()._xla_get_rng_seed(), device)
         inputs[seed] = xlac()._get_base_seed_as_tensor(device)
+    outputs = list(xlac()._run_cached_graph(graph_hash, inputs))
+    if seed is not None:  # after the run, because it may find its graph evicted
         xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
-    return list(xlac()._run_cached_graph(graph_hash, inputs))
+    return outputs
 
 
 def is_evicted(error: RuntimeError) -> bool:

@@ -58,7 +58,10 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
         lines = [_line(raw, name_of.get(raw["buffer"], "")) for raw in bad]
         error = FloatingPointError(_text(lines))
         error.outputs = tuple(lines)  # type: ignore[attr-defined]
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame, and so to the frames of the program and their tensors
 
 
 StepListener = Callable[[_C.WatchedStep], None]

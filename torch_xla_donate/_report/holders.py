@@ -96,7 +96,7 @@ def _is_tensor(leaf: object) -> bool:
 class _Graphs:
     """The graphs of autograd of tensors with names, as far as Python can read them.
 
-    are_more: whether a bound has ended the search.
+    are_more: whether a bound has ended the search, or it has met an unpack hook, which it does not call.
     """
 
     def __init__(self, names: Iterable[Named]) -> None:
@@ -136,6 +136,10 @@ class _Graphs:
             names = [name for name in dir(node) if name.startswith("_saved_")] + ["variable", "saved_tensors"]
             for name in names:
                 try:
+                    raw = getattr(node, f"_raw_{name.removeprefix('_')}", ())
+                    if any(map(_C.has_unpack_hook, raw if isinstance(raw, list | tuple) else (raw,))):
+                        self.are_more = True  # a hook may compute again, as that of torch.utils.checkpoint does
+                        continue
                     value = getattr(node, name, None)
                 except RuntimeError:  # the backward pass has freed it
                     continue

@@ -61,24 +61,29 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
     refused = DonationError("\n".join(failures)) if failures else None
     # Any other exception came from elsewhere, such as a signal's handler, and has to reach the program.
     foreign = next((error for error in raised if not isinstance(error, DonationWarning)), None)
-    if foreign is not None:
-        raise foreign from refused or foreign.__cause__
-    if refused is not None:
-        raise refused from next(iter(raised), None)
-    if raised:
-        raise raised[0]
+    try:
+        if foreign is not None:
+            raise foreign from refused or foreign.__cause__
+        if refused is not None:
+            raise refused from next(iter(raised), None)
+        if raised:
+            raise raised[0]
+    finally:  # an error refers to this frame, and so to the frames of the program and their tensors
+        del foreign, refused, raised
 
 
 def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -> None:
     """Calls `warn_or_raise`, then raises a failure, if there is one. An error of the notices becomes its cause."""
     try:
         warn_or_raise(everywhere=everywhere)
+        if failure is not None:
+            raise failure
     except (DonationError, DonationWarning) as error:
-        if failure is None:
+        if failure is None or error is failure:
             raise
         raise failure from error
-    if failure is not None:
-        raise failure
+    finally:
+        del failure
 
 
 def _is_due(raw: _C._Donor) -> bool:

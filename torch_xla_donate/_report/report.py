@@ -15,7 +15,7 @@ from torch_xla_donate._report.donors import Donor, describe_donors, describe_pen
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.reasons import sentence
-from torch_xla_donate._text import percent, plural, size
+from torch_xla_donate._text import cut, percent, plural, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +215,10 @@ def _notes(found: DonationReport) -> list[str]:
     if found.held:
         text = "auto_donate skipped these inputs of the last step, which outputs could have reused:"
         alike = Counter((held.array, held.bytes, held.holder) for held in found.held)
-        for (array, bytes_, holder), count in list(alike.items())[:_ROWS]:
-            text += f"\n  {count} x {array} ({size(bytes_)}): held by {holder}"
-        texts.append(text)
+        lines = [
+            f"{count} x {array} ({size(bytes_)}): held by {holder}" for (array, bytes_, holder), count in alike.items()
+        ]
+        texts.append("\n  ".join([text, *cut(lines, _ROWS)]))
     return texts
 
 

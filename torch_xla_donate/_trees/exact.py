@@ -50,7 +50,7 @@ def exact(value: Any) -> Hashable:
     if isinstance(value, decimal.Decimal | numpy.inexact):
         return kind, repr(value)
     if isinstance(value, numpy.ndarray) and not value.dtype.hasobject:
-        return kind, value.dtype.str, value.shape, value.tobytes()
+        return kind, value.dtype, value.shape, value.tobytes()
     is_record = dataclasses.is_dataclass(value)
     try:
         hash(value)
