@@ -63,7 +63,8 @@ void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
   offers.reserve(marked.size());
   for (std::size_t i = 0; i < marked.size(); ++i) {
     if (marked[i] != nullptr) {
-      offers.push_back({std::move(marked[i]), announced.donors[i].parameter, announced.donors[i].preferred_output});
+      const RunDonor& donor = announced.donors[i];
+      offers.push_back({std::move(marked[i]), donor.parameter, donor.preferred_output, std::nullopt, /*armed=*/true});
     }
   }
   if (offers.empty()) {
@@ -112,7 +113,7 @@ void OrderForDonors(GraphContext& context) {
   for (std::size_t i = 0; i < count; ++i) {
     output_of.emplace(graph.parameters_data[i].get(), pairs.preferred_output[i]);
   }
-  PutFirst(pairs.parameter_order, graph, context.collection);
+  PermuteParameters(pairs.parameter_order, graph, context.collection);
   state.ordered.clear();
   for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
     state.ordered.push_back({parameter.get(), output_of[parameter.get()]});

@@ -77,9 +77,14 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
-  phases::CheckRun(parameters);
-  async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
-                                                  std::move(computation));
+  try {
+    phases::CheckRun(parameters);
+    async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
+                                                    std::move(computation));
+  } catch (...) {
+    ThreadStep::Get().GiveUp();  // the step has claimed its donors, and will not run
+    throw;
+  }
   ThreadStep::Get().Prepare(*self, *collection);
 }
 

@@ -68,7 +68,6 @@ class OutputIds {
   // The output that replaces a buffer with this note, in the order of Add(); nullopt if torch_xla does not donate it.
   std::optional<std::size_t> ReplacementOf(const std::optional<DataInfo>& info) const;
   void Reserve(std::size_t outputs) { place_of_.reserve(outputs); }
-  bool Empty() const { return place_of_.empty(); }
   // The id of any output; there must be one.
   std::int64_t Any() const { return place_of_.begin()->first; }
 

@@ -29,7 +29,7 @@ std::vector<std::uint32_t> PerhapsShared(const CallSite& call) {
   std::vector<std::uint32_t> leaves = marks.PerhapsShared(&call);
   if (!leaves.empty()) {
     py::gil_scoped_release released;
-    if (const auto device = marks.DeviceOf(&call)) {
+    if (const auto device = LastDevice()) {  // of the call's marks, which this thread has just made
       abi::WaitForHandOver(*device);
     }
     leaves = marks.PerhapsShared(&call);

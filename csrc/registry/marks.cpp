@@ -11,6 +11,15 @@
 
 namespace torch_xla_donate {
 
+namespace {
+
+// By their control blocks: a locked pointer might become the last one, and its release may need the GIL.
+bool IsOneTensor(const Mark& one, const Mark& other) {
+  return !one.tensor.owner_before(other.tensor) && !other.tensor.owner_before(one.tensor);
+}
+
+}  // namespace
+
 Marks& Marks::Get() {
   static Marks* marks = new Marks();
   return *marks;
@@ -67,9 +76,8 @@ void Marks::AddTo(Donor& donor, Mark mark) {
   // A compiled run finds its mark by the call.
   const bool for_compiled_run = mark.site->for_compiled_run;
   const bool has_output = !mark.preferred_output.expired();
-  const std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
   for (Mark& before : donor.status.marks) {
-    if (for_compiled_run || before.site == mark.site || before.tensor.lock() != tensor) {
+    if (for_compiled_run || before.site == mark.site || !IsOneTensor(before, mark)) {
       continue;
     }
     if (!has_output && before.site->strict >= mark.site->strict) {
@@ -207,21 +215,11 @@ std::vector<Marks::PendingMark> Marks::OfCall(const CallSite* site) const {
   return result;
 }
 
-std::optional<lazy::BackendDevice> Marks::DeviceOf(const CallSite* site) const {
-  MutexLock lock(registry_mutex);
-  std::optional<lazy::BackendDevice> device;
-  ForPending(site, [&device](const Mark& /*mark*/, const DonorPtr& donor) {
-    if (!device.has_value()) {
-      device = donor->array.device;
-    }
-  });
-  return device;
-}
-
 std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
+  std::vector<std::shared_ptr<abi::TensorData>> tensors;  // released after the lock
   MutexLock lock(registry_mutex);
   std::vector<std::uint32_t> leaves;
-  ForPending(site, [&leaves](const Mark& ours, const DonorPtr& donor) REQUIRES(registry_mutex) {
+  ForPending(site, [&leaves, &tensors](const Mark& ours, const DonorPtr& donor) REQUIRES(registry_mutex) {
     const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
     if (buffer == nullptr) {
       return;
@@ -230,12 +228,13 @@ std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
     long known = 1;  // `buffer`
     bool read = false;
     for (std::size_t i = 0; i < marks.size(); ++i) {
-      const std::shared_ptr<abi::TensorData> tensor = marks[i].tensor.lock();
       const bool counted = std::any_of(marks.begin(), marks.begin() + i,
-                                       [&](const Mark& before) { return before.tensor.lock() == tensor; });
-      if (tensor == nullptr || counted) {
+                                       [&](const Mark& before) { return IsOneTensor(before, marks[i]); });
+      std::shared_ptr<abi::TensorData> locked = counted ? nullptr : marks[i].tensor.lock();
+      if (locked == nullptr) {
         continue;
       }
+      const auto& tensor = tensors.emplace_back(std::move(locked));
       known += tensor->handle == buffer ? 1 : 0;
       if (tensor->ir_value) {
         // The tensor and each pending computation that reads the buffer hold this node.
@@ -333,11 +332,11 @@ std::vector<std::pair<std::uint32_t, DonorPtr>> Marks::OnlyOfCall(const CallSite
   return found;
 }
 
-std::vector<DonorPtr> Marks::Resharded() const {
+std::vector<DonorPtr> Marks::Resharded(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const {
   std::vector<DonorPtr> found;
   for (const auto& [buffer, donor] : pending_) {
     if (donor->array.buffer.expired() && abi::IsSpmd(donor->array.device) && !donor->status.IsForCompiledRun() &&
-        IsResharded(*donor)) {
+        IsResharded(*donor, tensors)) {
       found.push_back(donor);
     }
   }
@@ -346,10 +345,10 @@ std::vector<DonorPtr> Marks::Resharded() const {
 
 // xs.mark_sharding replaces the buffer of an unsharded tensor and adds a sharding. An overwritten tensor is sharded
 // afterwards only if it was before. A tensor that was marked again is a donor.
-bool Marks::IsResharded(const Donor& donor) const {
+bool Marks::IsResharded(const Donor& donor, std::vector<std::shared_ptr<abi::TensorData>>& tensors) const {
   const std::weak_ptr<void> none;
   for (const Mark& mark : donor.status.marks) {
-    const std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
+    const auto& tensor = tensors.emplace_back(mark.tensor.lock());
     const bool was_sharded = none.owner_before(mark.sharding) || mark.sharding.owner_before(none);
     if (tensor != nullptr && tensor->handle != nullptr && pending_.count(tensor->handle.get()) == 0 && !was_sharded &&
         abi::ShardingOf(*tensor) != nullptr) {

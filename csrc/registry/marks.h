@@ -68,8 +68,6 @@ class Marks {
   std::vector<DonorPtr> DonorsOf(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) const;
   // The pending marks of a call.
   std::vector<PendingMark> OfCall(const CallSite* site) const;
-  // Of a call's pending marks; nullopt if it has none.
-  std::optional<lazy::BackendDevice> DeviceOf(const CallSite* site) const;
   // The leaves of a call's pending marks whose buffers may have another holder, judged by reference counts. The result
   // may have too many leaves, never too few.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
@@ -92,7 +90,9 @@ class Marks {
   // The donors that only this call has marked, with their leaves, by leaf.
   static std::vector<std::pair<std::uint32_t, DonorPtr>> OnlyOfCall(const CallSite* site) REQUIRES(registry_mutex);
   // Those whose tensors now hold other buffers because they were sharded.
-  std::vector<DonorPtr> Resharded() const REQUIRES(registry_mutex);
+  // The caller releases the tensors after the lock, because the last reference to one may need the GIL.
+  std::vector<DonorPtr> Resharded(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const
+      REQUIRES(registry_mutex);
   bool IsArmed(const lazy::BackendData* buffer) const REQUIRES(registry_mutex);
 
  private:
@@ -108,7 +108,8 @@ class Marks {
   void Erase(const Donor& donor) noexcept REQUIRES(registry_mutex);
   // Null if no mark of the buffer is pending. An entry of a freed buffer belongs to an earlier object.
   const DonorPtr* Find(Buffer buffer) const REQUIRES(registry_mutex);
-  bool IsResharded(const Donor& donor) const REQUIRES(registry_mutex);
+  bool IsResharded(const Donor& donor, std::vector<std::shared_ptr<abi::TensorData>>& tensors) const
+      REQUIRES(registry_mutex);
   // Updates the watch word after a change.
   void Refresh() noexcept REQUIRES(registry_mutex);
 

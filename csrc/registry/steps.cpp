@@ -163,10 +163,11 @@ void Steps::ForgetFreed() noexcept {
 }
 
 void Steps::Sweep() {
+  std::vector<std::shared_ptr<abi::TensorData>> tensors;  // released after the lock
   MutexLock lock(registry_mutex);
   ForgetFreed();
   std::vector<Refusal> lost;
-  for (DonorPtr& donor : Marks::Get().Resharded()) {
+  for (DonorPtr& donor : Marks::Get().Resharded(tensors)) {
     lost.push_back({std::move(donor), ReasonCode::kAnotherBuffer, /*notify=*/true});
   }
   ClaimLocked({}, std::move(lost));
@@ -249,13 +250,13 @@ Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<
   if (consumed_.size() > remembered_ + offers.size()) {
     ForgetFreed();
   }
-  // Another thread may have cancelled marks since the caller found them.
+  // Another thread may have cancelled or armed marks since the caller found them.
   std::vector<const Offer*> left;
   std::vector<DonorPtr> donors, not_offered;
   left.reserve(offers.size());
   donors.reserve(offers.size());
   for (const Offer& offer : offers) {
-    if (offer.donor->status.state == DonorState::kPending) {
+    if (offer.donor->status.state == DonorState::kPending && offer.donor->status.armed == offer.armed) {
       left.push_back(&offer);
       donors.push_back(offer.donor);
     }

@@ -144,9 +144,10 @@ class Steps {
   struct Offer {
     DonorPtr donor;
     std::optional<std::size_t> parameter = std::nullopt, preferred_output = std::nullopt, requested = std::nullopt;
+    bool armed = false;  // whether the run is the one that has armed the mark
   };
   // Moves donors from pending to a new step. They are offered to XLA, or refused with a reason each. Skips marks that
-  // another thread has cancelled meanwhile; so only the step's own list says which donors it has.
+  // another thread has cancelled or armed meanwhile; so only the step's own list says which donors it has.
   struct Claimed {
     StepPtr step;                                           // null if no donor is left
     std::vector<std::shared_ptr<abi::TensorData>> tensors;  // that hold the donors offered, by their marks

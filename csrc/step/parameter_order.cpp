@@ -20,25 +20,16 @@ constexpr std::size_t kOutputSalt = 0x6f7574707574;
 
 }  // namespace
 
-std::vector<std::size_t> PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
-                                  abi::Executor::SyncTensorCollection& collection) {
+std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
+                                           abi::Executor::SyncTensorCollection& collection) {
   const std::size_t count = graph.parameters_data.size();
-  // new_number[i] is the new position of parameter i.
-  std::vector<std::size_t> new_number(count, count);
-  std::size_t next = 0;
-  for (std::size_t position : positions) {
-    if (position >= count || new_number[position] != count) {
-      return {};
-    }
-    new_number[position] = next++;
-  }
-  for (std::size_t& number : new_number) {
-    if (number == count) {
-      number = next++;
-    }
-  }
-  if (std::is_sorted(new_number.begin(), new_number.end())) {
+  if (order.size() != count) {
     return {};
+  }
+  // new_number[i] is the new position of parameter i.
+  std::vector<std::size_t> new_number(count);
+  for (std::size_t place = 0; place < count; ++place) {
+    new_number[order[place]] = place;
   }
 
   // The lowering numbers parameters in the order of their nodes. These are leaves, so they may all come first.
@@ -65,10 +56,10 @@ std::vector<std::size_t> PutFirst(const std::vector<std::size_t>& positions, abi
 
   // Two programs may differ only in the node of each parameter, because two tensors may share a buffer. The executor
   // distinguishes them by the sequence it has found. So the hash gets that sequence before it is replaced.
-  const lazy::hash_t order = lazy::HashCombine(lazy::Hash(graph.parameter_sequence), lazy::Hash(new_number));
+  const lazy::hash_t programs = lazy::HashCombine(lazy::Hash(graph.parameter_sequence), lazy::Hash(new_number));
   std::vector<lazy::BackendDataPtr> parameters(count);
   // Both keep their sizes, so from here on nothing throws.
-  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), order));
+  collection.hash = lazy::HashCombine(collection.hash, lazy::HashCombine(lazy::MHash(kOrderSalt), programs));
   for (std::size_t i = 0; i < count; ++i) {
     parameters[new_number[i]] = std::move(graph.parameters_data[i]);
   }

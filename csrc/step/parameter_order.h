@@ -18,11 +18,11 @@ namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
 
-// Moves the parameters at these positions to the front of the graph, in this order. The others follow in their old
-// order. A graph in another order is another program, so the collection's hash includes the order. Returns by old
-// position the new one; empty if the order stays. Linear in the nodes of the graph.
-std::vector<std::size_t> PutFirst(const std::vector<std::size_t>& positions, abi::Executor::PostOrderData& graph,
-                                  abi::Executor::SyncTensorCollection& collection);
+// Gives the parameters of a graph a new order: order[k] becomes the k-th; empty to keep the order. A graph in another
+// order is another program, so the collection's hash includes the order. Returns by old position the new one; empty if
+// the order stays. Linear in the nodes of the graph.
+std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
+                                           abi::Executor::SyncTensorCollection& collection);
 
 // A new order of the outputs: order[k] becomes the k-th. torch_xla has already made an array for each place, so a moved
 // output gets a new one.

@@ -24,7 +24,6 @@ using ArraySize = std::optional<std::int64_t>;
 // The outputs that no donor takes, counted by size.
 class FreeOutputs {
  public:
-  FreeOutputs() = default;
   explicit FreeOutputs(const std::vector<ArraySize>& outputs);
   // A donor takes an output. Returns false if no output of its size is left.
   bool Take(const ArraySize& donor);

@@ -634,6 +634,39 @@ def test_a_mark_whose_run_begins_cannot_be_cancelled(make, monkeypatch):
     assert double(t).tolist() == [0, 2, 4, 6] and is_donated(t)
 
 
+def test_a_step_of_another_thread_leaves_the_mark_of_a_run_that_begins(make, monkeypatch):
+    """The step has found the mark before the run armed it, and claims its donors afterwards."""
+    double = give_away(lambda t: t * 2)
+    t = make(4)
+    donate_buffer(t)
+    arm_run = _C.arm_run
+
+    def arm_before_a_claim(*arguments):
+        armed = []
+        assert _C.claim_marks([t], lambda: armed.append(arm_run(*arguments)), False) == 0
+        return armed[0]
+
+    monkeypatch.setattr(_C, "arm_run", arm_before_a_claim)
+    assert double(t).tolist() == [0, 2, 4, 6] and is_donated(t)
+
+
+def test_a_step_whose_run_is_refused_keeps_its_donors(make):
+    """As inside a trace: the step has claimed them by then."""
+    w = make(4)
+    donate_buffer(w)
+    out = w + 1
+    _C.refuse_runs(True)
+    try:
+        with pytest.raises(RuntimeError, match="Unexpected execution while a function is traced"):
+            torch_xla.sync()
+    finally:
+        _C.refuse_runs(False)
+    assert not is_donated(w)
+    assert w.tolist() == [0, 1, 2, 3]
+    assert not _C.pending()
+    del out
+
+
 @pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
 def test_a_module_that_holds_a_view_is_refused(make, donated):
     """A view of that view reads the base, and replays would compute from the first call's base."""
