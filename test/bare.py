@@ -7,13 +7,21 @@ import importlib
 import importlib.metadata
 import sys
 import warnings
+from collections.abc import Iterator
 
 import torch
 import torch_xla
+import torch_xla.runtime as xr
 from torch_xla import _XLAC
+from torch_xla.experimental.gradient_accumulation import gradient_accumulation
+from torch_xla.experimental.scan import scan
 
 
-def import_package() -> None:
+def import_package(folder: str | None = None) -> None:
+    """The package, or its copy in a folder."""
+    assert "torch_xla_donate" not in sys.modules
+    if folder is not None:
+        sys.path.insert(0, folder)
     importlib.import_module("torch_xla_donate")
 
 
@@ -31,17 +39,27 @@ def train_three_steps(package: bool) -> None:
         torch_xla.sync(wait=True)
 
 
+def mappings(library: str) -> list[str]:
+    """The lines of this process's map for a file whose path ends so."""
+    with open("/proc/self/maps") as maps:
+        return [line for line in maps if line.rstrip().endswith(library)]
+
+
+def mapped(library: str, *accesses: str) -> Iterator[tuple[int, bytes]]:
+    """The address and the bytes of each mapping of a library with such an access."""
+    with open("/proc/self/mem", "rb", 0) as memory:
+        for place, access, *_ in map(str.split, mappings(library)):
+            if access in accesses:
+                first, last = (int(part, 16) for part in place.split("-"))
+                memory.seek(first)
+                yield first, memory.read(last - first)
+
+
 def state() -> tuple[str, list[str]]:
     """The read-only data of torch_xla's module (its relocation slots are there), and how its pages are protected."""
-    digest, lines = hashlib.sha256(), []
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-        for line in maps:
-            if line.rstrip().endswith(_XLAC.__file__):
-                lines.append(line)
-                first, last = (int(part, 16) for part in line.split()[0].split("-"))
-                if line.split()[1] == "r--p":
-                    memory.seek(first)
-                    digest.update(memory.read(last - first))
+    digest, lines = hashlib.sha256(), mappings(_XLAC.__file__)
+    for _, data in mapped(_XLAC.__file__, "r--p"):
+        digest.update(data)
     assert lines
     return digest.hexdigest(), lines
 
@@ -151,6 +169,28 @@ def read_dynamic_size(package: bool) -> tuple[str, bool]:
     except RuntimeError as error:
         return str(error), "torch_xla_donate" in sys.modules
     raise AssertionError("no error")
+
+
+def accumulate_slices(package: bool) -> tuple[float, list[float]]:
+    """Under SPMD, two iterations that scan and have a backward pass: the loss, and a gradient of each row."""
+    assert "torch_xla_donate" not in sys.modules
+    accumulate, loop = gradient_accumulation, scan
+    if package:
+        txd = importlib.import_module("torch_xla_donate")
+        accumulate, loop = txd.gradient_accumulation, txd.scan
+    xr.use_spmd()
+    start = {"rows": torch.arange(28.0).reshape(7, 4), "factors": torch.full((3, 4), 2.0)}
+    model = torch.nn.ParameterDict(start).to("xla")
+    tokens = torch.tensor([[[0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6]]]).to("xla")
+    torch_xla.sync(wait=True)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        rows = model["rows"][batch[:, :-1]]
+        return loop(lambda carry, x: (carry * x, None), rows, model["factors"])[0].sum()
+
+    loss = accumulate(step, (tokens,), model)
+    torch_xla.sync(wait=True)
+    return loss.item(), model["rows"].grad[:, 0].tolist()
 
 
 def donate(*tensors: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -13,11 +14,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class Couple:
@@ -77,6 +81,21 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+def import_from(folder: str, name: str) -> ModuleType:
+    """A module of a folder of this repository that is no package, such as examples."""
+    sys.path.insert(0, str(ROOT / folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / folder))
+
+
+def console(command: str, output: str) -> str:
+    """The block of a page that shows a command and its output. Blanks at the ends of lines do not count."""
+    printed = "\n".join(line.rstrip() for line in output.splitlines())
+    return f"```console\n$ {command}\n{printed}\n```"
+
+
 #: A program that donates a tensor, for processes that run under other circumstances.
 DONATING_PROGRAM = """
 import torch, torch_xla
@@ -111,6 +130,9 @@ def lacking(release: str, reason: str, *, run: bool = True) -> pytest.MarkDecora
     return pytest.mark.xfail(is_here, reason=f"torch_xla {release}: {reason}", strict=True, run=run)
 
 
+spmd_scan_gradients = lacking(
+    "2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding"
+)
 needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
 
 
@@ -133,6 +155,19 @@ def pointer(tensor: torch.Tensor) -> int:
 
     xm.wait_device_ops()
     return int(torch_xla._XLAC._unsafe_buffer_pointer(tensor))
+
+
+def assert_a_step_donates() -> None:
+    """A fresh tensor is marked, and its step donates it and computes what it should."""
+    import torch_xla
+
+    from torch_xla_donate import donate_buffer, is_donated
+
+    old = make(8)
+    donate_buffer(old)
+    new = old + 1
+    torch_xla.sync(wait=True)
+    assert is_donated(old) and new.tolist() == list(range(1, 9))
 
 
 def lose(donor: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -114,14 +114,6 @@ class Interrupter:
         return self.where is not None
 
 
-def interrupt_everywhere(function: Callable[[], Any], check: Callable[[str | None], Any]) -> int:
-    """Runs it once for each instruction, and once more without an interrupt; how often it was interrupted."""
-    before = state()
-    Interrupter(sys.maxsize).run(function)  # Python 3.13.0 sends none the first time that code is traced
-    with collected_by_hand():
-        return _interrupt_everywhere(function, check, before)
-
-
 @contextlib.contextmanager
 def collected_by_hand() -> Iterator[None]:
     """Objects made inside stay in the youngest generation, which is collected quickly."""
@@ -133,18 +125,20 @@ def collected_by_hand() -> Iterator[None]:
         gc.enable()
 
 
-def _interrupt_everywhere(
-    function: Callable[[], Any], check: Callable[[str | None], Any], before: dict[str, Any]
-) -> int:
-    for at in range(100_000):
-        interrupter = Interrupter(at)
-        interrupted = interrupter.run(function)
-        gc.collect(0)  # a generator that was left suspended ends now
-        after = state()
-        assert after == before, (interrupter.where, {k: (before[k], after[k]) for k in before if before[k] != after[k]})
-        check(interrupter.where)
-        if not interrupted:
-            return at
+def interrupt_everywhere(function: Callable[[], Any], check: Callable[[str | None], Any]) -> int:
+    """Runs it once for each instruction, and once more without an interrupt; how often it was interrupted."""
+    before = state()
+    Interrupter(sys.maxsize).run(function)  # Python 3.13.0 sends none the first time that code is traced
+    with collected_by_hand():
+        for at in range(100_000):
+            interrupter = Interrupter(at)
+            interrupted = interrupter.run(function)
+            gc.collect(0)  # a generator that was left suspended ends now
+            after, where = state(), interrupter.where
+            assert after == before, (where, {k: (before[k], after[k]) for k in before if before[k] != after[k]})
+            check(where)
+            if not interrupted:
+                return at
     raise AssertionError("it does not end")
 
 

@@ -81,7 +81,7 @@ class Attempt(NamedTuple):
 
 def make(*sizes: int) -> torch.Tensor:
     """0, 1, 2, ... with a buffer."""
-    t = torch.arange(torch.Size(sizes).numel(), dtype=torch.float32).reshape(sizes).to("xla")
+    t = counted(*sizes).to("xla")
     torch_xla.sync()
     return t
 
@@ -158,22 +158,10 @@ def disabled() -> Attempt:
     return Attempt(run, lambda: same(out, counted(8) + 1))
 
 
-def lazy() -> Attempt:
+def compiled(backend: str) -> Attempt:
     a = make(8)
     found: list[torch.Tensor] = []
-    return Attempt(lambda: found.append(LAZY(a)), lambda: same(found[0], counted(8) + 1))
-
-
-def pure() -> Attempt:
-    a = make(8)
-    found: list[torch.Tensor] = []
-    return Attempt(lambda: found.append(PURE(a, 2.0)), lambda: same(found[0], counted(8) * 2))
-
-
-def openxla() -> Attempt:
-    a = make(8)
-    found: list[torch.Tensor] = []
-    return Attempt(lambda: found.append(OPENXLA(a)), lambda: same(found[0], counted(8) + 3))
+    return Attempt(lambda: found.append(COMPILED[backend](a, 2.0)), lambda: same(found[0], counted(8) * 2))
 
 
 def marking() -> Attempt:
@@ -209,9 +197,10 @@ def logged() -> Attempt:
     return marks()
 
 
-SCENARIOS = {
-    f.__name__: f
-    for f in (marks, unusable, moved, automatic, disabled, lazy, pure, openxla, marking, reporting, logged)
+BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
+SCENARIOS: dict[str, Callable[[], Attempt]] = {
+    **{f.__name__: f for f in (marks, unusable, moved, automatic, disabled, marking, reporting, logged)},
+    **{backend: functools.partial(compiled, backend) for backend in BACKENDS},
 }
 
 
@@ -316,12 +305,7 @@ def fail_allocations(scenario: Callable[[], Attempt], faults: Faults) -> int:
 
 
 def fault_at_phases(scenario: Callable[[], Attempt], faults: Faults) -> int:
-    count = 0
-    for phase in PHASES:
-        for action in (THROW, INTERRUPT):
-            happened = attempt_at(scenario, faults, phase, action)
-            count += happened
-    return count
+    return sum(attempt_at(scenario, faults, phase, action) for phase in PHASES for action in (THROW, INTERRUPT))
 
 
 def attempt_at(scenario: Callable[[], Attempt], faults: Faults, phase: str, action: int) -> bool:
@@ -364,7 +348,8 @@ def cancel_in_step(faults: Faults) -> None:
 
 def cancel_in_call(faults: Faults) -> None:
     """The marks of a call of a compiled function cannot be cancelled once its run begins."""
-    PURE(make(8), 2.0)
+    pure = COMPILED["pure"]
+    pure(make(8), 2.0)
     t = make(8)
     outcome: list[str] = []
 
@@ -375,7 +360,7 @@ def cancel_in_call(faults: Faults) -> None:
             outcome.append(str(error))
 
     faults.at("CheckRun", CALL, cancel)
-    out = PURE(t, 3.0)
+    out = pure(t, 3.0)
     assert len(outcome) == 1 and "No mark was cancelled" in outcome[0], outcome
     same(out, counted(8) * 3)
     assert txd.is_donated(t)
@@ -383,7 +368,7 @@ def cancel_in_call(faults: Faults) -> None:
 
 def run_scenario(name: str, file: Path) -> None:
     """The body of a child process."""
-    global txd, _C, LAZY, PURE, OPENXLA
+    global txd, _C, COMPILED
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, all_threads=True, chain=True)
     sys.meta_path.insert(0, FaultyModule(file))
@@ -391,9 +376,10 @@ def run_scenario(name: str, file: Path) -> None:
     from torch_xla_donate import _C
 
     assert _C.__file__ == str(file)
-    LAZY = txd.compile(lambda a: a + 1, donate_argnums=0)
-    PURE = txd.compile(lambda a, factor: a * factor, donate_argnums=0, pure=True)
-    OPENXLA = txd.compile(lambda a: a + 3, donate_argnums=0, backend="openxla")
+    COMPILED = {
+        backend: txd.compile(lambda a, factor: a * factor, donate_argnums=0, **options)
+        for backend, options in BACKENDS.items()
+    }
     faults = Faults(file)
     with txd.auto_donate():  # checks the host, once
         sync()

@@ -445,10 +445,7 @@ class Campaign:
                 self.counts["of_stock"] += 1
                 self.of_stock[stock.kind] += 1
                 return True
-            self.counts["failures"] += 1
-            failure = Failure(number, program, mode, alone)
-            self.failures.append(failure)
-            return on_failure(failure)
+            return self._fail(Failure(number, program, mode, alone), on_failure)
         earlier = [self.program(i) for i in range(first, number)]
         again = in_fresh_process([*earlier, (program, mode)], self.sharded)
         if not again.wrong:
@@ -471,7 +468,9 @@ class Campaign:
                 else:
                     start += step
             step //= 2
+        return self._fail(Failure(number, program, mode, again, tuple(earlier)), on_failure)
+
+    def _fail(self, failure: Failure, on_failure: Callable[[Failure], bool]) -> bool:
         self.counts["failures"] += 1
-        failure = Failure(number, program, mode, again, tuple(earlier))
         self.failures.append(failure)
         return on_failure(failure)

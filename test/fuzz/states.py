@@ -158,13 +158,6 @@ def check(name, tensor, value, dtype, may_raise=False):
 CALL_TEXT = {"lazy": "", "pure": ", pure=True", "openxla": ', backend="openxla"'}
 
 
-class _Held:
-    """A variable of the caller: its tensor on the CPU, and the donation after which it was made."""
-
-    def __init__(self, tensor: torch.Tensor, made: int) -> None:
-        self.tensor, self.made = tensor, made
-
-
 def value_of(tensor: torch.Tensor) -> tuple[str, Any]:
     """The subject of a check."""
     return str(tensor.dtype), tensor.cpu().tolist()
@@ -172,6 +165,20 @@ def value_of(tensor: torch.Tensor) -> tuple[str, Any]:
 
 def _small(text: str) -> str:
     return f"torch.remainder({text}, {MODULUS})"
+
+
+#: Of a tensor, one of its shape and dtype, and two numbers: a new value.
+TEXTS: dict[str, Callable[[str, str | None, int, int], str]] = {
+    "add": lambda x, other, b, c: _small(f"{x} + {other}"),
+    "mul": lambda x, other, b, c: _small(f"{x} * {other}"),
+    "where": lambda x, other, b, c: f"torch.where({x} > {c % MODULUS}, {x}, {other})",
+    "scale": lambda x, other, b, c: _small(f"{x} * {1 + c % 5} + {b % MODULUS}"),
+    "total": lambda x, other, b, c: _small(f"{x}.sum()"),
+    "clone": lambda x, other, b, c: f"{x}.clone()",
+    "cast": lambda x, other, b, c: f"{x}.to({DTYPES[b % len(DTYPES)]})",
+    "detach": lambda x, other, b, c: f"{x}.detach()",
+    "data": lambda x, other, b, c: f"{x}.data",
+}
 
 
 class _Writer:
@@ -300,14 +307,8 @@ class _Body(_Writer):
         if kind == "update":
             name = self.leaf_names[a % len(self.leaf_names)]
             self.put(_small(f"{name} - 2 * {self.alike(self.names[name], b)}"))
-        elif kind == "add":
-            self.put(_small(f"{name} + {other}"))
-        elif kind == "mul":
-            self.put(_small(f"{name} * {other}"))
-        elif kind == "where":
-            self.put(f"torch.where({name} > {c % MODULUS}, {name}, {other})")
-        elif kind == "scale":
-            self.put(_small(f"{name} * {1 + c % 5} + {b % MODULUS}"))
+        elif kind in TEXTS:
+            self.put(TEXTS[kind](name, other, b, c))
         elif kind == "matmul":
             squares = [n for n, t in self.names.items() if t.dim() == 2 and len(set(t.shape)) == 1]
             squares = [n for n in squares if self.names[n].dtype == torch.float32]
@@ -318,16 +319,6 @@ class _Body(_Writer):
             self.put(f"{name}.flip(0)")
         elif kind == "concatenate" and x.dim() and x.numel() <= 32:
             self.put(f"torch.cat(({name}, {other}))")
-        elif kind == "total":
-            self.put(_small(f"{name}.sum()"))
-        elif kind == "clone":
-            self.put(f"{name}.clone()")
-        elif kind == "cast":
-            self.put(f"{name}.to({DTYPES[b % len(DTYPES)]})")
-        elif kind == "detach":
-            self.put(f"{name}.detach()")
-        elif kind == "data":
-            self.put(f"{name}.data")
         elif kind == "batch":
             same = self.alike(self.names["x"], b)
             self.put(_small(f"{same} + x"))
@@ -391,7 +382,9 @@ class _Caller(_Writer):
         self.form = FORMS[program.form % len(FORMS)]
         self.expected: list[Expected] = []
         self.call_lines: dict[int, int] = {}
-        self.held: dict[str, _Held] = {}
+        # The donation after which a variable was made: what the caller holds, and the others.
+        self.held: dict[str, int] = {}
+        self.moments: dict[str, int] = {}
         self.donations: list[set[int]] = []  # storages that each has consumed
         self.leaves: list[str] = []
         self.ties: dict[int, torch.Tensor] = {}  # of a tensor that is `detach()` or `data` of another leaf: that leaf
@@ -399,8 +392,8 @@ class _Caller(_Writer):
             self.leaf(*operation)
         first = self.names[self.leaves[0]]
         self.batch = f"make({tuple(first.shape)}, {first.dtype}, %d)"
-        self.put("x", self.make(self.batch % 5))
-        self.put("k", self.make(self.batch % 3))
+        self.put("x", self.batch % 5)
+        self.put("k", self.batch % 3)
         self.body = _Body(program, [self.names[leaf] for leaf in self.leaves], self.names["x"], self.writes)
         self.define()
         self.line("torch_xla.sync()")
@@ -430,9 +423,6 @@ class _Caller(_Writer):
 
     # --- variables ---
 
-    def make(self, text: str) -> str:
-        return text
-
     def put(self, name: str, text: str) -> None:
         if text.startswith("make("):
             tensor = eval(text, {"torch": torch, "make": _make_on_cpu})
@@ -440,21 +430,12 @@ class _Caller(_Writer):
         else:
             tensor = self.run(text)
         self.names[name] = tensor
-        self.held_at(name, tensor)
+        made = self.moments if name in self.leaves or name in ("x", "k") else self.held
+        made[name] = len(self.donations)
         self.line(f"{name} = {text}")
 
-    def held_at(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self.leaves or name in ("x", "k"):
-            self.moments[name] = len(self.donations)
-        else:
-            self.held[name] = _Held(tensor, len(self.donations))
-
-    @property
-    def moments(self) -> dict[str, int]:
-        return self.__dict__.setdefault("_moments", {})  # type: ignore[no-any-return]
-
     def may_raise(self, name: str) -> bool:
-        made = self.moments[name] if name in self.moments else self.held[name].made
+        made = self.moments[name] if name in self.moments else self.held[name]
         storage = self.storage(self.names[name])
         return any(storage in consumed for consumed in self.donations[made:])
 
@@ -561,7 +542,7 @@ class _Caller(_Writer):
 
     def up_to_the_call(self, call: int) -> None:
         if self.program.writes // 2 % 2 == 0 and call % 2:
-            self.put("x", self.make(self.batch % (call + 1)))
+            self.put("x", self.batch % (call + 1))
         if self.mode in ("marks", "stock_marks"):
             self.line("torch_xla.sync()")
 
@@ -638,7 +619,7 @@ class _Caller(_Writer):
             self.moments[name] = len(self.donations)
         for name, tensor in zip(extra_names, extras):
             self.names[name] = tensor
-            self.held[name] = _Held(tensor, len(self.donations))
+            self.held[name] = len(self.donations)
 
     def handed_on(self) -> set[int]:
         """Storages of leaves that the function hands on as they are: a mark, unlike `compile`, consumes these."""
@@ -675,7 +656,7 @@ class _Caller(_Writer):
         elif kind == "hold_alias":
             self.hold((f"{leaf}", f"{leaf}.detach()", f"{leaf}.data")[b % 3])
             # It is the tensor that may have been marked just now.
-            self.held[f"h{self.count - 1}"].made = self.moments[leaf]
+            self.held[f"h{self.count - 1}"] = self.moments[leaf]
         elif kind == "hold_clone":
             self.hold(f"{leaf}.clone()")
         elif kind == "hold_result" and sound:

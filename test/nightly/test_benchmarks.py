@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch_xla
 from children import in_process, run_file, run_in_child
+from helpers import ROOT, import_from
 
 import torch_xla_donate
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 HEAD = {"benchmark", "date", "commit", "command", "options", "cpu", "cores", "machine", "versions"}
 
 
@@ -42,15 +40,21 @@ def assert_neutral(found: dict[str, Any]) -> None:
     assert str(BENCHMARKS.parent) not in json.dumps(found)
 
 
+def measured(script: str, results: Path, *said: str) -> dict[str, Any]:
+    """The result file of the smallest size, after a look at its head and at what the benchmark prints."""
+    printed, found = run(script, results, "--tiny")
+    assert all(text in printed for text in said)
+    assert_neutral(found)
+    return found
+
+
 def assert_ratio(found: dict[str, float]) -> None:
     assert found.keys() == {"median", "quarter", "three_quarters", "low", "high"}
     assert 0 < found["low"] <= found["median"] <= found["high"]
 
 
 def test_mark_cost_compares_with_the_private_call(tmp_path: Path) -> None:
-    printed, found = run("mark_cost.py", tmp_path, "--tiny")
-    assert "mark_cost" in printed
-    assert_neutral(found)
+    found = measured("mark_cost.py", tmp_path, "mark_cost")
     assert [(row["tensors"], row["state"]) for row in found["rows"]] == [(1, "warm"), (3, "warm"), (3, "after a step")]
     for row in found["rows"]:
         assert row["donate_buffer_ns"] > 0
@@ -61,9 +65,7 @@ def test_mark_cost_compares_with_the_private_call(tmp_path: Path) -> None:
 
 def test_jax_side_by_side_compares_each_variant_with_jax(tmp_path: Path) -> None:
     """JAX donates, too."""
-    printed, found = run("jax_side_by_side.py", tmp_path, "--tiny")
-    assert "peak memory / live bytes" in printed
-    assert_neutral(found)
+    found = measured("jax_side_by_side.py", tmp_path, "peak memory / live bytes")
     assert "jax" in found["versions"]
     functional = ["not donated", "marks", "compile", "pure=True", "openxla", "JAX", "JAX, donated"]
     rows = {case: [row["variant"] for row in found["rows"] if row["case"].startswith(case)] for case in ("SGD", "Adam")}
@@ -78,9 +80,7 @@ def test_jax_side_by_side_compares_each_variant_with_jax(tmp_path: Path) -> None
 
 
 def test_demo_has_the_medians_of_its_runs(tmp_path: Path) -> None:
-    printed, found = run("demo.py", tmp_path, "--tiny")
-    assert "Medians of 2 runs." in printed
-    assert_neutral(found)
+    found = measured("demo.py", tmp_path, "Medians of 2 runs.")
     assert [row["mode"] for row in found["rows"]] == ["plain", "donate", "auto"]
     for row, aliased in zip(found["rows"], (0, 18, 18), strict=True):
         assert row["cpu"]["aliases"] == row["kept_pointers"] == aliased
@@ -89,9 +89,7 @@ def test_demo_has_the_medians_of_its_runs(tmp_path: Path) -> None:
 
 
 def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> None:
-    printed, found = run("auto_patterns.py", tmp_path, "--tiny")
-    assert "aliased: auto" in printed and "cache[:, i] = k" in printed
-    assert_neutral(found)
+    found = measured("auto_patterns.py", tmp_path, "aliased: auto", "cache[:, i] = k")
     rows = {row["pattern"]: row for row in found["rows"]}
     assert len(rows) == 13
     # The weights are held by the graph of the loss; the momentum, half of the bytes, is not.
@@ -118,16 +116,13 @@ def test_auto_donate_aliases_at_least_what_an_expert_donates(tmp_path: Path) -> 
 
 
 def test_the_bits_of_an_example_are_compared(tmp_path: Path) -> None:
-    printed, found = run("example_bits.py", tmp_path, "--tiny")
-    assert "met" in printed
+    found = measured("example_bits.py", tmp_path, "met")
     assert [row["example"] for row in found["rows"]] == ["quickstart"]
     assert all(found["rows"][0][way] == {"tensors": 2, "different": 0} for way in ("as written", "automatic"))
 
 
 def test_a_kept_order_leaves_the_last_bits_as_they_are(tmp_path: Path) -> None:
-    printed, found = run("last_bits.py", tmp_path, "--tiny")
-    assert "torch.optim, auto, order kept" in printed
-    assert_neutral(found)
+    found = measured("last_bits.py", tmp_path, "torch.optim, auto, order kept")
     different = {row["way"]: row["different"] for row in found["rows"]}
     assert len(different) == 6
     assert different["torch.optim, auto"] == 1  # the known one, so the switch has something to keep
@@ -136,9 +131,7 @@ def test_a_kept_order_leaves_the_last_bits_as_they_are(tmp_path: Path) -> None:
 
 
 def test_step_cost_measures_hooks_donors_and_live_tensors(tmp_path: Path) -> None:
-    printed, found = run("step_cost.py", tmp_path, "--tiny")
-    assert "hooked / unhooked" in printed and "ns for each" in printed
-    assert_neutral(found)
+    found = measured("step_cost.py", tmp_path, "hooked / unhooked", "ns for each")
     cases = {"nothing marked": [2, 3], "all replaced": [2, 3], "beside": [0, 2, 20], "beside read": [0, 2, 20]}
     assert [(row["case"], row["tensors"]) for row in found["rows"]] == [
         (case, count) for case, counts in cases.items() for count in counts
@@ -171,11 +164,6 @@ fn=(0)
 """
 
 
-def import_benchmark(name: str) -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    return importlib.import_module(name)
-
-
 @in_process
 def test_step_cost_counts_the_thread_that_steps(tmp_path: Path) -> None:
     # GIVEN the files of two dumps with two threads each, of an empty dump, and of the end of the process
@@ -190,13 +178,13 @@ def test_step_cost_counts_the_thread_that_steps(tmp_path: Path) -> None:
         text = DUMP.format(part=part, thread=thread, trigger=trigger, count=count)
         (tmp_path / f"counts.{part}-0{thread}").write_text(text, encoding="utf-8")
     # WHEN they are read
-    totals = import_benchmark("step_cost").totals(tmp_path)
+    totals = import_from("benchmarks", "step_cost").totals(tmp_path)
     # THEN each dump has the count of its first thread, without what an empty dump has
     assert totals == {"10 False on": 480, "10 False off": 280}
 
 
 def test_step_cost_takes_what_a_step_without_live_tensors_costs_from_that_of_each() -> None:
-    step_cost = import_benchmark("step_cost")
+    step_cost = import_from("benchmarks", "step_cost")
     rows: list[dict[str, Any]] = [{"case": "beside", "tensors": 10}, {"case": "all replaced", "tensors": 10}]
     counts = {"on": (700, 100), "off": (400, 90), "unhooked": (380, 80)}
     found = {f"beside,{n},{name}": pair[n == 0] for name, pair in counts.items() for n in (10, 0)}
@@ -207,9 +195,7 @@ def test_step_cost_takes_what_a_step_without_live_tensors_costs_from_that_of_eac
 
 
 def test_call_cost_compares_the_ways_to_call_a_function(tmp_path: Path) -> None:
-    printed, found = run("call_cost.py", tmp_path, "--tiny")
-    assert "call_cost" in printed
-    assert_neutral(found)
+    found = measured("call_cost.py", tmp_path, "call_cost")
     assert [row["call"] for row in found["rows"]] == ["torch_xla.compile", "lazy", "pure"]
     for row in found["rows"]:
         assert row["ms"] > 0
@@ -234,7 +220,7 @@ def test_soak_passes_its_own_checks_over_a_few_hundred_steps(tmp_path: Path) -> 
 
 
 def soak_with(change: str, results: Path) -> None:
-    soak = import_benchmark("soak")
+    soak = import_from("benchmarks", "soak")
     if change == "wrong values":
         soak.expected = lambda updates: (0.0, 0.0)
     if change == "a leak":
@@ -271,25 +257,21 @@ def test_soak_fails_without_its_subject(change: str, env: dict[str, str], says: 
 
 
 def test_no_tensor_of_a_state_moves_in_any_way_of_donating(tmp_path: Path) -> None:
-    printed, found = run("moved_tensors.py", tmp_path, "--tiny")
-    assert "AdamW in place" in printed and "Aim" in printed
-    assert_neutral(found)
+    found = measured("moved_tensors.py", tmp_path, "AdamW in place", "Aim")
     assert found["rows"][0]["pattern"] == "functional Adam"
     stock = found["rows"][0]["ways"]["stock"]
     assert stock["moved"] == stock["tensors"]  # so a tensor that moves is seen
     for row in found["rows"]:
-        for way, measured in row["ways"].items():
-            assert measured["compiled"] == 0
-            assert measured["tensors"] >= 8
+        for way, counts in row["ways"].items():
+            assert counts["compiled"] == 0
+            assert counts["tensors"] >= 8
             if way != "stock":
-                assert measured["moved"] == 0, (row["pattern"], way)
+                assert counts["moved"] == 0, (row["pattern"], way)
     assert found["aim"]["met"]
 
 
 def test_donation_copies_compares_the_compilers(tmp_path: Path) -> None:
-    printed, found = run("donation_copies.py", tmp_path, "--tiny")
-    assert "copied: v6e" in printed
-    assert_neutral(found)
+    found = measured("donation_copies.py", tmp_path, "copied: v6e")
     rows = {row["program"]: row["compilers"] for row in found["rows"]}
     assert list(rows) == ["cache: index_copy", "SGD of three layers", "old @ old"]
     for row in found["rows"]:
@@ -309,9 +291,7 @@ def test_donation_copies_compares_the_compilers(tmp_path: Path) -> None:
 
 
 def test_growth_measures_each_part_at_each_size_and_draws_it(tmp_path: Path) -> None:
-    printed, found = run("growth.py", tmp_path, "--tiny")
-    assert "donation_report" in printed
-    assert_neutral(found)
+    found = measured("growth.py", tmp_path, "donation_report")
     assert len(found["ns"]) == 8
     for part, by_size in found["ns"].items():
         assert list(by_size) == ["2", "20"]
@@ -321,15 +301,13 @@ def test_growth_measures_each_part_at_each_size_and_draws_it(tmp_path: Path) -> 
 
 
 def test_growth_finds_the_parts_that_bend() -> None:
-    growth = import_benchmark("growth")
+    growth = import_from("benchmarks", "growth")
     flat, bent = {"10": 90.0, "1000": 5.0, "10000": 9.0}, {"1000": 5.0, "10000": 11.0, "100000": 30.0}
     assert growth.bends({"flat": flat, "bent": bent, "without 1,000": {"10": 1.0}}) == {"bent": 10_000}
 
 
 def test_overlap_reads_calls_and_runs_from_the_profile(tmp_path: Path) -> None:
-    printed, found = run("overlap.py", tmp_path, "--tiny")
-    assert "overlap" in printed
-    assert_neutral(found)
+    found = measured("overlap.py", tmp_path, "overlap")
     assert [row["variant"] for row in found["rows"]] == ["not donated", "marks", "pure=True", "JAX, donated"]
     for row in found["rows"]:
         assert len(row["calls"]) == len(row["begins"]) == 12
@@ -338,9 +316,7 @@ def test_overlap_reads_calls_and_runs_from_the_profile(tmp_path: Path) -> None:
 
 
 def test_first_call_measures_the_import_and_the_same_step_in_three_ways(tmp_path: Path) -> None:
-    printed, found = run("first_call.py", tmp_path, "--tiny")
-    assert "first_call" in printed and "The import takes" in printed
-    assert_neutral(found)
+    found = measured("first_call.py", tmp_path, "first_call", "The import takes")
     for row in found["rows"]:
         assert 0 < row["compile"] < row["seconds"]
         assert_ratio(row["over_jax"])

@@ -11,9 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from helpers import DONATING_PROGRAM
-
-ROOT = Path(__file__).resolve().parents[2]
+from helpers import DONATING_PROGRAM, ROOT, console
 
 DONATE = f"""{DONATING_PROGRAM}
 import pathlib, sys
@@ -52,34 +50,37 @@ def run(arguments, **options):
     return subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=environment, **options)
 
 
+def succeed(arguments, **options):
+    """What the command prints, which must end well."""
+    done = run(arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("editable", [False, True], ids=["installed", "editable"])
 def test_pip_installs_beside_torch_and_torch_xla(sources, environment, tmp_path, editable):
     folder, site = environment
     python = folder / "bin" / "python"
-    done = run(
+    succeed(
         [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index"]
         + (["--editable"] if editable else [])
         + [str(sources)],
         # One build for both ways.
         env={"TORCH_XLA_DONATE_BUILD_DIR": str(sources.parent / "shared_build")},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    used = run([python, "-c", DONATE, str(sources if editable else site)], cwd=tmp_path)
-    assert used.returncode == 0, used.stdout + used.stderr
+    succeed([python, "-c", DONATE, str(sources if editable else site)], cwd=tmp_path)
 
 
 def test_a_wheel_is_complete_and_runs_the_quickstart(sources, environment, tmp_path):
     # GIVEN a wheel, installed in a clean environment
     folder, site = environment
     pip = [folder / "bin" / "python", "-m", "pip"]
-    done = run(
+    succeed(
         [*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(tmp_path), str(sources)],
         env={"TORCH_XLA_DONATE_BUILD_DIR": str(sources.parent / "shared_build")},
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    done = run([*pip, "install", "--no-deps", "--no-index", str(wheel)])
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeed([*pip, "install", "--no-deps", "--no-index", str(wheel)])
     # THEN it has every file of the package, the stub, the marker and the module
     found = set(zipfile.ZipFile(wheel).namelist())
     files = (sources / "torch_xla_donate").rglob("*")
@@ -99,15 +100,13 @@ def test_a_wheel_is_complete_and_runs_the_quickstart(sources, environment, tmp_p
     assert b"__glibcxx_assert_fail" not in module.read_bytes() and b"__glibcxx_assert_fail" in ours
     # AND the pages that its messages name
     assert {f"torch_xla_donate/docs/{page.name}" for page in (sources / "docs").glob("*.md")} <= found
-    shown = run([pip[0], "-m", "torch_xla_donate", "explain", "errors"], cwd=tmp_path)
-    assert shown.stdout == (sources / "docs" / "errors.md").read_text(encoding="utf-8"), shown.stderr
+    shown = succeed([pip[0], "-m", "torch_xla_donate", "explain", "errors"], cwd=tmp_path)
+    assert shown == (sources / "docs" / "errors.md").read_text(encoding="utf-8")
     # AND the README's quickstart prints there what the README says
-    used = run([pip[0], str(sources / "examples" / "quickstart.py")], cwd=tmp_path)
-    assert used.returncode == 0, used.stdout + used.stderr
-    printed = "\n".join(line.rstrip() for line in used.stdout.splitlines())
-    assert f"```console\n$ python examples/quickstart.py\n{printed}\n```" in (sources / "README.md").read_text()
-    where = run([pip[0], "-c", "import torch_xla_donate as txd; print(txd.__file__)"], cwd=tmp_path)
-    assert where.stdout.startswith(str(site))
+    used = succeed([pip[0], str(sources / "examples" / "quickstart.py")], cwd=tmp_path)
+    assert console("python examples/quickstart.py", used) in (sources / "README.md").read_text()
+    where = succeed([pip[0], "-c", "import torch_xla_donate as txd; print(txd.__file__)"], cwd=tmp_path)
+    assert where.startswith(str(site))
 
 
 def preflight(*arguments, env=None, cwd=ROOT):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch_xla
-from children import in_process, run_in_child
+from children import in_process, run_file, run_in_child
 from sharding import mesh, shard
 
 from torch_xla_donate import auto_donate, donation_report, hlo
@@ -102,6 +102,7 @@ for i in range(6):
     loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     torch_xla.sync()
 print(loss.item())
 """
@@ -164,6 +165,14 @@ def only(advice: Advice) -> Hint:
     return hint
 
 
+def assert_saves(before: Measured, edited: Path) -> None:
+    """The program prints the same after the edit of its only hint, and its aliases grow by the hint's bytes."""
+    after = measure(edited)
+    assert after.printed == before.printed
+    assert after.aliased == before.aliased + only(before.advice).bytes
+    assert not after.advice
+
+
 DONATED = {
     "slices": (SLICES, "slice_assignment", "cache", 1),
     "module_cache": (MODULE_CACHE, "slice_assignment", "model.0.keys", 1),
@@ -181,7 +190,6 @@ DETACHED = LOSS.replace("    torch_xla.sync()", "    loss = loss.detach()\n    t
 
 @pytest.mark.parametrize("case", DONATED)
 def test_the_call_of_a_hint_donates_its_bytes(tmp_path: Path, case: str) -> None:
-    """With it the program prints the same, and the step's aliases grow by the hint's bytes."""
     source, kind, name, count = DONATED[case]
     file = written(tmp_path, source)
     before = measure(file)
@@ -189,10 +197,7 @@ def test_the_call_of_a_hint_donates_its_bytes(tmp_path: Path, case: str) -> None
     assert (hint.kind, hint.name, hint.bytes, hint.array) == (kind, name, count * SIZE, "f32[64,64]")
     assert hint.where == f"{file}:{line_of(source)}"
     assert hint.runs >= 2 and "set_auto_donate(True)" in hint.edit
-    after = measure(written(tmp_path, AUTO + (DETACHED if case == "loss" else source)))
-    assert after.printed == before.printed
-    assert after.aliased == before.aliased + hint.bytes
-    assert not after.advice
+    assert_saves(before, written(tmp_path, AUTO + (DETACHED if case == "loss" else source)))
 
 
 def test_a_write_in_another_file_is_found(tmp_path: Path) -> None:
@@ -206,14 +211,10 @@ def test_a_write_in_another_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_kept_graph_under_auto_donate_needs_only_the_detach(tmp_path: Path) -> None:
-    file = written(tmp_path, AUTO + LOSS)
-    before = measure(file)
+    before = measure(written(tmp_path, AUTO + LOSS))
     hint = only(before.advice)
     assert (hint.kind, hint.edit) == ("kept_graph", "loss = loss.detach() before the step ends")
-    after = measure(written(tmp_path, AUTO + DETACHED))
-    assert after.printed == before.printed
-    assert after.aliased == before.aliased + hint.bytes
-    assert not after.advice
+    assert_saves(before, written(tmp_path, AUTO + DETACHED))
 
 
 def test_a_held_input_is_a_fact_without_an_edit(tmp_path: Path) -> None:
@@ -224,30 +225,22 @@ def test_a_held_input_is_a_fact_without_an_edit(tmp_path: Path) -> None:
     assert hint.holder == f"variable 'old' at train.py:{line_of(HELD)}"
     assert hint.where == f"{file}:{line_of(HELD)}"
     freed = HELD.replace("    x = x * 0.9\n", "    x = x * 0.9\n    del old\n")
-    source = f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{freed}"
-    after = measure(written(tmp_path, source))
-    assert after.printed == before.printed
-    assert after.aliased == before.aliased + hint.bytes
-    assert not after.advice
+    assert_saves(before, written(tmp_path, AUTO + freed))
 
 
 def test_a_setting_that_loses_in_place_updates(tmp_path: Path) -> None:
-    source = GRADIENTS.replace("    torch_xla.sync()", "    optimizer.zero_grad()\n    torch_xla.sync()")
-    file = written(tmp_path, source)
+    file = written(tmp_path, GRADIENTS)
     before = measure(file, {"XLA_ENABLE_PARAM_ALIASING": "0"})
     hint = only(before.advice)
     assert hint.kind == "lost_alias"
     assert "XLA_ENABLE_PARAM_ALIASING=0" in hint.edit
-    after = measure(file)
     assert before.aliased == 0
-    assert after.aliased == hint.bytes >= 3 * SIZE
-    assert after.printed == before.printed
-    assert not after.advice
+    assert hint.bytes >= 3 * SIZE
+    assert_saves(before, file)
 
 
+# Updates in place, and programs with `auto_donate`, are in the tests above.
 WELL_WRITTEN = {
-    "in place": GRADIENTS.replace("    torch_xla.sync()", "    optimizer.zero_grad()\n    torch_xla.sync()"),
-    "automatic": f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{FUNCTIONAL}",
     "marked": REASSIGNED.replace("    x = ", "    torch_xla_donate.donate_buffer(x)\n    x = ").replace(
         "\nx", "import torch_xla_donate\nx", 1
     ),
@@ -289,19 +282,14 @@ def test_a_well_written_program_gets_no_hint(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", ["loss", "slices", "functional", "module_cache"])
 def test_watching_changes_neither_values_nor_graphs(tmp_path: Path, case: str) -> None:
-    file = written(tmp_path, DONATED[case][0])
-    watched, plain = tmp_path / "watched", tmp_path / "plain"
+    file, watched, plain = written(tmp_path, DONATED[case][0]), tmp_path / "watched", tmp_path / "plain"
     run_in_child(watch, str(file), dump=watched)
-    run_in_child(run, str(file), dump=plain)
+    run_file(file, dump=plain)
     modules = [
         [(m.before.parameters, m.before.result, m.donors, m.aliases) for m in hlo.read_dump(folder) if m.before]
         for folder in (watched, plain)
     ]
     assert modules[0] == modules[1]
-
-
-def run(file: str) -> None:
-    runpy.run_path(file, run_name="__main__")
 
 
 @in_process(devices=4)

@@ -9,6 +9,7 @@ import torch
 import torch_xla
 import torch_xla.runtime as xr
 from children import in_process
+from helpers import error_of
 from torch_xla.core import xla_builder
 
 from torch_xla_donate import DonationError, DonationWarning, compile
@@ -54,9 +55,7 @@ def test_auto_sharding_needs_arguments_with_memory():
     xr.use_spmd(auto=True)
     argument = xla_builder.create_placeholder_tensor((8, 4), torch.float32)
     lowered = compile(lambda x: x + 1, donate_argnums=0).lower(argument)
-    with pytest.raises(DonationError) as caught:
-        lowered.compile()
-    error = str(caught.value)
+    error = error_of(DonationError, lowered.compile)
     assert error.startswith("<lambda> cannot be compiled for the placeholder float32[8,4], because torch_xla ")
     assert "call xr.use_spmd() and mark the shardings. See `python -m torch_xla_donate explain ahead`." in error
     t = torch.ones(8, 4).to("xla")

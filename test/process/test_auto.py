@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from signal import SIGALRM, SIGINT, default_int_handler, raise_signal
+from signal import SIGALRM, SIGINT, raise_signal
 from signal import signal as handle_signal
 
 import pytest
@@ -84,8 +84,6 @@ def test_an_error_while_the_first_step_is_prepared_is_raised():
         raise TimeoutError("too slow")
 
     handle_signal(SIGALRM, too_slow)
-    # A program in the background of a shell ignores SIGINT, and so do the processes that it starts.
-    handle_signal(SIGINT, default_int_handler)
     raised, count = [SIGALRM, SIGINT], _host.process_count
 
     def count_slowly():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from children import run_command
+from helpers import ROOT
 
 from torch_xla_donate import _C, _host
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_doctor_shows_versions_and_every_hook():

@@ -89,9 +89,14 @@ def test_without_arguments_the_current_device_runs_the_graph():
 
 
 @in_process(devices=4)
-def test_a_scan_runs_on_the_device_of_its_arguments():
+def test_a_scan_and_an_executable_run_on_the_device_of_their_arguments():
     carry, _ = scan(lambda carry, item: (carry + item, carry * 1), on(3, 1), torch.ones(4, 1, device="xla:3"))
     assert (carry.tolist(), str(carry.device)) == ([5], "xla:3")
+    executable = compiled(lambda x: x + 1, "lazy", donate_argnums=0).lower(on(3, 1)).compile()
+    x = on(3, 1)
+    result = executable(x)
+    assert (result.tolist(), str(result.device), is_donated(x)) == ([2], "xla:3", True)
+    assert executable.memory_analysis().alias_bytes == 4
 
 
 @ANY
@@ -103,12 +108,3 @@ def test_the_current_device_is_restored_after_an_error(backend):
     with pytest.raises(KeyError):
         compiled(fail, backend, donate_argnums=0)(on(3, 1))
     assert (_XLAC._xla_get_default_device(), _C.pending()) == ("xla:0", [])
-
-
-@in_process(devices=4)
-def test_an_executable_runs_on_the_device_of_its_arguments():
-    executable = compiled(lambda x: x + 1, "lazy", donate_argnums=0).lower(on(3, 1)).compile()
-    x = on(3, 1)
-    result = executable(x)
-    assert (result.tolist(), str(result.device), is_donated(x)) == ([2], "xla:3", True)
-    assert executable.memory_analysis().alias_bytes == 4

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from children import run_file, run_in_child
+from helpers import ROOT, console
 
 import torch_xla_donate
 from torch_xla_donate import _report
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -96,8 +95,5 @@ def test_the_blocks_of_a_page_run_and_say_what_the_page_says(process: Process) -
 
 
 def test_the_readme_shows_the_output_of_the_quickstart() -> None:
-    """Blanks at the ends of lines do not count."""
     output = run_file(ROOT / "examples" / "quickstart.py").stdout
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    printed = "\n".join(line.rstrip() for line in output.splitlines())
-    assert f"```console\n$ python examples/quickstart.py\n{printed}\n```" in readme
+    assert console("python examples/quickstart.py", output) in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch_xla
 from children import Ended, run_file, run_in_child
-from helpers import needs_jax
+from helpers import ROOT, console, needs_jax
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 STEPS = 6
 # The largest matrix has 41 MB, which malloc gives back to the system as soon as it is freed; the state has 125 MB.
 HIDDEN = 3200
@@ -297,21 +297,10 @@ def test_the_tpu_compiler_aliases_the_same_caches(caches: Caches) -> None:
     assert [modes[mode]["v6e"]["aliases"] for mode in ("plain", "donate", "index_copy_")] == [0, 4, 4]
 
 
-def shown(page: str, command: str) -> str:
-    """The output of a command that a page shows."""
-    text = (EXAMPLES.parent / "docs" / page).read_text(encoding="utf-8")
-    return text.partition(f"```console\n$ {command}\n")[2].partition("```")[0]
-
-
-def printed(output: str) -> str:
-    """The output without blanks at the ends of lines."""
-    return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
-
-
 @needs_jax
 def test_the_loops_reuse_on_a_tpu_what_the_page_shows(tmp_path: Path) -> None:
     output = run_example("loops.py", "--out", str(tmp_path)).stdout
-    assert printed(output) == shown("examples.md", "python examples/loops.py")
+    assert console("python examples/loops.py", output) in (ROOT / "docs" / "examples.md").read_text(encoding="utf-8")
 
 
 def test_the_slice_written_cache_of_a_llama_is_donated(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from bare import state
+from bare import mapped, state
 from children import in_process, run_in_child
-from helpers import make, run_script
+from helpers import assert_a_step_donates, error_of, make, run_script
 from sharding import mesh, shard
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,9 +63,8 @@ def test_other_releases_are_refused_with_the_versions_seen_and_supported():
             _host.module_for(torch_version, torch_xla_version)
     for version in ("nightly", "2", "", "2.x", "v2.9", None):
         for versions, package in (((version, "2.9.0"), "torch"), (("2.9.1", version), "torch_xla")):
-            with pytest.raises(ImportError) as raised:
-                _host.module_for(*versions)
-            assert f"{package} says that its version is {version!r}, expected one such as '2.9.1'" in str(raised.value)
+            message = f"{package} says that its version is {version!r}, expected one such as '2.9.1'"
+            assert message in error_of(ImportError, _host.module_for, *versions)
 
 
 def test_a_module_whose_record_does_not_fit_its_folder_is_refused():
@@ -77,75 +76,59 @@ def test_a_module_whose_record_does_not_fit_its_folder_is_refused():
         _host.check_build(BUILD, "2.8.0+cpu", "2.8.1")
 
 
-def test_import_beside_another_release_is_refused_before_torch_xla_is_loaded(tmp_path):
-    """The versions are shown to the child: metadata of torch_xla ahead in `sys.path`, and torch's attribute."""
-    metadata = tmp_path / "torch_xla-2.10.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.10.0\n")
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("2.10.0", "supports torch_xla 2.8 or 2.9, but torch 2.10.0 and torch_xla 2.10.0 are"),
+        (None, "needs torch_xla 2.8 or 2.9, which is not installed for"),
+    ],
+    ids=["another release", "no torch_xla"],
+)
+def test_the_import_is_refused_before_torch_xla_is_loaded(found, message):
     run_script(
-        """
-        import sys
-        sys.path.insert(0, sys.argv[1])
+        f"""
+        import importlib.metadata, sys
         import torch
-        torch.__version__ = "2.10.0"
+
+        def version(name, found={found!r}):
+            if found is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return found
+
+        importlib.metadata.version, torch.__version__ = version, "2.10.0"
         try:
             import torch_xla_donate
         except ImportError as error:
-            assert "supports torch_xla 2.8 or 2.9, but torch 2.10.0 and torch_xla 2.10.0 are" in str(error), error
+            assert sys.argv[1] in str(error), error
         else:
             raise AssertionError
-        assert not {"torch_xla", "_XLAC", "torch_xla_donate._C"} & sys.modules.keys()
+        assert not {{"torch_xla", "_XLAC", "torch_xla_donate._C"}} & sys.modules.keys()
         """,
-        str(tmp_path),
+        message,
     )
+
+
+def copy_without(folder: Path, *files: str) -> Path:
+    """A copy of the package that lacks these files."""
+    ignored = shutil.ignore_patterns("__pycache__", *files)
+    return Path(shutil.copytree(Path(_host.__file__).parents[1], folder / "torch_xla_donate", ignore=ignored))
 
 
 def test_a_package_without_a_module_for_the_release_names_what_it_has(tmp_path):
     """A module of the other release, also one in the package's folder, must never be loaded in place of the missing."""
-    copy = tmp_path / "torch_xla_donate"
-    shutil.copytree(Path(_host.__file__).parents[1], copy, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
+    copy = copy_without(tmp_path, "_C.*.so")
     other = "2_8" if torch.__version__.startswith("2.9") else "2_9"
     for folder in (copy / "_built" / f"torch_{other}", copy):
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copy(_C.__file__, folder)
-    done = run_script(
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
-    )
+    done = run_in_child(bare.import_package, str(tmp_path), exit_code=1)
     has = f"has modules for torch and torch_xla {other.replace('_', '.')}, but torch {torch.__version__} and torch_xla"
     assert has in done.stderr
 
 
-def test_a_missing_torch_xla_is_an_import_error_with_what_to_do():
-    run_script(
-        """
-        import importlib.metadata as metadata
-        real = metadata.version
-        def version(name):
-            if name == "torch_xla":
-                raise metadata.PackageNotFoundError(name)
-            return real(name)
-        metadata.version = version
-        try:
-            import torch_xla_donate
-        except ImportError as error:
-            assert "needs torch_xla 2.8 or 2.9, which is not installed for" in str(error), error
-        else:
-            raise AssertionError
-        import sys
-        assert "torch_xla" not in sys.modules
-        """
-    )
-
-
 def test_a_package_that_was_not_built_says_so(tmp_path):
-    shutil.copytree(
-        Path(_host.__file__).parents[1],
-        tmp_path / "torch_xla_donate",
-        ignore=shutil.ignore_patterns("_C*", "_built", "__pycache__"),
-    )
-    done = run_script(
-        "import sys; sys.path.insert(0, sys.argv[1]); import torch_xla_donate", str(tmp_path), exit_code=1
-    )
+    copy_without(tmp_path, "_C*", "_built")
+    done = run_in_child(bare.import_package, str(tmp_path), exit_code=1)
     assert "ImportError: torch_xla_donate has not been built. Rebuild torch_xla_donate" in done.stderr
 
 
@@ -182,15 +165,8 @@ def test_uninstalling_leaves_torch_xla_byte_for_byte_as_it_was():
 
 def slots_of_libtorch(wanted):
     """How often the data of libtorch points to each of these functions of libtorch."""
-    found = [0] * len(wanted)
-    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
-        for line in maps:
-            if line.rstrip().endswith("/libtorch_cpu.so") and "x" not in line.split()[1]:
-                first, last = (int(part, 16) for part in line.split()[0].split("-"))
-                memory.seek(first)
-                data = memory.read(last - first)
-                found = [count + data.count(address) for count, address in zip(found, wanted)]
-    return found
+    found = [data for _, data in mapped("/libtorch_cpu.so", "r--p", "rw-p")]
+    return [sum(data.count(address) for data in found) for address in wanted]
 
 
 @in_process
@@ -329,12 +305,10 @@ class Memory:
     def places_in_module(self, text: bytes) -> list[int]:
         """The addresses of these bytes in torch_xla's module."""
         found = []
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            if "/_XLAC." in line and line.split()[1].startswith("r"):
-                first, last = (int(part, 16) for part in line.split()[0].split("-"))
-                mapped, at = self.read(first, last - first), -1
-                while (at := mapped.find(text, at + 1)) >= 0:
-                    found.append(first + at)
+        for first, data in mapped(_XLAC.__file__, "r--p", "r-xp", "rw-p"):
+            at = -1
+            while (at := data.find(text, at + 1)) >= 0:
+                found.append(first + at)
         return found
 
 
@@ -390,9 +364,8 @@ def test_a_made_up_layout_is_an_error_and_no_crash():
     assert len(layouts) > 100
     for name, (place, value) in layouts.items():
         print(name, flush=True)  # shown if the child ends here
-        with changed(place, value), pytest.raises(RuntimeError) as raised:
-            _C.verify_layouts(probe, number)
-        assert "expected" in str(raised.value), (name, raised.value)
+        with changed(place, value):
+            assert "expected" in error_of(RuntimeError, _C.verify_layouts, probe, number), name
     _C.verify_layouts(probe, number)
 
     # At a mark, the program gets an ImportError with what to do.
@@ -400,10 +373,10 @@ def test_a_made_up_layout_is_an_error_and_no_crash():
     before = unhooked()
     _host.hooks._probe = lambda device: (probe, number)
     place, value = layouts["device data: 0x0"]
-    with changed(place, value), pytest.raises(ImportError) as raised:
-        donate_buffer(t)
-    assert "the device data of an uploaded tensor is not where it was expected: null" in str(raised.value)
-    assert str(raised.value).endswith("Install a stock wheel of torch_xla 2.8 or 2.9.")
+    with changed(place, value):
+        error = error_of(ImportError, donate_buffer, t)
+    assert "the device data of an uploaded tensor is not where it was expected: null" in error
+    assert error.endswith("Install a stock wheel of torch_xla 2.8 or 2.9.")
     assert state() == before and (t + 1).tolist() == [1, 2, 3, 4]
 
 
@@ -494,12 +467,7 @@ def test_the_layouts_are_right_in_the_trace_of_a_loop(first):
     final, _ = scan(body, init, xs)
     torch_xla.sync()
     assert final.tolist() == [5, 5, 5]
-    t = torch.ones(5).to("xla")
-    torch_xla.sync()
-    out = t + 1
-    donate_buffer(t)
-    torch_xla.sync()
-    assert is_donated(t) and out.tolist() == [2] * 5
+    assert_a_step_donates()
 
 
 @in_process
@@ -532,7 +500,6 @@ def test_the_layouts_are_right_after_graph_names_of_all_lengths():
 def test_a_slot_that_another_library_patched_is_an_import_error():
     """The error names the symbol, and nothing is changed."""
     _host.uninstall_hooks()
-    before = state()
 
     # A stranger's patch of one of the slots: it is moved to another function of libtorch.
     libc = ctypes.CDLL(None, use_errno=True)
@@ -540,25 +507,14 @@ def test_a_slot_that_another_library_patched_is_an_import_error():
     symbol = next(hook["symbol"] for hook in _C.hooks() if hook["name"].endswith("RunPostOrder"))
     expected = ctypes.cast(getattr(torch_library, symbol), ctypes.c_void_p).value
     other = ctypes.cast(torch_library._ZN5torch4lazy10getBackendEv, ctypes.c_void_p).value
-    slot = None
-    with open("/proc/self/mem", "rb", 0) as memory:
-        for line in before[1]:
-            first, last = (int(part, 16) for part in line.split()[0].split("-"))
-            if line.split()[1] == "r--p":
-                memory.seek(first)
-                data = memory.read(last - first)
-                at = data.find(struct.pack("<Q", expected))
-                if at >= 0:
-                    slot = first + at
-    assert slot is not None
+    found = ((first, data.find(struct.pack("<Q", expected))) for first, data in mapped(_XLAC.__file__, "r--p"))
+    *_, slot = (first + at for first, at in found if at >= 0)
     page = slot & ~(mmap.PAGESIZE - 1)
     assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 3) == 0
     ctypes.c_uint64.from_address(slot).value = other
     strangers = state()[0]
-    with pytest.raises(ImportError) as raised:
-        _host.install_hooks()
-    assert "torch_xla is unchanged" in str(raised.value)
-    assert symbol in str(raised.value)
+    error = error_of(ImportError, _host.install_hooks)
+    assert "torch_xla is unchanged" in error and symbol in error
     assert state()[0] == strangers
     assert not _C.installed()
 

@@ -45,8 +45,7 @@ def test_every_instruction_of_a_pure_trace(fails):
     assert interrupt_everywhere(use, check) > 200
     g = compile(lambda s: s + 1, pure=True, donate_argnums=0)
     y = make(3)
-    assert g(y).tolist() == [1, 2, 3]
-    assert is_donated(y)
+    assert g(y).tolist() == [1, 2, 3] and is_donated(y)
 
 
 @each_backend

@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch_xla
 from children import in_process
-from helpers import lacking, needs_jax
+from helpers import import_from, needs_jax, spmd_scan_gradients
 
 from torch_xla_donate import auto_donate, donation_report, hlo
 
-spmd_scan = lacking("2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding")
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-
-
-def example(name: str) -> Any:
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        return importlib.import_module(name)
-    finally:
-        del sys.path[0]
+pytestmark = needs_jax
 
 
 def check_row(devices: int, topology: str) -> None:
-    model = example("_memory_model")
-    size, row = model.SIZES["tiny"], example("llama").measure("tiny", None, devices, topology, "by-hand")
+    model, llama = import_from("examples", "_memory_model"), import_from("examples", "llama")
+    size, row = model.SIZES["tiny"], llama.measure("tiny", None, devices, topology, "by-hand")
     assert row["aliased"] == row["donors"] == 3 * len(size.shapes()) + 1
     assert row["memory"]["alias_bytes"] == model.state(size, devices)
     assert row["memory"]["argument_bytes"] == model.arguments(size, devices)
     assert row["memory"]["output_bytes"] == model.outputs(size, devices, topology[:3])
 
 
-@needs_jax
-@in_process()
+@in_process
 def test_the_formula_is_exact_on_one_device() -> None:
     check_row(1, "v6e:1x1")
 
 
-@spmd_scan
-@needs_jax
+@spmd_scan_gradients
 @in_process(devices=4)
 def test_the_formula_is_exact_and_all_is_aliased_on_four_devices() -> None:
     check_row(4, "v5e:2x2")
 
 
-@needs_jax
-@spmd_scan
+@spmd_scan_gradients
 @in_process(devices=4)
 def test_auto_donate_donates_what_lower_does_by_hand(dump_folder: Path) -> None:
     """The step of a real loop, whose batch stays."""
-    model, llama = example("_memory_model"), example("llama")
+    model, llama = import_from("examples", "_memory_model"), import_from("examples", "llama")
     size = model.SIZES["tiny"]
     lowered = hlo.parse(llama.lower(size, 4, "auto").as_text())
     mark = llama.marker(llama.mesh_of(4))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import BACKENDS, pointer
+from helpers import each_backend, pointer
+from ranks import make
 from sharding import mesh, shard
 
 from torch_xla_donate import (
@@ -19,12 +19,6 @@ from torch_xla_donate import (
 
 # torch_xla's spelling. By default tuples begin at 3200 parameters.
 WRAPPED = {"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"}
-
-
-def of(*values: float) -> torch.Tensor:
-    t = torch.tensor(values).to("xla")
-    torch_xla.sync(wait=True)
-    return t
 
 
 @in_process
@@ -55,7 +49,7 @@ def test_a_step_of_more_than_3200_parameters_donates_them_all(dump_folder):
 @in_process(env=WRAPPED)
 def test_pairs_are_kept_as_without_a_tuple(dump_folder):
     for _ in range(2):
-        a, b, c = of(1.0, 1.0), of(2.0, 2.0), of(3.0, 3.0)
+        a, b, c = make(1.0, 1.0), make(2.0, 2.0), make(3.0, 3.0)
         places = pointer(a), pointer(b)
         x, y = a + b + c, a - b - c
         donate_buffer([a, b], into=[y, x])
@@ -71,12 +65,12 @@ def test_pairs_are_kept_as_without_a_tuple(dump_folder):
     assert {alias.output_index for alias in paired.after.aliases} == {(0,), (1,)}
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 @in_process(env=WRAPPED)
 def test_compiled_functions_donate_elements_of_the_tuple(dump_folder, options):
     step = compile(lambda a, b, c: (a + c, b * c), donate_argnums=(0, 1), **options)
-    c = of(3.0, 3.0)
-    a, b = of(1.0, 1.0), of(2.0, 2.0)
+    c = make(3.0, 3.0)
+    a, b = make(1.0, 1.0), make(2.0, 2.0)
     places = pointer(a), pointer(b)
     for _ in range(3):
         before = a, b

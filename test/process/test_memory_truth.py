@@ -17,6 +17,7 @@ from torch_xla_donate._tools.dump import read_text, summarize
 from torch_xla_donate._tools.memory import findings, with_undonated
 from torch_xla_donate._tools.summary import StepSummary
 
+pytestmark = needs_jax
 MIB = 1 << 20
 
 
@@ -47,12 +48,16 @@ def run_step(function, *shape):
     return results
 
 
-@needs_jax
+def compared(folder, function, *shape):
+    """The summary of a step that donates, with and without its donation."""
+    run_step(function, *shape)
+    return with_undonated(*summary_of(folder))
+
+
 @in_process
 def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
     """A product cannot be written over its own operand, so XLA copies the operand into a temporary first."""
-    run_step(square, 512, 512)
-    step = with_undonated(*summary_of(dump_folder))
+    step = compared(dump_folder, square, 512, 512)
     assert (step.memory.alias_bytes, step.memory.temp_bytes) == (MIB, MIB)
     assert (step.undonated.alias_bytes, step.undonated.temp_bytes) == (0, 0)
     assert step.memory.peak_bytes == step.undonated.peak_bytes
@@ -63,11 +68,9 @@ def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
     )
 
 
-@needs_jax
 @in_process
 def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
-    run_step(flipped_and_shifted, 1 << 18)
-    step = with_undonated(*summary_of(dump_folder))
+    step = compared(dump_folder, flipped_and_shifted, 1 << 18)
     assert step.undonated.peak_bytes - step.memory.peak_bytes > 0.9 * MIB
     assert findings(step) == [
         "XLA copies 1.0 MiB of donated arrays at each run (parameter 0), because an operation reads the old value "
@@ -75,16 +78,13 @@ def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
     ]
 
 
-@needs_jax
 @in_process
 def test_a_plain_update_saves_all_that_it_aliases(dump_folder):
-    run_step(scaled, 512, 512)
-    step = with_undonated(*summary_of(dump_folder))
+    step = compared(dump_folder, scaled, 512, 512)
     assert step.undonated.peak_bytes - step.memory.peak_bytes == step.donated_bytes == MIB
     assert findings(step) == []
 
 
-@needs_jax
 @pytest.mark.parametrize("function", [square, flipped_and_shifted, scaled])
 @in_process
 def test_the_bytes_are_those_of_torch_xlas_own_compiler(function):
@@ -100,7 +100,6 @@ def test_the_bytes_are_those_of_torch_xlas_own_compiler(function):
     assert own.output_bytes == other.output_bytes + table
 
 
-@needs_jax
 @in_process
 def test_on_a_topology_both_are_padded(dump_folder):
     run_step(scaled, 100)
@@ -111,7 +110,6 @@ def test_on_a_topology_both_are_padded(dump_folder):
     assert there.undonated.output_bytes == there.memory.output_bytes
 
 
-@needs_jax
 @in_process(devices=4)
 def test_of_a_sharded_step_the_bytes_are_of_one_device():
     w = placeholder((1024, 64), torch.float32, sharding=(mesh(), ("x", None)))
@@ -121,7 +119,6 @@ def test_of_a_sharded_step_the_bytes_are_of_one_device():
     assert module.undonated.alias_bytes == 0
 
 
-@needs_jax
 @in_process
 def test_compiling_for_cpu_leaves_the_programs_dump_alone(dump_folder):
     import jax

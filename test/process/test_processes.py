@@ -14,7 +14,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.parallel_loader as parallel_loader
 from children import in_process, run_in_child
-from helpers import BACKENDS, make, pointer
+from helpers import BACKENDS, error_of, make, pointer
 
 from torch_xla_donate import (
     _C,
@@ -154,10 +154,8 @@ def test_a_strict_donation_raises_in_the_thread_that_made_it():
         torch_xla.sync(wait=True)
 
     def raises_of_its_own(rank, call, *arguments):
-        with pytest.raises(DonationError) as raised:
-            call(*arguments)
-        assert f"f32[{3 + rank}]" in str(raised.value)
-        assert f"f32[{4 - rank}]" not in str(raised.value)
+        error = error_of(DonationError, call, *arguments)
+        assert f"f32[{3 + rank}]" in error and f"f32[{4 - rank}]" not in error
 
     def rank_main(rank):
         for _ in range(10):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from children import run_in_child
-
-ROOT = Path(__file__).resolve().parents[2]
+from helpers import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +54,10 @@ def test_a_project_that_does_not_donate_imports_nothing(tmp_path, installed):
     assert "1 passed" in done.stdout
 
 
-def test_the_example_project_passes(installed):
-    """By the entry point."""
+@pytest.mark.parametrize("also", [(), ("-p", "torch_xla_donate.testing")], ids=["entry point", "both ways at once"])
+def test_the_example_project_passes(installed, also):
     folder = ROOT / "examples" / "user_project"
-    ended = run_in_child(run_installed, str(installed), "-q", str(folder))
+    ended = run_in_child(run_installed, str(installed), "-q", *also, str(folder))
     assert ended.value == 0, ended.stdout
     assert "4 passed" in ended.stdout
 
@@ -107,9 +106,3 @@ def test_an_unusable_donation_fails_its_test(tmp_path):
     assert "f32[7]: no output of the step has its size of 28 bytes" in ended.stdout
     assert "f32[9]: no output" not in ended.stdout
     assert "assert 9.0 == 8" in ended.stdout
-
-
-def test_both_ways_at_once_load_it_once(installed):
-    folder = ROOT / "examples" / "user_project"
-    ended = run_in_child(run_installed, str(installed), "-q", "-p", "torch_xla_donate.testing", str(folder))
-    assert ended.value == 0, ended.stdout

@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import bare
+import pytest
 import torch
-import torch_xla
-import torch_xla.runtime as xr
-from children import in_process, run_in_child
-from helpers import lacking, needs_jax
-from torch_xla.experimental.gradient_accumulation import gradient_accumulation
-from torch_xla.experimental.scan import scan
+from children import run_in_child
+from helpers import needs_jax, spmd_scan_gradients
 
 
 def test_stock_torch_xla_still_confuses_graphs_of_other_wiring() -> None:
@@ -21,20 +18,16 @@ def test_stock_torch_xla_still_confuses_graphs_of_other_wiring() -> None:
 
 
 @needs_jax
-@lacking("2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding")
-@in_process(devices=4)
-def test_each_iteration_of_spmd_gets_the_first_slice_with_a_scan() -> None:
-    xr.use_spmd()
-    model = torch.nn.ParameterDict({"rows": torch.arange(28.0).reshape(7, 4), "factors": torch.full((3, 4), 2.0)}).to(
-        "xla"
-    )
-    tokens = torch.tensor([[[0, 1, 2, 3, 4]], [[2, 3, 4, 5, 6]]]).to("xla")
-    torch_xla.sync(wait=True)
-
-    def step(batch):
-        rows = model["rows"][batch[:, :-1]]
-        return scan(lambda carry, x: (carry * x, None), rows, model["factors"])[0].sum()
-
-    gradient_accumulation(step, (tokens,), model)
-    torch_xla.sync(wait=True)
-    assert model["rows"].grad[:, 0].tolist() == [8, 8, 8, 8, 0, 0, 0]  # not [4, 4, 8, 8, 4, 4, 0]
+@spmd_scan_gradients
+@pytest.mark.parametrize(
+    ("package", "gradients"),
+    [(False, [8, 8, 8, 8, 0, 0, 0]), (True, [4, 4, 8, 8, 4, 4, 0])],
+    ids=["stock", "with the package"],
+)
+def test_each_iteration_of_spmd_gets_its_slice_with_a_scan(package: bool, gradients: list[float]) -> None:
+    """torch_xla gives the first slice to every iteration."""
+    loss, found = run_in_child(bare.accumulate_slices, package, devices=4).value
+    assert found == gradients
+    if package:
+        rows = torch.arange(28.0).reshape(7, 4)
+        assert loss == 8 * (rows[:4].sum() + rows[2:6].sum()).item() / 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import TellingLock, lacking, needs_jax
+from helpers import TellingLock, lacking, needs_jax, spmd_scan_gradients
 from sharding import mesh, shard
 from torch_xla.experimental.scan import scan as host_scan
 
@@ -64,7 +64,7 @@ def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
 
 
 @needs_jax
-@lacking("2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding")
+@spmd_scan_gradients
 @pytest.mark.filterwarnings("ignore")
 @in_process(devices=4)
 def test_under_spmd_the_backward_scan_reads_all_arguments():

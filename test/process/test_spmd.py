@@ -17,7 +17,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process, run_in_child
-from helpers import BACKENDS
+from helpers import BACKENDS, each_backend
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from torch_xla_donate import _C, DonationWarning, compile, donate_buffer, donation_report, hlo, is_donated
@@ -172,9 +172,6 @@ def steps(devices: int) -> list[list[Case]]:
         side_by_side(devices, [(EVEN, "whole", None), (UNEVEN, "whole", None)]),  # where nothing is sharded
         *[[Case(devices, UNEVEN, *pair, alone=True)] for pair in ALONE],
     ]
-
-
-CASES = [case for devices in DEVICES for step in steps(devices) for case in step]
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +393,7 @@ def check(f: Callable[..., Any], donor_spec: Spec | None, other_spec: Spec | Non
 
 
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 @in_process(devices=4)
 def test_compiled_functions_donate_sharded_arguments_or_say_why(dump_folder, options):
     results = []
@@ -450,6 +447,7 @@ def test_sharding_inside_torch_compile_breaks_the_graph():
 
 @in_process(devices=4)
 def test_a_mark_ends_when_its_tensor_is_sharded_before_the_step():
+    """It may be made again."""
     sharded, overwritten, dropped, kept = (make((8, 16)) for _ in range(4))
     donate_buffer({"sharded": sharded, "overwritten": overwritten, "dropped": dropped, "kept": kept})
     shard(sharded, ROWS)
@@ -469,6 +467,15 @@ def test_a_mark_ends_when_its_tensor_is_sharded_before_the_step():
     assert "overwritten" not in warning
     assert torch.equal(out[1].cpu(), values(8, 16) * 2)
 
+    t = make((8, 16))
+    donate_buffer(t, strict=True)
+    shard(t, ROWS)
+    donate_buffer(t, strict=True)
+    again = shard(t * 2, ROWS)
+    torch_xla.sync(wait=True)  # a warning would be an error
+    assert is_donated(t)
+    assert torch.equal(again.cpu(), values(8, 16) * 2)
+
 
 @in_process(devices=4)
 def test_a_mark_of_an_overwritten_and_read_tensor_ends_silently():
@@ -481,18 +488,6 @@ def test_a_mark_of_an_overwritten_and_read_tensor_ends_silently():
         torch_xla.sync(wait=True)  # a warning would be an error
         assert not donation_report(steps=1).donors and _C.pending() == []
         assert torch.equal(out.cpu(), values(8, 16) * 2 + 2)
-
-
-@in_process(devices=4)
-def test_a_tensor_that_is_sharded_and_marked_again_donates():
-    t = make((8, 16))
-    donate_buffer(t, strict=True)
-    shard(t, ROWS)
-    donate_buffer(t, strict=True)
-    out = shard(t * 2, ROWS)
-    torch_xla.sync(wait=True)  # a warning would be an error
-    assert is_donated(t)
-    assert torch.equal(out.cpu(), values(8, 16) * 2)
 
 
 # --- Views, overwrites, returned arguments and pairs ---

@@ -17,7 +17,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
-from helpers import compiles, make, run_script
+from helpers import assert_a_step_donates, compiles, make, run_script
 from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
@@ -141,14 +141,6 @@ def test_a_setting_that_is_neither_yes_nor_no_fails_the_import():
         assert f"{name}='perhaps' is neither yes nor no. Set it to 1 or 0." in done.stderr
 
 
-SETTINGS = [
-    ("XLA_ENABLE_PARAM_ALIASING", "0"),
-    ("XLA_ENABLE_PARAM_ALIASING", "false"),
-    ("XLA_STABLEHLO_COMPILE", "1"),
-    ("XLA_AUTO_SPMD", "1"),
-]
-
-
 @in_process(devices=4)
 def test_auto_sharding_that_begins_between_steps_is_noticed():
     import torch_xla.runtime as xr
@@ -168,7 +160,15 @@ def test_auto_sharding_that_begins_between_steps_is_noticed():
     assert out.tolist() == [4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("name", "value"), SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_ENABLE_PARAM_ALIASING", "0"),
+        ("XLA_ENABLE_PARAM_ALIASING", "false"),
+        ("XLA_STABLEHLO_COMPILE", "1"),
+        ("XLA_AUTO_SPMD", "1"),
+    ],
+)
 @in_process(env=lambda name, value: {name: value})
 def test_a_setting_that_switches_donation_off_is_named_once(name, value):
     setting = f"{name}={value}"
@@ -232,14 +232,6 @@ def test_threads_mark_cancel_report_and_step_at_once():
     threads.run(40)
 
 
-def donate_and_check() -> None:
-    t = make(8)
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
-    assert is_donated(t) and out.tolist() == list(range(1, 9))
-
-
 def succeeds_in_a_fork(function: Callable[[], None]) -> bool:
     """Forks this process, runs the function in the new one; true if it returned there."""
     child = os.fork()
@@ -256,8 +248,8 @@ def succeeds_in_a_fork(function: Callable[[], None]) -> bool:
 @in_process
 def test_a_fork_before_the_runtime_starts_can_donate():
     assert not torch_xla._XLAC._xla_runtime_is_initialized()
-    assert succeeds_in_a_fork(donate_and_check)
-    donate_and_check()
+    assert succeeds_in_a_fork(assert_a_step_donates)
+    assert_a_step_donates()
 
 
 def assert_one_mark_is_pending() -> None:
@@ -294,9 +286,17 @@ def acquire_every_lock() -> None:
     assert all(lock.acquire(blocking=False) for lock in _locks._locks)
 
 
+def the_lock_is_still_ours() -> None:
+    switches.compiling.release()
+    with pytest.raises(RuntimeError):
+        switches.compiling.release()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @in_process
-def test_locks_that_another_thread_holds_are_free_after_a_fork():
+def test_after_a_fork_locks_of_other_threads_are_free_and_ones_own_stay():
+    with switches.compiling:
+        assert succeeds_in_a_fork(the_lock_is_still_ours)
     assert switches.compiling in _locks._locks
     held, ended = threading.Event(), threading.Event()
 
@@ -316,19 +316,6 @@ def test_locks_that_another_thread_holds_are_free_after_a_fork():
     finally:
         ended.set()
         holder.join()
-
-
-def the_lock_is_still_ours() -> None:
-    switches.compiling.release()
-    with pytest.raises(RuntimeError):
-        switches.compiling.release()
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@in_process
-def test_a_lock_of_the_forking_thread_stays_its_own_in_the_child():
-    with switches.compiling:
-        assert succeeds_in_a_fork(the_lock_is_still_ours)
 
 
 # --- What the hooks remember ---

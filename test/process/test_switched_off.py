@@ -14,12 +14,12 @@ import bare
 import pytest
 import torch
 import torch_xla
-from children import run_command, run_file, run_in_child
+from children import in_process, run_command, run_file, run_in_child
+from helpers import ROOT
 
 import torch_xla_donate as txd
 from torch_xla_donate import testing
 
-ROOT = Path(__file__).resolve().parents[2]
 OFF = {"TORCH_XLA_DONATE": "0"}
 SAYS = "TORCH_XLA_DONATE=0 switches torch_xla_donate off: nothing is hooked, and nothing is donated."
 pytestmark = pytest.mark.filterwarnings("ignore:TORCH_XLA_DONATE=0 switches torch_xla_donate off")
@@ -216,14 +216,11 @@ def test_wrong_arguments_raise_the_same_errors() -> None:
     assert run_in_child(errors, env=OFF).value == here
 
 
-def lowered() -> None:
+@in_process(env=OFF)
+def test_what_needs_the_hooks_says_so() -> None:
     with pytest.raises(txd.DonationError, match="lower of <lambda> needs the hooks"):
         txd.compile(lambda a: a).lower(array())
     assert str(txd.donation_report()) == SAYS and not txd.donation_report()
-
-
-def test_what_needs_the_hooks_says_so() -> None:
-    run_in_child(lowered, env=OFF)
 
 
 @pytest.mark.parametrize("version", ["2.9.0", "2.4.0", "3.0"])

@@ -147,6 +147,10 @@ def test_sharded_placeholders_are_compiled_for_their_devices():
     # The same on this machine, and as often as one likes.
     assert lowered.compile().memory_analysis().alias_bytes == 4 * (16 * 32 + 64 * 32)
     assert executable.memory_analysis().alias_bytes == 4 * (16 * 128 + 32 * 128)  # 64 columns, padded to 128
+    # One that the function closes over keeps its sharding.
+    outside = sharded("x", None)
+    lowered = compile(lambda x: x @ outside.T).lower(placeholder((8, 32), F32))
+    assert "sharding={devices=[4,1]0,1,2,3}" in lowered.as_text()
 
 
 @in_process(devices=4)
@@ -261,13 +265,6 @@ def test_an_operation_on_the_host_cannot_be_lowered():
 
 
 @in_process
-def test_a_buffer_that_is_donated_and_kept_is_refused():
-    x = placeholder((4,), F32)
-    with pytest.raises(ValueError, match=r"a \(argument 0 of .*\) is donated, and b \(.*has the same buffer"):
-        compile(lambda a, b: a + b, donate_argnums=0).lower(x, x)
-
-
-@in_process
 def test_a_tensor_of_eight_bit_floats_is_lowered():
     for dtype, array in ((torch.float8_e5m2, "f8e5m2[4]"), (torch.float8_e4m3fn, "f8e4m3fn[4]")):
         t = make(4).to(dtype)
@@ -293,15 +290,8 @@ def test_a_copied_module_keeps_its_gradients():
     assert copied.alias_bytes >= 64 * 64 * 4
 
 
-@in_process(devices=4)
-def test_a_sharded_placeholder_from_outside_keeps_its_sharding():
-    w = placeholder((64, 32), F32, sharding=(mesh(), ("x", None)))
-    lowered = compile(lambda x: x @ w.T).lower(placeholder((8, 32), F32))
-    assert "sharding={devices=[4,1]0,1,2,3}" in lowered.as_text()
-
-
 @in_process
-def test_bad_placeholders_are_refused():
+def test_bad_placeholders_and_bad_uses_of_one_are_refused():
     for arguments, error, text in (
         (((-1, 4), F32), ValueError, r"placeholder got shape=\(-1, 4\). Give sizes of 0 or more."),
         (((4,), torch.quint8), TypeError, "a placeholder of dtype torch.quint8 cannot be made"),
@@ -309,6 +299,11 @@ def test_bad_placeholders_are_refused():
     ):
         with pytest.raises(error, match=text):
             placeholder(*arguments)
+    x = placeholder((4,), F32)
+    with pytest.raises(ValueError, match=r"a \(argument 0 of .*\) is donated, and b \(.*has the same buffer"):
+        compile(lambda a, b: a + b, donate_argnums=0).lower(x, x)
+    with pytest.raises(ValueError, match="computes nothing on the device, so it cannot be compiled for v6e:1x1"):
+        compile(lambda x: None).lower(x).compile("v6e:1x1")
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta state|under heavy development):UserWarning")
@@ -459,9 +454,3 @@ def test_without_the_compiler_the_error_says_what_to_install(tmp_path):
     os.environ["PYTHONPATH"] = str(tmp_path)
     with pytest.raises(ImportError, match=r'compiling for v6e:1x1 needs .*pip install "torch_xla_donate\[tpu\]"'):
         hlo.compile_for(SMALL, "v6e:1x1")
-
-
-@in_process
-def test_a_function_that_computes_nothing_is_refused():
-    with pytest.raises(ValueError, match="computes nothing on the device, so it cannot be compiled for v6e:1x1"):
-        compile(lambda x: None).lower(placeholder((4,), F32)).compile("v6e:1x1")

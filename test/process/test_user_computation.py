@@ -9,7 +9,7 @@ import torch
 import torch_xla
 from children import in_process, run_in_child
 from computations import TEXT, from_stablehlo, from_text, jax, lowered
-from helpers import make, pointer
+from helpers import error_of, make, pointer
 
 from torch_xla_donate import DonationError, DonationWarning, call_jax, donation_report, hlo, user_computation
 
@@ -69,10 +69,9 @@ def test_stock_torch_xla_ends_the_process_for_names_without_numbers():
 @in_process
 def test_without_jax_or_torchax_an_error_says_what_to_install(missing):
     sys.modules[missing] = None  # Python's way to say that it is not to be found
-    with pytest.raises(ImportError) as raised:
-        call_jax(abs, (1,))
-    assert str(raised.value).startswith(f"call_jax needs jax and torchax: import of {missing} halted")
-    assert str(raised.value).endswith("pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13")
+    error = error_of(ImportError, call_jax, abs, (1,))
+    assert error.startswith(f"call_jax needs jax and torchax: import of {missing} halted")
+    assert error.endswith("pip install jax==0.7.1 jaxlib==0.7.1 torchax==0.0.13")
 
 
 def weight_in_eager_mode():
@@ -82,7 +81,7 @@ def weight_in_eager_mode():
 
 @in_process
 def test_eager_mode_runs_the_computation_and_keeps_its_donors():
-    """A warning and the report say so."""
+    """A warning and the report say so, also of inputs unfit for donation."""
     weight = weight_in_eager_mode()
     with pytest.warns(DonationWarning) as caught:
         halved = call_jax(jax.jit(lambda w: w / 2, donate_argnums=0), (weight,))
@@ -93,6 +92,14 @@ def test_eager_mode_runs_the_computation_and_keeps_its_donors():
     (donor,) = donation_report().donors
     assert donor.outcome == "unusable" and donor.reason.startswith("eager mode runs each operation at once")
     assert donation_report().pending == ()
+
+    step = jax.jit(lambda w, g: w - g, donate_argnums=0)
+    with pytest.warns(DonationWarning) as caught:
+        assert call_jax(step, (weight, weight)).tolist() == [0, 0, 0, 0]
+    (warning,) = [w for w in caught if w.category is DonationWarning]
+    assert "args[0] of <lambda> is donated, and args[1] of <lambda>, which is not" in str(warning.message)
+    with pytest.raises(ValueError, match="has the same buffer"):
+        call_jax(step, (weight, weight), strict=True)
 
 
 @pytest.mark.parametrize("environment", [{}, {"TORCH_XLA_DONATE_STRICT": "1"}], ids=["argument", "environment"])
@@ -107,15 +114,3 @@ def test_a_strict_donation_in_eager_mode_is_an_error_each_time(environment):
         assert [donor.step for donor in donation_report().donors] == [*range(1, step + 1)]
     with pytest.warns(DonationWarning):
         assert call_jax(halve, (weight,), strict=False).tolist() == [0, 0.5, 1, 1.5]
-
-
-@in_process
-def test_eager_mode_also_reports_inputs_unfit_for_donation():
-    weight = weight_in_eager_mode()
-    step = jax.jit(lambda w, g: w - g, donate_argnums=0)
-    with pytest.warns(DonationWarning) as caught:
-        assert call_jax(step, (weight, weight)).tolist() == [0, 0, 0, 0]
-    (warning,) = [w for w in caught if w.category is DonationWarning]
-    assert "args[0] of <lambda> is donated, and args[1] of <lambda>, which is not" in str(warning.message)
-    with pytest.raises(ValueError, match="has the same buffer"):
-        call_jax(step, (weight, weight), strict=True)

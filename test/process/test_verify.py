@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch_xla
-from children import in_process, run_in_child
+from children import in_process, run_command, run_in_child
 from click.testing import CliRunner
-from helpers import make, needs_jax
+from helpers import ROOT, make, needs_jax
 from rich.console import Group
 from sharding import mesh, shard
 
@@ -27,8 +27,6 @@ from torch_xla_donate._tools import children, record, table
 from torch_xla_donate._tools import verify as verifying
 from torch_xla_donate._tools.collect import collect
 from torch_xla_donate._tools.summary import RunSummary, StepSummary
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def recorded(function, folder: Path, *args, exit_code: int | None = None, **options) -> RunSummary:
@@ -205,21 +203,8 @@ def test_a_program_of_several_processes_is_verified(tmp_path):
     """Each process has a record. The exit code is the program's; the JSON has the steps of all processes."""
     script = tmp_path / "spawns.py"
     script.write_text(SPAWNS)
-    command = [
-        "verify",
-        "--auto",
-        "--json",
-        "-",
-        "--keep",
-        str(tmp_path / "kept"),
-        str(script),
-        "--json",
-        "x",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "torch_xla_donate", *command], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 7, done.stderr
+    options = ["--auto", "--json", "-", "--keep", str(tmp_path / "kept")]
+    done = run_command("verify", *options, str(script), "--json", "x", exit_code=7)
     assert "arguments ['--json', 'x']" in done.stderr
     assert "the program ended with exit code 7" in done.stderr
     found = json.loads(done.stdout)
@@ -274,12 +259,9 @@ def test_a_program_that_a_signal_ends_has_its_table(tmp_path):
     assert "the program ended with signal 15" in " ".join(shown.split())
 
 
+@in_process
 def test_an_ignored_signal_stays_ignored():
     """As under `nohup`, in this process and in the child."""
-    run_in_child(keep_ignored_signals)
-
-
-def keep_ignored_signals() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mine = signal.getsignal(signal.SIGTERM)
     with verifying._SignalsToChild() as signals:
@@ -369,25 +351,20 @@ print(x[0, 0].item())
 """
 
 
-def verified(tmp_path: Path, *options: str) -> tuple[str, dict]:
-    """Standard output and the JSON of a run of `verify`."""
-    file = tmp_path / "run.json"
-    command = [sys.executable, "-m", "torch_xla_donate", "verify", "--json", str(file), *options, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
-    return done.stdout, json.loads(file.read_text())
-
-
 @needs_jax
 def test_undonated_shows_the_memory_without_donation(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LOOP)
-    shown, before = verified(tmp_path, "--undonated")
+    script, file = tmp_path / "script.py", tmp_path / "run.json"
+
+    def verified(source: str) -> dict:
+        script.write_text(source)
+        done = run_command("verify", "--json", str(file), "--undonated", str(script))
+        assert "1.9375" in done.stdout
+        return json.loads(file.read_text())
+
+    before = verified(LOOP)
     assert before["donated_fraction"] == 0.0
-    assert "1.9375" in shown
     assert all(step["undonated"] == step["memory"] for step in before["steps"])
-    script.write_text(f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{LOOP}")
-    shown, after = verified(tmp_path, "--undonated")
-    assert "1.9375" in shown
+    after = verified(f"import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n{LOOP}")
     (step,) = [step for step in after["steps"] if step["donors"]]
     assert step["memory"]["alias_bytes"] - step["undonated"]["alias_bytes"] == 16384
 

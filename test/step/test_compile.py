@@ -57,15 +57,6 @@ def test_it_is_a_decorator_with_and_without_arguments(make):
     assert repr(double) == "<LazyCompiled of double>"
 
 
-def test_wrong_function_backend_or_option_raises():
-    with pytest.raises(TypeError, match=r"f is of type int, which cannot be called"):
-        torch_xla_donate.compile(3)
-    with pytest.raises(ValueError, match=r"""backend is 'cuda'\. Pass "lazy" or "openxla"\."""):
-        torch_xla_donate.compile(add, backend="cuda")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'graphs'"):
-        torch_xla_donate.compile(add, graphs=1)
-
-
 def test_a_step_refused_for_max_different_graphs_leaves_no_mark(make):
     f = torch_xla_donate.compile(add, donate_argnums=0, max_different_graphs=1)
     f(make(3), make(3))
@@ -163,9 +154,12 @@ def test_a_number_beyond_the_arguments_of_a_call_is_refused(make):
         f(make(2), make(3))
 
 
-def test_unresolvable_names_and_numbers_are_refused_at_wrapping():
+def test_wrong_functions_options_names_and_numbers_are_refused_at_wrapping():
     both = "is both static and donated"
     for f, options, kind, text in [
+        (3, {}, TypeError, "f is of type int, which cannot be called"),
+        (add, {"backend": "cuda"}, ValueError, """backend is 'cuda'. Pass "lazy" or "openxla"."""),
+        (add, {"graphs": 1}, TypeError, "unexpected keyword argument 'graphs'"),
         (add, {"donate_argnums": 2}, ValueError, r"donate_argnums is 2, and 2 is out of range, because add accepts 2"),
         (add, {"donate_argnums": (0, -3)}, ValueError, r"donate_argnums is (0, -3), and -3 is out of range, because"),
         (add, {"static_argnums": 5}, ValueError, r"static_argnums is 5, and 5 is out of range, because add accepts 2"),

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import inspect
 import threading
-import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import BACKENDS, Couple, compiles, lose, pointer, whole_copy
+from helpers import Couple, compiles, each_backend, lose, pointer, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -38,24 +37,23 @@ from torch_xla_donate import (
 # --- A donation that happens ---
 
 
-def mark_step():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        xm.mark_step()
-
-
-@pytest.mark.parametrize("step", [torch_xla.sync, lambda: torch_xla.sync(wait=True), mark_step])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of mark_step
+@pytest.mark.parametrize("step", [torch_xla.sync, lambda: torch_xla.sync(wait=True), xm.mark_step])
 def test_the_output_takes_over_the_donated_memory(make, step):
+    """And not the mark: the next step leaves the output alone."""
     t = make(8, 4)
     address = pointer(t)
 
     donate_buffer(t)
     out = t * 2
     step()
+    again = out + 1
+    step()
 
-    assert is_donated(t)
+    assert is_donated(t) and not is_donated(out)
     assert pointer(out) == address
     assert torch.equal(out.cpu(), torch.arange(32.0).reshape(8, 4) * 2)
+    assert torch.equal(again.cpu(), torch.arange(32.0).reshape(8, 4) * 2 + 1)
 
 
 def test_any_dtype_can_be_donated(make):
@@ -76,18 +74,6 @@ def test_a_buffer_goes_to_another_dtype_and_shape_of_equal_bytes(make):
     torch_xla.sync(wait=True)
     assert is_donated(t)
     assert pointer(out) == address
-
-
-def test_the_mark_does_not_pass_on_to_the_output(make):
-    t = make(3)
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
-    again = out + 1
-    torch_xla.sync()
-    assert not is_donated(out)
-    assert out.tolist() == [1, 2, 3]
-    assert again.tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -178,13 +164,12 @@ def test_tied_weights_are_one_donor_with_both_names(make):
     module[1].weight = module[0].weight
     torch_xla.sync()
     donate_buffer(module)
-    new = module[0].weight.detach() * 2
+    _new = module[0].weight.detach() * 2
     torch_xla.sync()
     (donor,) = donation_report(steps=1).donors
     assert donor.name == "0.weight, 1.weight"
     assert is_donated(module[0].weight)
     assert is_donated(module[1].weight)
-    assert new.shape == (3, 3)
 
 
 def test_donating_twice_is_the_same_as_once(make):
@@ -327,11 +312,10 @@ def test_donation_disabled_holds_for_its_own_thread_only(make):
         other.submit(context.__enter__).result()
         assert other.submit(_C.disabled).result()
         donate_buffer(t)
-        out = t + 1
+        _out = t + 1
         torch_xla.sync()
         other.submit(context.__exit__, None, None, None).result()
     assert is_donated(t)
-    assert out.shape == (4,)
 
 
 def test_is_donated_needs_a_tensor_and_is_false_elsewhere(make):
@@ -469,16 +453,6 @@ def test_an_unusable_donation_warns_once_for_each_place(make, recwarn):
     assert where in text
 
 
-def test_strict_raises_at_the_sync_and_loses_nothing(make):
-    t, other = make(3), make(5)
-    donate_buffer(t, strict=True)
-    total, kept = t.sum(), other + 1
-    with pytest.raises(DonationError, match=r"Some donated buffers were not usable: f32\[3\]"):
-        torch_xla.sync(wait=True)
-    assert (total.item(), kept.tolist(), t.tolist()) == (3, [1, 2, 3, 4, 5], [0, 1, 2])
-    torch_xla.sync()
-
-
 @pytest.mark.filterwarnings("error::torch_xla_donate.DonationWarning")
 def test_an_error_made_of_a_warning_does_not_swallow_the_others(make):
     a, b, c = make(3), make(5), make(7)
@@ -520,10 +494,10 @@ def test_an_unknown_strict_or_stacklevel_is_refused_by_every_function(make):
 
 
 def test_strict_is_off_warn_or_error(make, monkeypatch):
-    """By the argument, which wins over the environment."""
+    """By the argument, which wins over the environment. Also an error loses nothing."""
     expected = {
         "warns": lambda: pytest.warns(DonationWarning, match="f32.3."),
-        "raises": lambda: pytest.raises(DonationError, match="f32.3."),
+        "raises": lambda: pytest.raises(DonationError, match=r"Some donated buffers were not usable: f32\[3\]"),
         "nothing": contextlib.nullcontext,
     }
     for environment, strict, outcome in [
@@ -546,13 +520,13 @@ def test_strict_is_off_warn_or_error(make, monkeypatch):
         if environment is None:
             monkeypatch.delenv("TORCH_XLA_DONATE_STRICT")
         _report.notices._warned_sites.clear()
-        t = make(3)
+        t, other = make(3), make(5)
         donate_buffer(t, strict=strict)
-        total = t.sum()
+        total, kept = t.sum(), other + 1
         with expected[outcome]():
             torch_xla.sync(wait=True)
         assert donation_report(steps=1).donors[0].outcome == "unusable"
-        assert total.item() == 3
+        assert (total.item(), kept.tolist(), t.tolist()) == (3, [1, 2, 3, 4, 5], [0, 1, 2])
     monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "perhaps")
     with pytest.raises(ValueError, match="TORCH_XLA_DONATE_STRICT='perhaps' is unknown. Set it to off, warn or error"):
         donate_buffer(t)
@@ -594,7 +568,7 @@ def test_a_mark_made_in_a_helper_has_its_callers_line(make):
     assert line_of(10**20) > 0  # the outermost line
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 def test_a_library_that_wraps_compile_shows_its_callers_line(make, options):
     inner = compile(lambda x: x.sum(), donate_argnums=0, strict="error", stacklevel=2, **options)
     default = compile(lambda x: x.sum(), donate_argnums=0, strict="error", **options)
@@ -621,10 +595,9 @@ def test_a_loop_takes_a_stacklevel(make):
         return scan(lambda c, x: (c + x, c), *args, donate="init", stacklevel=2, **kwargs)
 
     line = inspect.currentframe().f_lineno + 1
-    carry, _ = helper(make(3), make(2, 3))
+    _kept = helper(make(3), make(2, 3))
     assert donation_report().pending[0].where == f"{__file__}:{line}"
     torch_xla.sync()
-    assert carry.shape == (3,)
 
 
 def test_an_unusable_mark_is_over_and_may_be_made_again(make):

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS, pointer
+from helpers import each_backend, pointer
 from torch_xla.experimental import eager_mode_context, is_eager_mode
 
 import torch_xla_donate
@@ -37,9 +37,11 @@ def last():
     return donor
 
 
-@pytest.mark.parametrize("operation", [lambda t: t + 1, lambda t: t[1], lambda t: t.clone().mul_(3)])
+@pytest.mark.parametrize(
+    "operation", [lambda t: t + 1, lambda t: t[1], lambda t: t.clone().mul_(3), lambda t: t.mul_(3)]
+)
 def test_an_operation_ends_the_mark_and_the_tensor_stays(make, operation):
-    t = make(4)
+    t, copy = make(4), torch.arange(4.0)
     with pytest.warns(DonationWarning, match=f"not usable: f32.4. .donated at .*test_eager_mode.py:.*\n.*{REASON}"):
         donate_buffer(t)
         out = operation(t)
@@ -50,8 +52,8 @@ def test_an_operation_ends_the_mark_and_the_tensor_stays(make, operation):
     with torch_xla.compile():
         late = t * 2
     assert not is_donated(t)
-    assert (t.tolist(), late.tolist()) == ([0, 1, 2, 3], [0, 2, 4, 6])
-    assert torch.equal(out.cpu(), operation(torch.arange(4.0)))
+    assert torch.equal(out.cpu(), operation(copy))
+    assert torch.equal(t.cpu(), copy) and torch.equal(late.cpu(), copy * 2)
 
 
 def test_the_next_donation_warns_where_no_sync_follows(make):
@@ -98,16 +100,6 @@ def test_reads_of_the_tensor_itself_leave_the_mark_pending(make):
     assert out.tolist() == [0, 2, 4, 6]
 
 
-def test_an_update_in_place_ends_the_mark_and_is_right(make):
-    t = make(4)
-    with pytest.warns(DonationWarning, match=REASON):
-        donate_buffer(t)
-        t.mul_(3)
-        torch_xla.sync()
-    assert t.tolist() == [0, 3, 6, 9]
-    assert not is_donated(t)
-
-
 def test_syncs_and_other_operations_leave_marks_for_compile(make):
     """A compiled function then consumes them."""
     t, other = make(4), make(4)
@@ -138,7 +130,7 @@ def test_donate_buffer_inside_of_a_compiled_function_donates(make):
     assert is_eager_mode()
 
 
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 def test_compiled_functions_of_this_package_donate_at_every_call(make, options):
     step = torch_xla_donate.compile(lambda state, x: {"w": state["w"] * 2 + x}, donate_argnums=0, **options)
     state, x = {"w": make(4)}, make(4) * 0 + 1  # an operation that has run at once

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS
+from helpers import each_backend
 
 from torch_xla_donate import compile, donate_buffer, is_donated
 
@@ -19,7 +19,7 @@ def on_xla(*values: float, size: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # openxla keeps arguments that have views as results
-@pytest.mark.parametrize("options", BACKENDS.values(), ids=BACKENDS)
+@each_backend
 def test_alike_views_of_swapped_inputs_stay_apart(options):
     """The order of outputs follows the age of tensors, so the second call connects two transposes the other way."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -67,29 +66,23 @@ def test_every_instruction_of_a_context_entered_again(name):
 def test_a_context_of_several_threads():
     """They are inside one object at the same time, and leave it in the order in which they came."""
     contexts = [donation_disabled(), debug_nans(infs=True), auto_donate(False)]
-    entered, first_left = threading.Barrier(2), threading.Barrier(2)
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as first:
 
-    def visit(leaves_first):
-        try:
-            before = state()
-            with contextlib.ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context)
-                inside = state()
-                entered.wait()
-                if not leaves_first:
-                    first_left.wait()
-                assert state() == inside
-            assert state() == before
-            if leaves_first:
-                first_left.wait()
-        except BaseException:
-            entered.abort()
-            first_left.abort()
-            raise
+        def there(function, *args):
+            return thread.submit(function, *args).result()
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(visit, [True, False]))
+        before, before_there, second = state(), there(state), contextlib.ExitStack()
+        for context in contexts:
+            first.enter_context(context)
+        inside = state()
+        for context in contexts:
+            there(second.enter_context, context)
+        assert state() == inside
+        inside_there = there(state)
+        first.close()
+        assert (state(), there(state)) == (before, inside_there)
+        there(second.close)
+        assert (state(), there(state)) == (before, before_there)
 
 
 def test_a_decorated_function_may_call_itself():

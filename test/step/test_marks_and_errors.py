@@ -80,18 +80,16 @@ def test_an_error_in_the_search_of_a_result_takes_the_marks_back(make):
     assert x.tolist() == [0, 1, 2]
 
 
-def test_a_block_without_an_error_donates(make):
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_block_without_an_error_donates(make, inside):
     w = make(3)
     with donate_buffer(w):
         new = w + 1
-        torch_xla.sync()
+        if inside:
+            torch_xla.sync()
+    torch_xla.sync()
     assert is_donated(w)
     assert torch.equal(new.cpu(), torch.arange(3.0) + 1)
-    with donate_buffer(new):
-        later = new * 2
-    torch_xla.sync()
-    assert is_donated(new)
-    del later
 
 
 def test_an_error_after_the_step_is_too_late(make):
@@ -110,10 +108,9 @@ def test_an_error_takes_back_the_marks_of_its_block_only(make):
     donate_buffer([outer, twice])
     with pytest.raises(ValueError, match="no"), donate_buffer([inner, twice]):
         raise ValueError("no")
-    results = outer + 1, inner + 1, twice + 1
+    _results = outer + 1, inner + 1, twice + 1
     torch_xla.sync()
     assert [is_donated(t) for t in (outer, inner, twice)] == [True, False, False]
-    del results
 
 
 def test_the_context_holds_no_tensor(make):
@@ -175,8 +172,7 @@ def test_less_than_everything_is_never_100_percent(make):
     assert percent(0.0) == "0.0%"
     large, small = make(512, 512), make(3)
     donate_buffer([large, small])
-    result = large + small.sum()
+    _result = large + small.sum()
     with pytest.warns(UserWarning, match="not usable"):
         torch_xla.sync(wait=True)
     assert "1 of 2 donors donated, 1.0 MiB (99.9% of" in str(donation_report(steps=1))
-    assert result.shape == (512, 512)

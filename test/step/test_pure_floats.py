@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+import operator
 import re
 
 import numpy
@@ -68,8 +69,8 @@ OPERATIONS = {
     "fmod": lambda x, n: torch.fmod(x, n),
     "div floor": lambda x, n: torch.div(x, n, rounding_mode="floor"),
     "mul_": lambda x, n: x.clone().mul_(n),
-    "iadd": lambda x, n: _iadd(x.clone(), n),
-    "number iadd": lambda x, n: _iadd(n, x),
+    "iadd": lambda x, n: operator.iadd(x.clone(), n),
+    "number iadd": lambda x, n: operator.iadd(n, x),
     "fill_": lambda x, n: x.clone().fill_(n),
     "setitem": lambda x, n: _set(x.clone(), n),
     "full_like": lambda x, n: torch.full_like(x, n),
@@ -86,11 +87,6 @@ OPERATIONS = {
     "0-d": lambda x, n: n * x.sum(),
     "0-d and more": lambda x, n: (x.sum() * n) * x,
 }
-
-
-def _iadd(x, n):
-    x += n
-    return x
 
 
 def _set(x, n):

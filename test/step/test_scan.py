@@ -117,9 +117,8 @@ def test_tensors_that_the_backward_scan_reads_are_not_donated(make, sync):
     assert outcomes == {"init": ("donated", ""), "xs": ("unusable", "autograd has saved it for the backward scan")}
     with torch.no_grad():
         weights = make(4, 3).requires_grad_()
-        kept = scan(multiply, make(3), weights, donate="xs")
+        _kept = scan(multiply, make(3), weights, donate="xs")
     torch_xla.sync()
-    del kept
     assert is_donated(weights)
 
 
@@ -172,11 +171,10 @@ def test_the_report_has_a_tensor_of_autograd_each_time(make):
 def test_disabled_donation_does_not_warn_of_a_tensor_of_autograd(make):
     with donation_disabled():
         weights = make(4, 3).requires_grad_()
-        kept = scan(multiply, make(3), weights, donate="xs", strict=True)
+        _kept = scan(multiply, make(3), weights, donate="xs", strict=True)
     (donor,) = donation_report(steps=1).donors
     assert donor.reason == "donation is disabled (donation_disabled())"
     torch_xla.sync()
-    del kept
 
 
 def test_in_a_compiled_function_the_strict_error_has_the_result(make):
@@ -193,10 +191,9 @@ def test_strict_of_a_scan_is_the_default_of_its_donations(make, of_donation, of_
         donate_buffer(x, strict=of_donation)
         return carry + x, carry.sum()
 
-    kept = scan(body, make(3), make(4, 3), strict=of_scan)
+    _kept = scan(body, make(3), make(4, 3), strict=of_scan)
     with pytest.raises(DonationError, match="xs: no output of the step has its size of 48 bytes"):
         torch_xla.sync(wait=True)
-    del kept
 
 
 @pytest.mark.parametrize("is_fn_pure", [False, True])
@@ -265,9 +262,8 @@ def test_tensor_from_outside_is_donated_in_a_body_with_into(make):
         donate_buffer(outside, into=target)
         return carry + x, carry
 
-    kept = scan(body, init, xs)
+    _kept = scan(body, init, xs)
     torch_xla.sync()
-    del kept
     (donor,) = donation_report(steps=1).donors
     assert (donor.outcome, donor.into_kept) == ("donated", True)
 

@@ -338,19 +338,6 @@ def test_a_loop_over_a_reshape_of_a_written_tensor_donates(make):
     assert torch.equal(state.cpu(), copy)
 
 
-def test_a_marked_reshape_consumes_its_base_too(make):
-    """They share memory in PyTorch, and the error names the mark."""
-    base, whole = written(make)
-    donate_buffer(whole)
-    out = base + 1
-    torch_xla.sync(wait=True)
-    for t in (whole, base):
-        assert is_donated(t)
-        with pytest.raises(DonatedBufferError, match=r"f32\[24\] tensor was donated at .*test_views_and_marks.py"):
-            t.cpu()
-    assert out.tolist() == [value + 1 for value in WRITTEN]
-
-
 @pytest.mark.parametrize("use", [False, True], ids=["not used", "used"])
 def test_the_mark_of_a_reshape_can_be_cancelled(make, use):
     _, whole = written(make)
@@ -425,13 +412,18 @@ REARRANGED = {
 
 
 def test_a_view_with_all_elements_of_its_base_donates_it(make):
-    for name, view in REARRANGED.items():
+    """Both are consumed, as they share memory in PyTorch, and the error names the mark."""
+    for (name, view), dropped in itertools.product(REARRANGED.items(), (False, True)):
         base, whole = written(make, view)
         donate_buffer(whole)
-        out = base + 1
+        out, kept = base + 1, [] if dropped else [whole, base]
         del base, whole
         torch_xla.sync(wait=True)
         assert outcomes() == ["donated"], name
+        for t in kept:
+            assert is_donated(t)
+            with pytest.raises(DonatedBufferError, match=r"f32\[24\] tensor was donated at .*test_views_and_marks.py"):
+                t.cpu()
         assert out.tolist() == [value + 1 for value in WRITTEN]
 
 

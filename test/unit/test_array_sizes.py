@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from torch_xla_donate import _C, _host, hlo
 from torch_xla_donate._report import explain
 from torch_xla_donate.hlo.parser import parse_shape
-
-
-@pytest.fixture(params=["tpu", "tpu before v4"])
-def platform(request: pytest.FixtureRequest) -> Iterator[str]:
-    with _host.size_rule(request.param):
-        yield request.param
-
 
 # Measured with libtpu 0.0.21: (array, bytes on v4 to v6e, bytes on v2 and v3).
 SIZES = [
@@ -39,12 +30,11 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("array", "since_v4", "before_v4"), SIZES, ids=[size[0] for size in SIZES])
-def test_arrays_are_padded_to_the_tiles_of_a_tpu(platform, array, since_v4, before_v4):
-    assert _C.size_on_device(array) == (since_v4 if platform == "tpu" else before_v4)
-
-
-@pytest.mark.parametrize("array", [size[0] for size in SIZES])
-def test_on_this_machine_the_bytes_count(array):
+def test_arrays_are_padded_to_the_tiles_of_a_tpu(array, since_v4, before_v4):
+    """On this machine the bytes count."""
+    for platform, size in (("tpu", since_v4), ("tpu before v4", before_v4)):
+        with _host.size_rule(platform):
+            assert _C.size_on_device(array) == size, platform
     assert _C.size_on_device(array) == _C.bytes_per_device(array)
 
 
@@ -68,12 +58,10 @@ def test_the_layout_of_a_compiled_module_gives_the_padded_bytes(text, size):
 
 def test_a_reason_gives_the_padded_size():
     with _host.size_rule("tpu"):
-        raw = {"array": "f32[100]", "bytes": 400, "bytes_per_device": 400, "size": _C.size_on_device("f32[100]")}
-        _, reason = explain.StepSizes(["f32[3,5]"], [raw["size"]]).explain(raw)
-        assert "no output of the step has its size of 512 bytes, padded from 400 to TPU tiles" in reason
-        reshaped = {"array": "f32[15]", "bytes": 60, "bytes_per_device": 60, "size": _C.size_on_device("f32[15]")}
-        _, reason = explain.StepSizes(["f32[3,5]"], [reshaped["size"]]).explain(reshaped)
-        assert "no output of the step has its size of 512 bytes, padded from 60 to TPU tiles" in reason
+        for array, size in (("f32[15]", 60), ("f32[100]", 400)):
+            raw = {"array": array, "bytes": size, "bytes_per_device": size, "size": _C.size_on_device(array)}
+            _, reason = explain.StepSizes(["f32[3,5]"], [raw["size"]]).explain(raw)
+            assert f"no output of the step has its size of 512 bytes, padded from {size} to TPU tiles" in reason
         _, crowded = explain.StepSizes(["f32[128]"], [raw["size"]] * 2).explain(raw)
         assert "2 donors and 1 output of 512 bytes, padded from 400 to TPU tiles" in crowded
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from helpers import error_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,19 +82,16 @@ def test_a_folder_without_hlo_names_the_flags_to_set(tmp_path: Path) -> None:
     files = "has 1 files, but no module_*.before_optimizations.txt and no module_*after_optimizations.txt"
     gone = tmp_path / "gone"
     for folder, found in [(tmp_path, f"folder {tmp_path} {files}"), (gone, f"{gone} is not a folder")]:
-        with pytest.raises(FileNotFoundError) as error:
-            hlo.read_dump(folder)
         flags = 'XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"'
-        assert str(error.value) == f"{found}. Set {flags} before torch_xla starts."
+        expected = f"{found}. Set {flags} before torch_xla starts."
+        assert error_of(FileNotFoundError, hlo.read_dump, folder) == expected
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "module_0000.f.before_optimizations.txt"
     file.write_text("HloModule f, buffer_donor={ (0")
-    with pytest.raises(ValueError) as error:
-        hlo.read_dump(tmp_path)
     expected = f"{file}: found the end of the text at offset 30, expected ','"
-    assert str(error.value) == expected
+    assert error_of(ValueError, hlo.read_dump, tmp_path) == expected
 
 
 def test_a_file_is_read_no_further_than_its_header(tmp_path: Path) -> None:
@@ -253,10 +251,8 @@ def test_dynamic_dimensions_are_kept_apart_from_static_ones() -> None:
     ],
 )
 def test_bad_text_is_told_with_its_offset(text: str, message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        hlo.parse(text)
-    assert str(error.value).startswith("HLO text: found ")
-    assert message in str(error.value)
+    error = error_of(ValueError, hlo.parse, text)
+    assert error.startswith("HLO text: found ") and message in error
 
 
 def test_an_index_outside_a_shape_is_an_index_error() -> None:

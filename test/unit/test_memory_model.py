@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import sys
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from helpers import ROOT, import_from
 
 from torch_xla_donate import _C, _host
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/llama.json").read_text(encoding="utf-8"))["rows"]
 
 
 @pytest.fixture(scope="module")
-def model():
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        yield importlib.import_module("_memory_model")
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
-        del sys.modules["_memory_model"]
+def model() -> ModuleType:
+    return import_from("examples", "_memory_model")
 
 
 def test_padded_is_the_size_that_the_package_expects(model) -> None:

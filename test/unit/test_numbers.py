@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import click
 import pytest
+from helpers import ROOT, import_from
 
 # matplotlib, which the model of Llama's memory draws with, imports pyparsing by names that the latter has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def write_docs() -> ModuleType:
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        return importlib.import_module("write_docs")
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return import_from("benchmarks", "write_docs")
 
 
 def test_pages_have_the_numbers_of_the_result_files(write_docs: ModuleType) -> None:
