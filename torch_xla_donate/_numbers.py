@@ -81,7 +81,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     name = getattr(func, "__name__", "")
     if name.startswith("_foreach_"):
         return _each(name.removeprefix("_foreach_"), args, kwargs)
-    first = args[0] if args else kwargs.get("input")
+    first: Any = args[0] if args else kwargs.get("input")
     if name in _FILLED or (name == "fill_" and type(first) is not Number):
         return _filled(func, args, kwargs, numbers)
     if type(first) is Number and name.endswith("_") and hasattr(torch.Tensor, name.rstrip("_")):

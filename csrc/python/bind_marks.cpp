@@ -458,7 +458,8 @@ void BindMarks(py::module_& m) {
       py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying pending updates; or 0.");
   m.def(
       "has_unpack_hook", [](const torch::autograd::SavedVariable& saved) { return saved.has_hooks(); },
-      py::arg("saved"), "Whether reading a tensor that autograd has saved (torch._C._autograd.SavedTensor) calls code.");
+      py::arg("saved"),
+      "Whether reading a tensor that autograd has saved (torch._C._autograd.SavedTensor) calls code.");
   m.def(
       "has_graph",
       [](py::handle tensor) {

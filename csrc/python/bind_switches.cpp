@@ -143,9 +143,8 @@ void BindSwitches(py::module_& m) {
       .def(
           "leave", [](const py::object&, bool) {}, py::arg("raised"))
       .def("finish", [](const py::object&) {})
-      .def_property_readonly(
-          "depth", &Scope::Depth,
-          "How often this thread is inside the context, also while it is being entered or left.")
+      .def_property_readonly("depth", &Scope::Depth,
+                             "How often this thread is inside the context, also while it is being entered or left.")
       .def("__enter__", &Enter)
       .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
   py::class_<ModeEntry>(m, "Mode", "While it is on, this thread's steps follow it. on() and off() may be repeated.")

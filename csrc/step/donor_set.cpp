@@ -272,7 +272,8 @@ DonorSet::Donation DonorSet::Plan() {
   }
   donation.offers.reserve(offers.size());
   donation.is_own.reserve(offers.size());
-  const std::vector<std::size_t> new_number = PermuteParameters(choice.pairs.parameter_order, graph, context_.collection);
+  const std::vector<std::size_t> new_number =
+      PermuteParameters(choice.pairs.parameter_order, graph, context_.collection);
   std::vector<std::size_t> old_number(count);
   for (std::size_t i = 0; i < count; ++i) {
     old_number[new_number.empty() ? i : new_number[i]] = i;
