@@ -228,9 +228,10 @@ std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
     long known = 1;  // `buffer`
     bool read = false;
     for (std::size_t i = 0; i < marks.size(); ++i) {
+      const Mark& mark = marks[i];
       const bool counted = std::any_of(marks.begin(), marks.begin() + i,
-                                       [&](const Mark& before) { return IsOneTensor(before, marks[i]); });
-      std::shared_ptr<abi::TensorData> locked = counted ? nullptr : marks[i].tensor.lock();
+                                       [&mark](const Mark& before) { return IsOneTensor(before, mark); });
+      std::shared_ptr<abi::TensorData> locked = counted ? nullptr : mark.tensor.lock();
       if (locked == nullptr) {
         continue;
       }
