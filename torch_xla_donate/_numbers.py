@@ -103,8 +103,11 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     if name in _WITHOUT_PROMOTION:
         place = 1 if func is torch.Tensor.where else 0
         condition = None if name != "where" else args[place] if len(args) > place else kwargs["condition"]
+        unchanged = (condition, kwargs.get("out"))
         args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda leaf: leaf if leaf is condition else leaf.to(dtype), (args, kwargs)
+            torch.Tensor,
+            lambda leaf: leaf if any(leaf is each for each in unchanged) else leaf.to(dtype),
+            (args, kwargs),
         )
     return func(*args, **kwargs)
 

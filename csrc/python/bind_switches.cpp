@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <map>
+#include <new>
 #include <optional>
 #include <string>
 #include <utility>
@@ -43,10 +44,6 @@ struct Scope {
   int held = 0;
   std::map<std::uint64_t, std::size_t> depths = {};  // how often each thread is inside, by ThisThread()
 
-  std::size_t Depth() const {
-    const auto found = depths.find(ThisThread());
-    return found == depths.end() ? 0 : found->second;
-  }
   void Acquire() {
     if (!lock.is_none()) {
       lock.attr("acquire")();
@@ -95,9 +92,13 @@ void Leave(const py::object& self, bool raised) {
 
 py::object Enter(const py::object& self) {
   Scope& scope = self.cast<Scope&>();
-  std::size_t& depth = scope.depths[Scope::ThisThread()];  // before the lock is taken, because memory may run out
   scope.Acquire();
-  ++depth;
+  try {
+    ++scope.depths[Scope::ThisThread()];
+  } catch (const std::bad_alloc&) {
+    scope.Release();
+    throw;
+  }
   try {
     self.attr("enter")();
   } catch (const py::error_already_set&) {
@@ -108,7 +109,7 @@ py::object Enter(const py::object& self) {
 }
 
 void Exit(const py::object& self, const py::object& kind, const py::object&, const py::object&) {
-  if (self.cast<Scope&>().Depth() == 0) {
+  if (self.cast<Scope&>().depths.count(Scope::ThisThread()) == 0) {
     return;  // another thread has entered it, such as one that began the generator around it
   }
   const bool raised = !kind.is_none();
@@ -143,8 +144,13 @@ void BindSwitches(py::module_& m) {
       .def(
           "leave", [](const py::object&, bool) {}, py::arg("raised"))
       .def("finish", [](const py::object&) {})
-      .def_property_readonly("depth", &Scope::Depth,
-                             "How often this thread is inside the context, also while it is being entered or left.")
+      .def_property_readonly(
+          "depth",
+          [](const Scope& scope) {
+            const auto found = scope.depths.find(Scope::ThisThread());
+            return found == scope.depths.end() ? 0 : found->second;
+          },
+          "How often this thread is inside the context, also while it is being entered or left.")
       .def("__enter__", &Enter)
       .def("__exit__", &Exit, py::arg("kind"), py::arg("error"), py::arg("trace"));
   py::class_<ModeEntry>(m, "Mode", "While it is on, this thread's steps follow it. on() and off() may be repeated.")

@@ -447,6 +447,8 @@ def test_the_copy_of_an_object_has_compiled_methods_of_its_own(options, make):
     one = Scale()
     one.step(make(2))
     one.step(make(2))
+    step = copy.deepcopy(one.step)
+    assert step is step.__wrapped__.__self__.step
     other = copy.deepcopy(one).eval()
     other.w.fill_(3)
     x = make(2)

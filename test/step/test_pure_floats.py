@@ -61,6 +61,7 @@ OPERATIONS = {
     "keywords": lambda x, n: torch.add(input=x, other=n),
     "keywords alpha": lambda x, n: torch.add(input=x, other=x + 2, alpha=n),
     "keywords clamp": lambda x, n: torch.clamp(input=x, min=n),
+    "clamp out": lambda x, n: torch.clamp(x, min=n, out=torch.zeros_like(x, dtype=torch.bfloat16)),
     "keywords where": lambda x, n: torch.where(condition=x > 1, input=x, other=n),
     "keywords addcmul": lambda x, n: x.addcmul(tensor1=x, tensor2=x + 1, value=n),
     "addcmul_": lambda x, n: x.clone().addcmul_(x, x + 1, value=n),

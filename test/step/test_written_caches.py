@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,6 +29,30 @@ def add_to_row(c, i, k):
     c[i] += k
 
 
+def write_chain(c, i, k):
+    c.view(-1)[4 * i : 4 * i + 4] = k
+
+
+def write_view_of_view(c, i, k):
+    c.view(3, 2, 4)[i // 2][i % 2] = k
+
+
+def write_transposed(c, i, k):
+    c.t()[:, i] = k
+
+
+def write_by_index(c, i, k):
+    c[1:].index_put_((torch.tensor([i % 5], device=c.device),), k.unsqueeze(0))
+
+
+def write_data(c, i, k):
+    c.data[i] = k
+
+
+def write_detached(c, i, k):
+    c.detach()[i] = k
+
+
 def write_twice(c, i, k):
     c[i] = k
     c[i, :2] += 1
@@ -41,18 +65,18 @@ WRITES = {
     "add to a row": add_to_row,
     "multiply a column": lambda c, i, k: c[:, i % 4].mul_(k[1]),
     "slice": lambda c, i, k: c[i : i + 1].copy_(k.unsqueeze(0)),
-    "chain": lambda c, i, k: c.view(-1)[4 * i : 4 * i + 4].copy_(k),
-    "view of a view": lambda c, i, k: c.view(3, 2, 4)[i // 2][i % 2].copy_(k),
-    "transposed": lambda c, i, k: c.t()[:, i].copy_(k),
-    "by index": lambda c, i, k: c[1:].index_put_((torch.tensor([i % 5], device=c.device),), k.unsqueeze(0)),
+    "chain": write_chain,
+    "view of a view": write_view_of_view,
+    "transposed": write_transposed,
+    "by index": write_by_index,
     "masked": lambda c, i, k: c[i].masked_fill_(k > 1, 3.0),
     "fill": lambda c, i, k: c[i].fill_(float(i)),
     "foreach": lambda c, i, k: torch._foreach_add_([c[i], c[(i + 1) % ROWS]], [k, k]),
     "out=": lambda c, i, k: torch.add(k, k, out=c[i]),
     "unbound": lambda c, i, k: c.unbind(0)[i].copy_(k),
     "split": lambda c, i, k: c.split(2)[i // 2].add_(k),
-    "data": lambda c, i, k: c.data[i].copy_(k),
-    "detached": lambda c, i, k: c.detach()[i].copy_(k),
+    "data": write_data,
+    "detached": write_detached,
     "twice": write_twice,
 }
 
@@ -99,9 +123,11 @@ def test_a_cache_that_autograd_alone_holds_is_written_in_place(make):
 def test_a_cache_is_written_in_place_whichever_thread_writes(make):
     cache, key = make(ROWS, 4), make(4)
     place = pointer(cache)
-    with auto_donate(), ThreadPoolExecutor(1) as other:
+    with auto_donate():
         for i in range(4):
-            other.submit(write_row, cache, i, key).result()
+            thread = threading.Thread(target=write_row, args=(cache, i, key))
+            thread.start()
+            thread.join()
             torch_xla.sync(wait=True)
             assert [one[1:] for one in outcomes()] == [(f"f32[{ROWS},4]", "donated")]
     assert pointer(cache) == place
@@ -230,36 +256,53 @@ def test_a_noted_cache_may_be_swapped_copied_or_get_other_data(make):
 
 
 def test_caches_end_on_another_thread_while_steps_look_at_them(make):
-    before, key = _C.sizes()["bases"], make(4)
-    with auto_donate(), ThreadPoolExecutor(1) as other:
-        for _ in range(60):
-            cache = make(3, 4)
-            for i in range(3):
-                cache[i] = key * i
-                torch_xla.sync()
-                assert ("f32[3,4]", "donated") in [one[1:] for one in outcomes()]
-            assert cache.tolist() == [[k * i for k in range(4)] for i in range(3)]
-            cache[0] = key
-            last = [cache]
-            del cache
-            other.submit(last.clear)
+    before, key, caches = _C.sizes()["bases"], make(4), queue.SimpleQueue()
+
+    def drop():
+        while caches.get() is not None:
+            pass
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    try:
+        with auto_donate():
+            for _ in range(60):
+                cache = make(3, 4)
+                for i in range(3):
+                    cache[i] = key * i
+                    torch_xla.sync()
+                    assert ("f32[3,4]", "donated") in [one[1:] for one in outcomes()]
+                assert cache.tolist() == [[k * i for k in range(4)] for i in range(3)]
+                cache[0] = key
+                caches.put(cache)
+                del cache
+    finally:
+        caches.put(None)
+        thread.join()
     assert _C.sizes()["bases"] == before and _C.sizes()["outdated"] == 0
 
 
 def test_threads_may_take_views_of_one_tensor_at_once(make):
     """Each view may note its base, which is one tensor."""
     donate_buffer(make(1))  # from now on bases are noted
-    weight, barrier = make(4, 4), threading.Barrier(4)
+    weight = make(4, 4)
+    barrier, errors = threading.Barrier(4), []
 
-    def look(_):
-        for _ in range(50):
-            barrier.wait()
-            views = [weight.detach(), weight.data, weight[:], weight.t()]
-            assert len(views) == 4
+    def look():
+        try:
+            for _ in range(50):
+                barrier.wait()
+                views = [weight.detach(), weight.data, weight[:], weight.t()]
+                assert len(views) == 4
+        except BaseException as error:
+            errors.append(error)
 
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(look, range(4)))
-    assert weight[0].tolist() == [0, 1, 2, 3]
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and weight[0].tolist() == [0, 1, 2, 3]
 
 
 # --- Errors ---

@@ -50,6 +50,8 @@ class Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         f = copy.deepcopy(self._f, memo)
+        if id(self) in memo:  # an attribute of the method's object, which has just been copied
+            return memo[id(self)]
         # The graphs of a method hold its object, so the method of a copied object has graphs of its own.
         return self if f is self._f else self.remake(f)
 

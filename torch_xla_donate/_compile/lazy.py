@@ -49,8 +49,8 @@ class LazyCompiled(Compiled):
         if parts is None:
             return self._f(*call.args, **call.kwargs)
         marks = mark_donated(self, call, parts, where, for_compiled_run=False)
-        parts.clear()  # the function may drop an argument
         try:
+            parts.clear()  # the function may drop an argument
             result = self._f(*call.args, **call.kwargs)
             _C.keep_returned(_trees.tensors_in(result))
             marked.append(marks)

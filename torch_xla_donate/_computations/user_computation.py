@@ -217,7 +217,7 @@ def to_donate(
         except (DonationError, TypeError, ValueError) as error:
             if not may_warn:
                 raise
-            unfit[index] = str(error).rpartition(" Nothing was ")[0]  # the other donors are marked
+            unfit[index] = str(error).partition(" Nothing was ")[0]  # the other donors are marked
     if unfit and strict > _config.Strictness.OFF:
         lines = "\n  ".join(unfit.values())
         arrays = ", ".join(f"{_trees.dtype_and_shape(tensors[index])} {names.name(index)}" for index in unfit)
