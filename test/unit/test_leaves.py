@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict, defaultdict, deque, namedtuple
 
+import numpy
 import torch
 from helpers import Couple
 from torch.utils import _pytree as pytree
@@ -121,3 +122,10 @@ def test_keys_of_one_class_have_places_of_their_own():
     assert (one.name(0), one.name(1)) == ("[key 0: Alike]", "[key 1: Alike]") == (other.name(0), other.name(1))
     assert one.place(0) == other.place(1) != one.place(1) == other.place(0)
     assert not one.is_like(other)
+
+
+def test_static_arrays_with_other_fields_differ():
+    """Their dtypes have the same size, and numpy's short name for both is '|V8'."""
+    numbers = numpy.zeros(2, "i4,i4")
+    assert _trees.exact(numbers) == _trees.exact(numbers.copy())
+    assert _trees.exact(numbers) != _trees.exact(numpy.zeros(2, "f4,i4"))
