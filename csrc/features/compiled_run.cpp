@@ -32,10 +32,7 @@ struct ThreadState {
   std::optional<AnnouncedRun> announced;
   bool expected = false;  // the registry has a step for the next run
 };
-ThreadState& State() {
-  thread_local ThreadState state;
-  return state;
-}
+thread_local ThreadState state;
 
 std::vector<lazy::BackendDataPtr> BuffersOf(const std::vector<RunDonor>& donors) {
   std::vector<lazy::BackendDataPtr> buffers;
@@ -93,7 +90,6 @@ void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
 }  // namespace
 
 void OrderForDonors(GraphContext& context) {
-  ThreadState& state = State();
   if (!state.ordered_donors.has_value()) {
     return;
   }
@@ -121,7 +117,6 @@ void OrderForDonors(GraphContext& context) {
 }
 
 void ClaimAnnounced(RunContext& run) {
-  ThreadState& state = State();
   if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
     try {
       ClaimDonors(run, *state.announced);
@@ -138,16 +133,16 @@ void ClaimAnnounced(RunContext& run) {
 }
 
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors) {
-  State().ordered_donors = std::move(donors);
-  State().ordered.clear();
+  state.ordered_donors = std::move(donors);
+  state.ordered.clear();
 }
 
 std::vector<OrderedParameter> TakeOrder() {
-  State().ordered_donors.reset();
-  return std::exchange(State().ordered, {});
+  state.ordered_donors.reset();
+  return std::exchange(state.ordered, {});
 }
 
-bool IsExtracting() { return State().ordered_donors.has_value(); }
+bool IsExtracting() { return state.ordered_donors.has_value(); }
 
 bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
   ThreadStep::Get().GiveUp();
@@ -155,17 +150,17 @@ bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor>
   if (!Marks::Get().Arm(BuffersOf(run.donors), run.call.get())) {
     return false;
   }
-  State().announced = std::move(run);
+  state.announced = std::move(run);
   return true;
 }
 
 void DisarmRun() {
-  if (const auto announced = std::exchange(State().announced, std::nullopt)) {
+  if (const auto announced = std::exchange(state.announced, std::nullopt)) {
     Marks::Get().Disarm(BuffersOf(announced->donors));
   }
   ThreadStep::Get().GiveUp();
 }
 
-void ExpectRun() { State().expected = true; }
+void ExpectRun() { state.expected = true; }
 
 }  // namespace torch_xla_donate

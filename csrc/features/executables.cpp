@@ -51,10 +51,7 @@ struct ThreadState {
   std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
   std::vector<StackFrame> stack;
 };
-ThreadState& State() {
-  thread_local ThreadState state;
-  return state;
-}
+thread_local ThreadState state;
 
 // Without the texts a later run describes the executable.
 void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
@@ -69,7 +66,7 @@ void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
 
 void Log(const RunContext& context, const Executable& executable) {
   const bool has_donors = context.claim != nullptr || context.recorded;
-  LoggedRun run{0, context.graph, has_donors, "", "", State().stack};
+  LoggedRun run{0, context.graph, has_donors, "", "", state.stack};
   Record& record = TheRecord();
   std::unique_lock<std::mutex> lock(record.mutex);
   Note& note = record.Of(executable);
@@ -95,7 +92,6 @@ void NoteExecutable(RunContext& context) {
   if (!logs.load(std::memory_order_relaxed) && !has_records.load(std::memory_order_relaxed) && !context.stopped) {
     return;
   }
-  ThreadState& state = State();
   if (context.stopped) {
     state.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
     throw InspectedRun("the graph was described, not run");
@@ -126,24 +122,24 @@ void NoteExecutable(RunContext& context) {
 
 void InspectNextRun() {
   has_inspections = true;
-  State().inspecting = true;
-  State().inspected = std::nullopt;
+  state.inspecting = true;
+  state.inspected = std::nullopt;
 }
 
-bool IsInspected() { return has_inspections.load(std::memory_order_relaxed) && State().inspecting; }
+bool IsInspected() { return has_inspections.load(std::memory_order_relaxed) && state.inspecting; }
 
 std::optional<abi::CompiledGraph> TakeInspected() {
-  State().inspecting = false;
-  return std::exchange(State().inspected, std::nullopt);
+  state.inspecting = false;
+  return std::exchange(state.inspected, std::nullopt);
 }
 
 void GraphRecord::Open() {
   has_records = true;
-  State().records.push_back(shared_from_this());
+  state.records.push_back(shared_from_this());
 }
 
 void GraphRecord::Close() {
-  auto& records = State().records;
+  auto& records = state.records;
   const auto last = std::find(records.rbegin(), records.rend(), shared_from_this());
   if (last != records.rend()) {
     records.erase(std::prev(last.base()));
@@ -178,7 +174,7 @@ std::size_t NotedExecutables() {
 
 void NoteStack() {
   if (logs.load(std::memory_order_relaxed)) {
-    State().stack = callbacks::PythonStack();
+    state.stack = callbacks::PythonStack();
   }
 }
 

@@ -35,10 +35,7 @@ struct Run {
   std::shared_future<void> ended;
 };
 
-std::vector<Run>& Runs() {
-  thread_local std::vector<Run> runs;
-  return runs;
-}
+thread_local std::vector<Run> noted_runs;
 
 void Fetch(Output& output) {
   // The device does not allow reads of a buffer without a value.
@@ -50,11 +47,11 @@ void Fetch(Output& output) {
 
 // The earlier runs have ended. torch_xla donates inputs updated in place, so these outputs may be gone later.
 void FetchWhatIsRead(const std::vector<lazy::BackendDataPtr>& parameters) {
-  if (Runs().empty()) {
+  if (noted_runs.empty()) {
     return;
   }
   const std::unordered_set<lazy::BackendDataPtr> read(parameters.begin(), parameters.end());
-  for (Run& run : Runs()) {
+  for (Run& run : noted_runs) {
     for (Output& output : run.floating) {
       if (read.count(output.buffer) != 0) {
         Fetch(output);
@@ -88,16 +85,16 @@ void NoteOutputs(RunContext& context) {
   const auto ended = std::make_shared<std::promise<void>>();
   noted.ended = ended->get_future().share();
   context.OnEnd([ended](const Reason&) { ended->set_value(); });
-  Runs().push_back(std::move(noted));
+  noted_runs.push_back(std::move(noted));
 }
 
-bool HasNotedOutputs() { return !Runs().empty(); }
+bool HasNotedOutputs() { return !noted_runs.empty(); }
 
-void DropNotedOutputs() { Runs().clear(); }
+void DropNotedOutputs() { noted_runs.clear(); }
 
 std::vector<BadOutput> TakeBadOutputs() {
   const bool infs = ChecksInfinities();
-  std::vector<Run> runs = std::exchange(Runs(), {});
+  std::vector<Run> runs = std::exchange(noted_runs, {});
   ThreadStep::Get().GiveUp();  // else the wait below would not end for a run that never begins
   std::vector<BadOutput> bad;
   for (Run& run : runs) {

@@ -32,10 +32,7 @@ struct ThreadState {
   std::vector<Reused> reused;
   bool reporting = false;  // inside the callback, which may use tensors
 };
-ThreadState& State() {
-  thread_local ThreadState state;
-  return state;
-}
+thread_local ThreadState state;
 
 // Whether any thread has had a dry run. Until then, steps have nothing to drop and to end.
 std::atomic<bool> has_dry_runs{false};
@@ -65,7 +62,7 @@ void Remember(RunContext& run, const DryRun& dry_run) {
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, dry_run);
   Steps::Get().NoteUndonated(donors, dry_run.step);
   ForgetCachedValues(Steps::Get().TensorsOf(donors));
-  State().last_step = dry_run.step;
+  state.last_step = dry_run.step;
   run.OnEnd([step = dry_run.step](const Reason& failure) {
     if (!failure.empty()) {
       Steps::Get().ForgetUndonated(step);  // a step that fails consumes nothing
@@ -76,7 +73,6 @@ void Remember(RunContext& run, const DryRun& dry_run) {
 }  // namespace
 
 bool ReportReuse(const lazy::BackendData* buffer) {
-  ThreadState& state = State();
   if (!Watches(kUndonated) || state.reporting) {
     return false;
   }
@@ -85,14 +81,14 @@ bool ReportReuse(const lazy::BackendData* buffer) {
     return false;
   }
   state.reporting = true;
-  const auto leave = c10::make_scope_exit([&state] { state.reporting = false; });
+  const auto leave = c10::make_scope_exit([] { state.reporting = false; });
   callbacks::ReportReuse(found->donor, found->step);
   return true;
 }
 
 void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::BackendData* buffer) {
   if (ReportReuse(buffer)) {
-    State().reused.push_back({tensor, buffer});
+    state.reused.push_back({tensor, buffer});
   }
 }
 
@@ -106,42 +102,42 @@ void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorP
   Remember(run, dry_run);
 }
 
-void AllowReuseOfLastStep() { Steps::Get().ForgetUndonated(State().last_step); }
+void AllowReuseOfLastStep() { Steps::Get().ForgetUndonated(state.last_step); }
 
 void EndReuse() {
   if (!has_dry_runs.load(std::memory_order_relaxed)) {
     return;
   }
   ForgetReused();
-  State().last_step = 0;
+  state.last_step = 0;
 }
 
 void ForgetReused() {
-  for (const Reused& reused : State().reused) {
+  for (const Reused& reused : state.reused) {
     const std::shared_ptr<abi::TensorData> tensor = reused.tensor.lock();
     if (tensor != nullptr && tensor->handle.get() == reused.buffer) {
       tensor->ir_value = lazy::Value();
     }
   }
-  State().reused.clear();
+  state.reused.clear();
 }
 
 void DropDryRun() {
   if (has_dry_runs.load(std::memory_order_relaxed)) {
-    State().dry_run.reset();
+    state.dry_run.reset();
   }
 }
 
 void KeepDryRun(DryRun dry_run) {
   has_dry_runs.store(true, std::memory_order_relaxed);
-  State().dry_run = std::move(dry_run);
+  state.dry_run = std::move(dry_run);
 }
 
 void NoteDryRun(RunContext& run) {
   if (!has_dry_runs.load(std::memory_order_relaxed)) {
     return;
   }
-  const std::optional<DryRun> dry_run = std::exchange(State().dry_run, std::nullopt);
+  const std::optional<DryRun> dry_run = std::exchange(state.dry_run, std::nullopt);
   if (dry_run.has_value() && dry_run->collection == run.collection) {
     Remember(run, *dry_run);
   }

@@ -22,10 +22,7 @@ struct ThreadState {
   bool blocks = false, blocks_reads = false;
   std::uint64_t barriers = 0, runs = 0;
 };
-ThreadState& State() {
-  thread_local ThreadState state;
-  return state;
-}
+thread_local ThreadState state;
 
 // The hooks watch while it has any.
 struct Placeholders {
@@ -42,17 +39,17 @@ Placeholders& ThePlaceholders() {
 }  // namespace
 
 void BlockRuns(bool on) {
-  State().blocks = on;
-  State().blocks_reads = false;
+  state.blocks = on;
+  state.blocks_reads = false;
 }
 
-bool BlocksRuns() { return State().blocks; }
+bool BlocksRuns() { return state.blocks; }
 
-bool BlockReads(bool on) { return std::exchange(State().blocks_reads, on); }
+bool BlockReads(bool on) { return std::exchange(state.blocks_reads, on); }
 
-std::uint64_t RunsBegun() { return State().runs; }
+std::uint64_t RunsBegun() { return state.runs; }
 
-std::uint64_t BarriersPassed() { return State().barriers; }
+std::uint64_t BarriersPassed() { return state.barriers; }
 
 void VerifyExecutor(bool eager_mode, bool allow_execution) {
   const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
@@ -100,17 +97,17 @@ bool HasPlaceholders() {
 
 void GuardBarrier(const lazy::LazyGraphExecutor& executor) {
   host_executor.store(&executor, std::memory_order_relaxed);
-  State().barriers += State().blocks ? 1 : 0;
-  if (State().blocks_reads) {
+  state.barriers += state.blocks ? 1 : 0;
+  if (state.blocks_reads) {
     Throw();
   }
 }
 
 void GuardRun(const std::vector<lazy::BackendDataPtr>& parameters) {
-  if (State().blocks) {
+  if (state.blocks) {
     Throw();
   }
-  ++State().runs;
+  ++state.runs;
   // A node that a trace has left behind passes no other hook.
   for (const lazy::BackendDataPtr& parameter : parameters) {
     ThrowIfPlaceholder(parameter.get());

@@ -36,22 +36,19 @@ void CountAutomatic(int change) {
 }
 
 // The modes of this thread, the innermost last.
-std::vector<std::shared_ptr<const Mode>>& Modes() {
-  thread_local std::vector<std::shared_ptr<const Mode>> modes;
-  return modes;
-}
+thread_local std::vector<std::shared_ptr<const Mode>> modes;
 
 bool Any(bool Mode::* wish) {
-  return std::any_of(Modes().begin(), Modes().end(), [wish](const auto& mode) { return (*mode).*wish; });
+  return std::any_of(modes.begin(), modes.end(), [wish](const auto& mode) { return (*mode).*wish; });
 }
 
 }  // namespace
 
 void ModeEntry::On() {
-  if (std::find(Modes().begin(), Modes().end(), mode_) != Modes().end()) {
+  if (std::find(modes.begin(), modes.end(), mode_) != modes.end()) {
     return;
   }
-  Modes().push_back(mode_);
+  modes.push_back(mode_);
   if (mode_->automatic.value_or(false)) {
     OutdatedTensors::FollowAliases();
     CountAutomatic(1);
@@ -59,11 +56,11 @@ void ModeEntry::On() {
 }
 
 void ModeEntry::Off() {
-  const auto found = std::find(Modes().begin(), Modes().end(), mode_);
-  if (found == Modes().end()) {
+  const auto found = std::find(modes.begin(), modes.end(), mode_);
+  if (found == modes.end()) {
     return;
   }
-  Modes().erase(found);
+  modes.erase(found);
   if (mode_->automatic.value_or(false)) {
     CountAutomatic(-1);
   }
@@ -91,8 +88,8 @@ bool AutoDonates() {
     return false;
   }
   const auto innermost =
-      std::find_if(Modes().rbegin(), Modes().rend(), [](const auto& mode) { return mode->automatic.has_value(); });
-  return innermost == Modes().rend() ? donates_by_default.load(std::memory_order_relaxed) : *(*innermost)->automatic;
+      std::find_if(modes.rbegin(), modes.rend(), [](const auto& mode) { return mode->automatic.has_value(); });
+  return innermost == modes.rend() ? donates_by_default.load(std::memory_order_relaxed) : *(*innermost)->automatic;
 }
 
 void SetAutoDonate(bool on) {

@@ -15,10 +15,7 @@ namespace torch_xla_donate {
 
 namespace {
 
-std::optional<WatchedStep>& Last() {
-  thread_local std::optional<WatchedStep> last;
-  return last;
-}
+thread_local std::optional<WatchedStep> last_step;
 
 // Whether an earlier call had the buffer. Weak pointers, as a new buffer may get the address of a freed one.
 bool WasSeen(const lazy::BackendDataPtr& buffer) {
@@ -56,9 +53,9 @@ void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs,
     }
     watched.inputs.push_back(std::move(input));
   }
-  Last() = std::move(watched);
+  last_step = std::move(watched);
 }
 
-std::optional<WatchedStep> TakeWatchedStep() { return std::exchange(Last(), std::nullopt); }
+std::optional<WatchedStep> TakeWatchedStep() { return std::exchange(last_step, std::nullopt); }
 
 }  // namespace torch_xla_donate

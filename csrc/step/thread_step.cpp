@@ -249,10 +249,7 @@ class RunEnd {
 
 // Orders the thread that prepares a run before the thread of XLA that ends it. The queue between them does so, too, but
 // ThreadSanitizer does not know the locks of XLA.
-std::atomic<std::size_t>& HandOver() {
-  static std::atomic<std::size_t> prepared = 0;
-  return prepared;
-}
+std::atomic<std::size_t> hand_overs{0};
 
 Reason FailureOf(const std::exception& error) noexcept {
   try {
@@ -298,7 +295,7 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, RunContext
   }
   const auto end = std::make_shared<RunEnd>(std::move(context.ends));
   std::function<void()> completion = [run = std::move(run), end, consumed = std::move(consumed)] {
-    HandOver().load(std::memory_order_acquire);
+    hand_overs.load(std::memory_order_acquire);
     try {
       run();
     } catch (const std::exception& error) {
@@ -311,7 +308,7 @@ std::function<void()> ThreadStep::StartRun(std::function<void()> run, RunContext
     end->Call({});
     consumed->clear();  // last, because it may wait for the run before
   };
-  HandOver().fetch_add(1, std::memory_order_release);
+  hand_overs.fetch_add(1, std::memory_order_release);
   return completion;
 }
 
