@@ -111,29 +111,25 @@ std::string DeviceToString(const lazy::BackendDevice* self) {
 // ---- The table ----
 
 std::vector<Hook> ExecutorHooks() {
-  const auto row = [](const char* name, const char* symbol, auto* replacement, Original& original,
-                      const char* purpose) {
-    return Hook{name, HookedLibrary::kExtension, {symbol}, reinterpret_cast<void*>(replacement), &original, purpose};
-  };
   return {
-      row("DeviceContextArena::ForAllDeviceContexts", abi::kForAllDeviceContexts, &ForAllDeviceContexts,
+      Row("DeviceContextArena::ForAllDeviceContexts", {abi::kForAllDeviceContexts}, &ForAllDeviceContexts,
           for_all_device_contexts, "a list of live tensors begins"),
-      row("LazyTensor::LazyTensor", abi::kLazyTensorConstructor, &LazyTensorConstructor, lazy_tensor_constructor,
+      Row("LazyTensor::LazyTensor", {abi::kLazyTensorConstructor}, &LazyTensorConstructor, lazy_tensor_constructor,
           "notes the live tensors"),
-      row("LazyTensor::CurrentDataHandle", abi::kCurrentDataHandle, &CurrentDataHandle, current_data_handle,
+      Row("LazyTensor::CurrentDataHandle", {abi::kCurrentDataHandle}, &CurrentDataHandle, current_data_handle,
           "finds reads of donated tensors"),
-      row("LazyGraphExecutor::RunPostOrder", abi::kRunPostOrder, &RunPostOrder, run_post_order,
+      Row("LazyGraphExecutor::RunPostOrder", {abi::kRunPostOrder}, &RunPostOrder, run_post_order,
           "chooses the donors of a step"),
-      row("LazyGraphExecutor::TensorCollectionBarrier", abi::kTensorCollectionBarrier, &TensorCollectionBarrier,
+      Row("LazyGraphExecutor::TensorCollectionBarrier", {abi::kTensorCollectionBarrier}, &TensorCollectionBarrier,
           tensor_collection_barrier, "graph compiled: restores torch_xla's notes on its inputs"),
-      row("LazyGraphExecutor::Async::Async", abi::kAsyncConstructor, &AsyncConstructor, async_constructor,
+      Row("LazyGraphExecutor::Async::Async", {abi::kAsyncConstructor}, &AsyncConstructor, async_constructor,
           "the step will run: donors are committed"),
-      row("MultiWait::Completer", abi::kCompleter, &Completer, completer, "the step has run: outcomes are read"),
-      row("DeviceContextArena::MarkStep", abi::kMarkStep, &MarkStep, mark_step,
+      Row("MultiWait::Completer", {abi::kCompleter}, &Completer, completer, "the step has run: outcomes are read"),
+      Row("DeviceContextArena::MarkStep", {abi::kMarkStep}, &MarkStep, mark_step,
           "end of the step: reports unusable donations"),
-      row("LazyTensor::CreateTensorNode", abi::kCreateTensorNode, &CreateTensorNode, create_tensor_node,
+      Row("LazyTensor::CreateTensorNode", {abi::kCreateTensorNode}, &CreateTensorNode, create_tensor_node,
           "finds ops on donated tensors"),
-      row("BackendDevice::toString", abi::kDeviceToString, &DeviceToString, device_to_string,
+      Row("BackendDevice::toString", {abi::kDeviceToString}, &DeviceToString, device_to_string,
           "remembers the text, which torch_xla asks for with each output"),
       SymbolicSizeHook(),
   };

@@ -171,30 +171,14 @@ void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
 
 std::vector<Hook> FunctionalHooks() {
   return {
-      {"FunctionalTensorWrapper::commit_update",
-       HookedLibrary::kTorch,
-       {abi::kCommitUpdate},
-       reinterpret_cast<void*>(&CommitUpdate),
-       &commit_update,
-       "notes the tensors that a write leaves out of date"},
-      {"FunctionalTensorWrapper::FunctionalTensorWrapper",
-       HookedLibrary::kTorch,
-       {abi::kViewConstructor[0], abi::kViewConstructor[1]},
-       reinterpret_cast<void*>(&ViewConstructor),
-       &view_constructor,
-       "a view of a marked tensor takes its value"},
-      {"FunctionalTensorWrapper::copy_tensor_metadata",
-       HookedLibrary::kTorch,
-       {abi::kCopyTensorMetadata},
-       reinterpret_cast<void*>(&CopyTensorMetadata),
-       &copy_tensor_metadata,
-       "the same for `.data` of a view"},
-      {"FunctionalTensorWrapper::mutate_view_meta",
-       HookedLibrary::kTorch,
-       {abi::kMutateViewMeta[0], abi::kMutateViewMeta[1]},
-       reinterpret_cast<void*>(&MutateViewMeta),
-       &mutate_view_meta,
-       "the same for a view made in place, as by `t_()`"},
+      Row("FunctionalTensorWrapper::commit_update", {abi::kCommitUpdate}, &CommitUpdate, commit_update,
+          "notes the tensors that a write leaves out of date", HookedLibrary::kTorch),
+      Row("FunctionalTensorWrapper::FunctionalTensorWrapper", {abi::kViewConstructor[0], abi::kViewConstructor[1]},
+          &ViewConstructor, view_constructor, "a view of a marked tensor takes its value", HookedLibrary::kTorch),
+      Row("FunctionalTensorWrapper::copy_tensor_metadata", {abi::kCopyTensorMetadata}, &CopyTensorMetadata,
+          copy_tensor_metadata, "the same for `.data` of a view", HookedLibrary::kTorch),
+      Row("FunctionalTensorWrapper::mutate_view_meta", {abi::kMutateViewMeta[0], abi::kMutateViewMeta[1]},
+          &MutateViewMeta, mutate_view_meta, "the same for a view made in place, as by `t_()`", HookedLibrary::kTorch),
   };
 }
 

@@ -24,12 +24,8 @@ void Constructor(c10::SymInt* self, c10::SymNode& size) {
 }  // namespace
 
 Hook SymbolicSizeHook() {
-  return {"SymInt::SymInt",
-          HookedLibrary::kExtension,
-          {abi::kSymIntConstructor},
-          reinterpret_cast<void*>(&Constructor),
-          &constructor,
-          "notices a size that only the device knows"};
+  return Row("SymInt::SymInt", {abi::kSymIntConstructor}, &Constructor, constructor,
+             "notices a size that only the device knows");
 }
 
 bool HasSymbolicSizes() noexcept { return made.load(std::memory_order_relaxed); }

@@ -74,13 +74,12 @@ struct Replacement {
 };
 
 template <typename Hooked, typename Function>
-Hook Row(const char* name, Function function, const char* purpose) {
+Hook OverwriteRow(const char* name, Function function, const char* purpose) {
   Dl_info found{};
   if (dladdr(reinterpret_cast<void*>(function), &found) == 0 || found.dli_sname == nullptr) {
     throw std::runtime_error("libtorch does not export what functionalization calls for an update in place");
   }
-  return {name,   HookedLibrary::kTorch, {found.dli_sname}, reinterpret_cast<void*>(&Hooked::Call), &Hooked::original,
-          purpose};
+  return Row(name, {found.dli_sname}, &Hooked::Call, Hooked::original, purpose, HookedLibrary::kTorch);
 }
 
 }  // namespace
@@ -89,10 +88,10 @@ std::vector<Hook> OverwriteHooks() {
   namespace ops = at::_ops;
   const char* const overwrites = "full overwrite of a donated tensor; does not count as a use";
   return {
-      Row<Zero>("_ops::zero::call", &ops::zero::call, overwrites),
-      Row<ForeachZero>("_ops::_foreach_zero::call", &ops::_foreach_zero::call, overwrites),
-      Row<Replacement>("_ops::_propagate_xla_data::call", &ops::_propagate_xla_data::call,
-                       "torch_xla asks what an update replaces: no read"),
+      OverwriteRow<Zero>("_ops::zero::call", &ops::zero::call, overwrites),
+      OverwriteRow<ForeachZero>("_ops::_foreach_zero::call", &ops::_foreach_zero::call, overwrites),
+      OverwriteRow<Replacement>("_ops::_propagate_xla_data::call", &ops::_propagate_xla_data::call,
+                                "torch_xla asks what an update replaces: no read"),
   };
 }
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstddef>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_xla_donate {
@@ -36,6 +37,13 @@ struct Hook {
   Original* original;
   const char* purpose;
 };
+
+// A row of the table. `replacement` has the type of the function that it replaces.
+template <typename Function>
+Hook Row(const char* name, std::vector<const char*> symbols, Function* replacement, Original& original,
+         const char* purpose, HookedLibrary library = HookedLibrary::kExtension) {
+  return {name, library, std::move(symbols), reinterpret_cast<void*>(replacement), &original, purpose};
+}
 
 // All hooks; see features/intercepts.cpp.
 const std::vector<Hook>& HookTable();
