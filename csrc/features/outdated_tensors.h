@@ -35,8 +35,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // The rows of the table of hooks that this file implements.
 std::vector<Hook> FunctionalHooks();
 

@@ -12,8 +12,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // While a thread's runs are blocked, running a graph throws. torch_xla's own switch for this would stop the steps of
 // all other threads, too.
 void BlockRuns(bool on);

@@ -14,8 +14,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // The use of a donated buffer. Ops raise it as DonatedBufferError. For pybind11 functions of torch_xla, a translator
 // that the Python module registers does the same.
 struct DonatedBufferAccess : torch::PyTorchError {

@@ -11,9 +11,11 @@
 #include <string>
 #include <vector>
 
-namespace torch_xla_donate::abi {
+namespace torch_xla_donate {
 
 namespace lazy = torch::lazy;
+
+namespace abi {
 
 using TensorData = lazy::LazyTensor::Data;
 using DeviceDataInfo = lazy::LazyGraphExecutor::DeviceDataInfo;
@@ -85,4 +87,6 @@ inline constexpr const char* kMutateViewMeta[2] = {
     "_ZN2at23FunctionalTensorWrapper16mutate_view_metaERKSt10shared_ptrINS_17functionalization8ViewMetaEE",
     "_ZN2at23FunctionalTensorWrapper16mutate_view_metaERKNS_17functionalization8ViewMetaE"};
 
-}  // namespace torch_xla_donate::abi
+}  // namespace abi
+
+}  // namespace torch_xla_donate

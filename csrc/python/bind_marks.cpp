@@ -441,7 +441,7 @@ void BindMarks(py::module_& m) {
         if (to.tensor == nullptr || from.buffer == nullptr) {
           throw py::value_error("give_array needs a pending and a materialised XLA tensor");
         }
-        to.tensor->ir_value = abi::lazy::Value();
+        to.tensor->ir_value = lazy::Value();
         abi::GiveArray(*to.tensor, from.buffer);
       },
       py::arg("pending"), py::arg("source"),

@@ -149,7 +149,7 @@ Signature SignatureOf(const py::list& leaves) {
     }
   }
   abi::Prefetch(tensors);
-  ska::flat_hash_map<const torch::lazy::BackendData*, std::size_t> first;
+  ska::flat_hash_map<const lazy::BackendData*, std::size_t> first;
   first.reserve(leaves.size());
   const auto put = [&key](std::int64_t value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
   for (std::size_t i = 0; i < leaves.size(); ++i) {

@@ -21,8 +21,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // The effect of an unusable donation, in increasing order.
 enum class Strictness : std::uint8_t { kOff, kWarn, kError };
 

@@ -12,8 +12,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // The same text as `format` gives. Each thread remembers that of its last device.
 std::string DeviceText(const lazy::BackendDevice& device, abi::DeviceToStringFn format);
 

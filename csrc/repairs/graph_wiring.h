@@ -7,13 +7,11 @@
 // Threads: any. Errors: throws none itself.
 #pragma once
 
-#include <torch/csrc/lazy/core/ir.h>
-
 #include <vector>
 
-namespace torch_xla_donate {
+#include "host/symbols.h"
 
-namespace lazy = torch::lazy;
+namespace torch_xla_donate {
 
 // Hashes the numbers of each node's operands, in post-order, then those of the roots. Linear in nodes and operands.
 lazy::hash_t HashWiring(const std::vector<const lazy::Node*>& post_order, const std::vector<lazy::Value>& roots);

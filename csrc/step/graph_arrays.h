@@ -14,8 +14,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // The size by which XLA pairs an array, given as text of abi::DescribeBuffer. Before a graph is compiled under SPMD,
 // the size of the whole array counts (`unsharded`). The compiler shards the arrays that the program has not sharded,
 // and arrays of equal size mostly get equal shardings.

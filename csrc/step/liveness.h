@@ -17,8 +17,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 class Liveness {
  public:
   explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);

@@ -16,8 +16,6 @@
 
 namespace torch_xla_donate {
 
-namespace lazy = torch::lazy;
-
 // Gives the parameters of a graph a new order: order[k] becomes the k-th; empty to keep the order. A graph in another
 // order is another program, so the collection's hash includes the order. Returns by old position the new one; empty if
 // the order stays. Linear in the nodes of the graph.
