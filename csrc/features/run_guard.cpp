@@ -7,8 +7,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "host/graphs.h"
 #include "host/process_mutex.h"
-#include "host/verify.h"
 #include "registry/watch.h"
 
 namespace torch_xla_donate {

@@ -1,4 +1,4 @@
-// The executor, its graphs and runs, devices and device data.
+// The executor, its graphs and runs, devices and device data; and the checks of all layouts.
 //
 // Ownership: owns host objects only through the shared_ptr it returns.
 // Threads: any thread may call all functions, with or without the GIL.
@@ -104,5 +104,14 @@ std::uint64_t Compilations();
 struct HostCachedComputation;
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run);
 CompiledGraph DescribeGraph(const HostCachedComputation& executable);
+
+// ---- Checks of the layouts that this folder assumes. Both throw std::runtime_error that names the first difference
+// ----
+
+// Compares the layouts of tensors and buffers with a fresh, uploaded int32[3] probe and torch_xla's id of it. Must pass
+// before any other function of this folder is used.
+void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_sharded);
+// Compares the executor's switches, whose values the caller knows, with the layout.
+void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution);
 
 }  // namespace torch_xla_donate::abi

@@ -8,7 +8,6 @@
 
 #include "host/graphs.h"
 #include "host/object_check.h"
-#include "host/verify.h"
 
 namespace torch_xla_donate::abi {
 

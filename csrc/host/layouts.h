@@ -1,4 +1,4 @@
-// The memory layouts of torch_xla's classes. Only files of this folder include this; verify.h has the checks.
+// The memory layouts of torch_xla's classes. Only files of this folder include this; graphs.h has the checks.
 //
 // The stock wheel ships no headers and hides its C++ symbols. Its classes derive from torch's, so a layout here adds
 // the members after torch's part.

@@ -1,6 +1,6 @@
 // Installs the hooks, and checks their assumptions.
 #include "features/run_guard.h"
-#include "host/verify.h"
+#include "host/graphs.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
 #include "python/frames.h"
