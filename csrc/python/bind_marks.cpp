@@ -223,7 +223,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   RunDeferredDecrefs();
   PythonCall<Call> made;
   PyObject** items = PySequence_Fast_ITEMS(donated.ptr());
-  std::vector<Marks::Leaf> resolved;
+  std::vector<ArgumentToMark> resolved;
   std::vector<std::uint32_t> constants;
   ska::flat_hash_map<const abi::TensorData*, std::size_t> by_tensor;  // of aliases, which share the tensor's data
   resolved.reserve(donated.size());
@@ -244,7 +244,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
       by_tensor.emplace(leaf.tensor.get(), i);
     }
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
-                        static_cast<std::uint32_t>(i), nullptr});
+                        static_cast<std::uint32_t>(i)});
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
@@ -301,19 +301,21 @@ std::shared_ptr<CallSite> MakeCallSite(const std::string& where, int strict, py:
   return site;
 }
 
-Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::shared_ptr<CallSite> site) {
+Call MarkForCall(const std::vector<ArgumentToMark>& leaves, PyObject** items, std::shared_ptr<CallSite> site) {
   if (!leaves.empty()) {
-    NoteDevice(leaves.front().buffer->device());
+    ThreadStep::Get().last_device = leaves.front().buffer->device();
   }
   Call call(std::move(site));
   call.is_scope = true;
+  call.donors = std::make_shared<CallDonors>(leaves.size());
   std::vector<at::Tensor> viewed;
-  for (const Marks::Leaf& leaf : leaves) {
+  for (const ArgumentToMark& leaf : leaves) {
+    call.donors->Add(leaf.buffer, leaf.sizes, leaf.dtype,
+                     {leaf.tensor, call.site, leaf.index, {}, abi::ShardingOf(*leaf.tensor)});
     if (const at::Tensor& tensor = THPVariable_Unpack(items[leaf.index]); abi::HasAliases(tensor)) {
       viewed.push_back(tensor);
     }
   }
-  call.donors = Marks::DonorsOf(leaves, call.site);
   Steps::Get().BeginCall(call.site);
   Commit(call.donors, call.site, viewed);
   return call;

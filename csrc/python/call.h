@@ -52,9 +52,17 @@ struct PythonCall {
 std::shared_ptr<CallSite> MakeCallSite(const std::string& where, int strict, pybind11::object names,
                                        bool for_compiled_run = false);
 
-// Marks the donated leaves of a compiled function's call, which have no obstacle, as a scope. `items` has the tensor of
-// each leaf at its index. Throws if one of them has been consumed.
-Call MarkForCall(const std::vector<Marks::Leaf>& leaves, PyObject** items, std::shared_ptr<CallSite> site);
+// A donated leaf of a compiled function's call. It has no obstacle.
+struct ArgumentToMark {
+  std::shared_ptr<abi::TensorData> tensor;
+  lazy::BackendDataPtr buffer;
+  at::IntArrayRef sizes;
+  at::ScalarType dtype;
+  std::uint32_t index;
+};
+// Marks the donated leaves of a call as a scope. `items` has the tensor of each leaf at its index. Throws if one of
+// them has been consumed.
+Call MarkForCall(const std::vector<ArgumentToMark>& leaves, PyObject** items, std::shared_ptr<CallSite> site);
 
 // Positions of a call's leaves whose buffers may have another holder or a pending reader. May have too many, never too
 // few. Releases the GIL to wait for a run that is starting, which holds its outputs: in a loop they are the donors of

@@ -142,7 +142,7 @@ bool Replay::Collect(PyObject* tree, std::size_t& token, const py::list& leaves,
 }
 // NOLINTEND(misc-no-recursion)
 
-bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) const {
+bool Replay::AreAlike(PyObject** leaves, std::vector<ArgumentToMark>& donated) const {
   AddressNumbers buffers(leaves_.size());
   std::vector<const at::Tensor*> tensors;
   tensors.reserve(kBlock);
@@ -168,14 +168,14 @@ bool Replay::AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) cons
     }
   }
   const abi::InfosLocked infos;
-  return std::none_of(donated.begin(), donated.end(), [&infos](const Marks::Leaf& leaf) {
+  return std::none_of(donated.begin(), donated.end(), [&infos](const ArgumentToMark& leaf) {
     const auto info = infos.Of(*leaf.buffer);
     return info.has_value() && info->read_only;
   });
 }
 
 bool Replay::IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers& buffers,
-                     std::vector<Marks::Leaf>& donated) const {
+                     std::vector<ArgumentToMark>& donated) const {
   const Leaf& expected = leaves_[index];
   if (tensor.scalar_type() != expected.dtype || tensor.requires_grad() != expected.requires_grad ||
       tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || !tensor.device().is_xla() ||
@@ -197,7 +197,7 @@ bool Replay::IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers
   }
   buffers.Add(buffer.get());
   if (expected.is_donated) {
-    donated.push_back({*held->tensor, buffer, held->sizes, expected.dtype, static_cast<std::uint32_t>(index), nullptr});
+    donated.push_back({*held->tensor, buffer, held->sizes, expected.dtype, static_cast<std::uint32_t>(index)});
   }
   return true;
 }
@@ -214,7 +214,7 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
     }
   }
   PyObject** items = PySequence_Fast_ITEMS(begun.leaves.ptr());
-  std::vector<Marks::Leaf> donated;
+  std::vector<ArgumentToMark> donated;
   donated.reserve(donated_.size());
   if (!AreAlike(items, donated)) {
     return py::none();
@@ -227,7 +227,7 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
       abi::KeepValue(THPVariable_Unpack(items[i]));
     }
   }
-  for (Marks::Leaf& leaf : donated) {
+  for (ArgumentToMark& leaf : donated) {
     leaf.buffer.reset();  // the call's own pointers must not count as other holders
   }
   if (!PerhapsShared(*site).empty()) {

@@ -64,9 +64,9 @@ class Replay {
 
   bool ReadTokens(py::handle structure);
   bool Collect(PyObject* tree, std::size_t& token, const py::list& leaves, std::size_t& count) const;
-  bool AreAlike(PyObject** leaves, std::vector<Marks::Leaf>& donated) const;
+  bool AreAlike(PyObject** leaves, std::vector<ArgumentToMark>& donated) const;
   bool IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers& buffers,
-               std::vector<Marks::Leaf>& donated) const;
+               std::vector<ArgumentToMark>& donated) const;
 
   std::vector<Token> tokens_;
   std::vector<Leaf> leaves_;

@@ -32,16 +32,6 @@ const DonorPtr* Marks::Find(Buffer buffer) const {
   return found == pending_.end() || found->second->array.buffer.expired() ? nullptr : &found->second;
 }
 
-std::shared_ptr<CallDonors> Marks::DonorsOf(const std::vector<Leaf>& leaves,
-                                            const std::shared_ptr<const CallSite>& site) {
-  auto donors = std::make_shared<CallDonors>(leaves.size());
-  for (const Leaf& leaf : leaves) {
-    donors->Add(leaf.buffer, leaf.sizes, leaf.dtype,
-                {leaf.tensor, site, leaf.index, leaf.preferred_output, abi::ShardingOf(*leaf.tensor)});
-  }
-  return donors;
-}
-
 void Marks::Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site) {
   MutexLock lock(registry_mutex);
   site->donors = donors;

@@ -27,18 +27,6 @@ class Marks {
   // Never destroyed: hooks may run until the process ends.
   static Marks& Get();
 
-  // A leaf ready to be marked. Its buffer is materialised and not read-only.
-  struct Leaf {
-    std::shared_ptr<abi::TensorData> tensor;
-    lazy::BackendDataPtr buffer;
-    at::IntArrayRef sizes;
-    at::ScalarType dtype;
-    std::uint32_t index;
-    std::shared_ptr<abi::TensorData> preferred_output;  // null if not requested
-  };
-  // The donors of these leaves, before they are marked.
-  static std::shared_ptr<CallDonors> DonorsOf(const std::vector<Leaf>& leaves,
-                                              const std::shared_ptr<const CallSite>& site);
   // Marks all donors of a call. A buffer that is marked already gains a mark if the tensor is new, or if the call
   // requests more for it: an output, or to be stricter.
   void Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site);
