@@ -40,7 +40,6 @@ class _Donor(TypedDict):
 class _Step(TypedDict):
     number: int
     graph: str
-    status: str
     donors: list[_Donor]
     outputs: list[str]
     compilations: int

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "features/outdated_tensors.h"
@@ -14,6 +15,7 @@
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "registry/tallies.h"
+#include "registry/watch.h"
 #include "step/callbacks.h"
 #include "step/donor_set.h"
 
@@ -89,23 +91,14 @@ Reason Obstacle() {
   return why;
 }
 
-std::optional<Liveness> FindReachOrSayWhy(DonorSet& step) {
-  const Reason why = Obstacle();
-  std::optional<Liveness> found = why.empty() ? FindReach(step, {}) : std::nullopt;
-  if (!found.has_value()) {
-    Tallies::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
-  }
-  return found;
-}
-
 }  // namespace
 
 bool ListForAutoDonors(void* arena) {
   arena_of_list = nullptr;
-  if (WatchesInputs()) {
+  if (Watches(kInputs)) {
     TakeWatchedStep();  // of a step that has failed
   }
-  if (!AutoDonates() && !WatchesInputs()) {
+  if (!AutoDonates() && !Watches(kInputs)) {
     return false;
   }
   ProcessObstacle();  // makes a tensor, so it comes before the list
@@ -126,11 +119,16 @@ void ProposeAutoDonors(DonorSet& step) {
   step.Live();
   const Gate& gate = step.Context().gate;
   if (AutoDonates() && gate.verdict == Gate::Verdict::kDonate) {
-    step.OfferInputs(FindReachOrSayWhy(step));
+    const Reason why = Obstacle();
+    std::optional<Liveness> reach = why.empty() ? FindReach(step, {}) : std::nullopt;
+    if (!reach.has_value()) {
+      Tallies::Get().NoteAutoRefusal(why.empty() ? ReasonCode::kSharedGraphs : why);
+    }
+    step.OfferInputs(std::move(reach));
   } else if (AutoDonates()) {
     Tallies::Get().NoteAutoRefusal(gate.reason);
   }
-  if (WatchesInputs() && Obstacle().empty()) {
+  if (Watches(kInputs) && Obstacle().empty()) {
     // Of a step that donates nothing automatically, outdated tensors still have old values, which it would have
     // replaced.
     const std::vector<std::int64_t> outputs = step.OutputIds();

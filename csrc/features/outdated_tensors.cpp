@@ -12,13 +12,11 @@
 
 #include "features/compiled_run.h"
 #include "features/use_guard.h"
-#include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/views.h"
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "registry/tallies.h"
-#include "step/callbacks.h"
 
 namespace torch_xla_donate {
 
@@ -94,7 +92,7 @@ void GiveNewValues(const std::vector<c10::intrusive_ptr<c10::TensorImpl>>& tenso
 // Only advice asks for it, because the stack costs more than the write.
 std::shared_ptr<const OutdatedTensors::Write> LineOfWrite(bool is_of_part) noexcept {
   try {
-    if (WatchesInputs()) {
+    if (Watches(kInputs)) {
       return std::make_shared<const OutdatedTensors::Write>(
           OutdatedTensors::Write{callbacks::PythonStack(), is_of_part});
     }

@@ -9,13 +9,11 @@
 #include "features/reuse_warnings.h"
 #include "features/run_guard.h"
 #include "features/switches.h"
-#include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "registry/tallies.h"
 #include "registry/watch.h"
-#include "step/callbacks.h"
 #include "step/donor_set.h"
 
 namespace torch_xla_donate {
@@ -128,7 +126,7 @@ void phases::AtStart(RunContext& run) {
 bool phases::AfterStep() {
   RecordRuns();
   Reach("AfterStep");
-  return HasNotedOutputs() || Steps::Get().HasNotices() || WatchesInputs();
+  return HasNotedOutputs() || Steps::Get().HasNotices() || Watches(kInputs);
 }
 
 }  // namespace torch_xla_donate

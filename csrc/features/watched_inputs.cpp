@@ -35,7 +35,6 @@ void WatchInputs(bool on) {
   }
   SetWatch(kInputs, on ? kInputs : Watch{});
 }
-bool WatchesInputs() { return Watches(kInputs); }
 
 void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs, const Reason& reason, bool automatic) {
   const GraphArrays arrays = step.Measure();

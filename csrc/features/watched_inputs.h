@@ -31,7 +31,6 @@ struct WatchedStep {
 };
 
 void WatchInputs(bool on);
-bool WatchesInputs();
 // Notes a step. `outputs` are the alias ids of its outputs.
 void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs, const Reason& reason, bool automatic);
 // The last step of this thread since the last call.

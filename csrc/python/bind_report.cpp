@@ -76,7 +76,6 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     py::dict item;
     item["number"] = step.number;
     item["graph"] = step.graph_hash;
-    item["status"] = step.status;
     item["donors"] = donors;
     item["outputs"] = step.outputs;
     item["compilations"] = step.compilations;
@@ -169,7 +168,9 @@ void BindReport(py::module_& m) {
       "The marks that no step has read yet.");
   m.def(
       "take_notices",
-      [](bool everywhere) { return StepDicts(Steps::Get().TakeNotices(everywhere ? std::nullopt : LastDevice())); },
+      [](bool everywhere) {
+        return StepDicts(Steps::Get().TakeNotices(everywhere ? std::nullopt : ThreadStep::Get().last_device));
+      },
       py::arg("everywhere") = true,
       "Returns and clears the steps with unusable donations that were not reported yet. Donors reported before have "
       "reported=True. Without everywhere, only steps of the device of this thread's last step, if it has one.");

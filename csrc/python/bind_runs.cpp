@@ -29,7 +29,7 @@ std::vector<std::uint32_t> PerhapsShared(const CallSite& call) {
   std::vector<std::uint32_t> leaves = marks.PerhapsShared(&call);
   if (!leaves.empty()) {
     py::gil_scoped_release released;
-    if (const auto device = LastDevice()) {  // of the call's marks, which this thread has just made
+    if (const auto device = ThreadStep::Get().last_device) {  // of the call's marks, which this thread has just made
       abi::WaitForHandOver(*device);
     }
     leaves = marks.PerhapsShared(&call);
@@ -77,7 +77,7 @@ void BindRuns(py::module_& m) {
       "shared_with_listed",
       [](const Call& call) {
         const std::vector<Marks::PendingMark> marks = Marks::Get().OfCall(call.site.get());
-        const std::vector<Reason> obstacles = FindObstacles(marks, ListedTensors());
+        const std::vector<Reason> obstacles = FindObstacles(marks, ThreadStep::Get().List().Tensors());
         std::vector<std::size_t> leaves;
         for (std::size_t i = 0; i < marks.size(); ++i) {
           if (!obstacles[i].empty()) {

@@ -462,7 +462,7 @@ bool Steps::IsUnusable(const Donor& donor) const {
 }
 
 void Steps::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outcome, const Reason& failure) noexcept {
-  if (step->status == Step::Status::kDone || step->status == Step::Status::kFailed) {
+  if (step->status == Step::Status::kDone) {
     return;  // a run that the host drops may end twice
   }
   const bool was_running = step->status == Step::Status::kRunning;
@@ -483,7 +483,7 @@ void Steps::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outc
       status.reported = true;  // the failure itself is raised by torch_xla
     }
   }
-  step->status = failure.empty() ? Step::Status::kDone : Step::Status::kFailed;
+  step->status = Step::Status::kDone;
   step->outputs.clear();
   if (outcome != nullptr) {
     step->outcome = outcome;
@@ -542,11 +542,9 @@ void Steps::CountRunLocked(bool is_step) {
 // ---- For readers ----
 
 StepSnapshot Steps::Snapshot(const Step& step) const {
-  static const char* const names[] = {"claimed", "running", "done", "failed"};
   StepSnapshot snapshot;
   snapshot.number = step.number;
   snapshot.graph_hash = step.graph_hash;
-  snapshot.status = names[static_cast<int>(step.status)];
   snapshot.compilations = step.compilations;
   snapshot.plain_steps = step.plain_steps;
   snapshot.donors.reserve(step.donors.size() + step.refused.size() + step.unread.size());

@@ -42,7 +42,7 @@ struct GraphOutcome {
 
 // A step that had donors, marked or automatic.
 struct Step {
-  enum class Status { kClaimed, kRunning, kDone, kFailed };
+  enum class Status { kClaimed, kRunning, kDone };
 
   Step(std::uint64_t count, std::vector<DonorPtr> offered, std::vector<DonorPtr> not_offered)
       : number(count), donors(std::move(offered)), refused(std::move(not_offered)), used(donors.size()) {}
@@ -75,7 +75,6 @@ using StepPtr = std::shared_ptr<Step>;
 struct StepSnapshot {
   std::uint64_t number = 0;
   std::string graph_hash;
-  std::string status;
   std::vector<DonorSnapshot> donors;
   std::vector<std::string> outputs;
   std::uint64_t compilations = 0;

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <utility>
 
+#include "host/address_numbers.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
 
@@ -68,35 +69,38 @@ GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, c
   return found;
 }
 
-std::vector<NearParameter> NearParameters::operator()(std::size_t output) {
-  if (!position_of_.has_value()) {
-    position_of_.emplace(parameters_.size());
-    for (const lazy::BackendDataPtr& parameter : parameters_) {
-      position_of_->Add(parameter.get());
-    }
-  }
-  std::vector<NearParameter> result;
-  std::queue<std::pair<const lazy::Node*, std::size_t>> open;
-  std::set<const lazy::Node*> seen;
-  const auto add = [&](const lazy::Node* node, std::size_t distance) {
-    if (node != nullptr && seen.size() < kNodesPerOutput && seen.insert(node).second) {
-      open.emplace(node, distance);
-    }
-  };
-  add(roots_[output].node.get(), 0);
-  for (; !open.empty(); open.pop()) {
-    const auto [node, distance] = open.front();
-    if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
-      if (const std::size_t i = position_of_->Of(data.get()); i != AddressNumbers::kUnknown) {
-        result.push_back({distance, i});
+FindNear NearParameters(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots) {
+  // The first call fills `position_of`.
+  return [&parameters, &roots, position_of = std::optional<AddressNumbers>()](std::size_t output) mutable {
+    if (!position_of.has_value()) {
+      position_of.emplace(parameters.size());
+      for (const lazy::BackendDataPtr& parameter : parameters) {
+        position_of->Add(parameter.get());
       }
-      continue;
     }
-    for (const lazy::Output& operand : node->operands()) {
-      add(operand.node, distance + 1);
+    std::vector<NearParameter> result;
+    std::queue<std::pair<const lazy::Node*, std::size_t>> open;
+    std::set<const lazy::Node*> seen;
+    const auto add = [&](const lazy::Node* node, std::size_t distance) {
+      if (node != nullptr && seen.size() < kNodesPerOutput && seen.insert(node).second) {
+        open.emplace(node, distance);
+      }
+    };
+    add(roots[output].node.get(), 0);
+    for (; !open.empty(); open.pop()) {
+      const auto [node, distance] = open.front();
+      if (const auto data = lazy::getBackend()->GetComputationDataFromNode(node); data != nullptr) {
+        if (const std::size_t i = position_of->Of(data.get()); i != AddressNumbers::kUnknown) {
+          result.push_back({distance, i});
+        }
+        continue;
+      }
+      for (const lazy::Output& operand : node->operands()) {
+        add(operand.node, distance + 1);
+      }
     }
-  }
-  return result;
+    return result;
+  };
 }
 
 }  // namespace torch_xla_donate

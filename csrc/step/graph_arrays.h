@@ -7,7 +7,6 @@
 #include <string>
 #include <vector>
 
-#include "host/address_numbers.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
 #include "step/plan.h"
@@ -34,17 +33,7 @@ struct GraphArrays : GraphSizes {
 GraphArrays MeasureArrays(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots,
                           bool sharded);
 
-// Finds the parameters near an output's root, for Plan(). Both vectors must outlive it.
-class NearParameters {
- public:
-  NearParameters(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots)
-      : parameters_(parameters), roots_(roots) {}
-  std::vector<NearParameter> operator()(std::size_t output);
-
- private:
-  const std::vector<lazy::BackendDataPtr>& parameters_;
-  const std::vector<lazy::Value>& roots_;
-  std::optional<AddressNumbers> position_of_;  // filled by the first call
-};
+// Finds the parameters near an output's root, for Plan(). Both vectors must outlive the result.
+FindNear NearParameters(const std::vector<lazy::BackendDataPtr>& parameters, const std::vector<lazy::Value>& roots);
 
 }  // namespace torch_xla_donate

@@ -1,4 +1,4 @@
-// The phases of a step; thread_step.h lists the hooks that it passes.
+// The phases of a step.
 #include "step/thread_step.h"
 
 #include <algorithm>
@@ -190,35 +190,31 @@ void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Execu
 void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept {
   // The run owns the device's lock by now, and the caller of this constructor would not release it for an exception.
   try {
-    PrepareRun(run, collection);
+    run_.emplace(RunContext{run, &collection, RunsAll(collection)});
+    run_->recorded = std::exchange(recorded_, false);
+    if (phase_ == StepPhase::kCompiled) {
+      run_->claim = claim_;
+    }
+    phases::BeforeRun(*run_);
+    if (run_->failure != nullptr) {
+      std::rethrow_exception(run_->failure);
+    }
+    if (run_->stopped) {
+      return;
+    }
+    if (phase_ == StepPhase::kCompiled) {
+      claim_->Commit(*run_, lazy::HashToString(collection.hash));
+    } else if (run_->claim != nullptr) {
+      claim_ = run_->claim;
+    } else {
+      Steps::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
+    }
+    phase_ = StepPhase::kPrepared;
   } catch (...) {
     GiveUp();
     failed_run_ = &run.mwait;
     failure_ = std::current_exception();
   }
-}
-
-void ThreadStep::PrepareRun(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) {
-  run_.emplace(RunContext{run, &collection, RunsAll(collection)});
-  run_->recorded = std::exchange(recorded_, false);
-  if (phase_ == StepPhase::kCompiled) {
-    run_->claim = claim_;
-  }
-  phases::BeforeRun(*run_);
-  if (run_->failure != nullptr) {
-    std::rethrow_exception(run_->failure);
-  }
-  if (run_->stopped) {
-    return;
-  }
-  if (phase_ == StepPhase::kCompiled) {
-    claim_->Commit(*run_, lazy::HashToString(collection.hash));
-  } else if (run_->claim != nullptr) {
-    claim_ = run_->claim;
-  } else {
-    Steps::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
-  }
-  phase_ = StepPhase::kPrepared;
 }
 
 namespace {
@@ -273,43 +269,38 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
   run_.reset();
   claim_ = nullptr;
   phase_ = StepPhase::kIdle;
-  const std::shared_ptr<Claim> claim = context.claim;
   try {
-    return StartRun(std::move(run), std::move(context));
+    phases::AtStart(context);
+    if (context.claim != nullptr) {
+      context.claim->NoteExecutable(context.run);
+    }
+    auto consumed = std::make_shared<std::vector<lazy::BackendDataPtr>>(Steps::Get().TakeConsumed(context.run.device));
+    if (context.ends.empty() && consumed->empty()) {
+      return run;
+    }
+    const auto end = std::make_shared<RunEnd>(std::move(context.ends));
+    std::function<void()> completion = [run = std::move(run), end, consumed = std::move(consumed)] {
+      hand_overs.load(std::memory_order_acquire);
+      try {
+        run();
+      } catch (const std::exception& error) {
+        end->Call(FailureOf(error));
+        throw;
+      } catch (...) {
+        end->Call(ReasonCode::kFailedForeign);
+        throw;
+      }
+      end->Call({});
+      consumed->clear();  // last, because it may wait for the run before
+    };
+    hand_overs.fetch_add(1, std::memory_order_release);
+    return completion;
   } catch (...) {
-    if (claim != nullptr) {
-      claim->Abandon(ReasonCode::kGivenUp);
+    if (context.claim != nullptr) {
+      context.claim->Abandon(ReasonCode::kGivenUp);
     }
     throw;
   }
-}
-
-std::function<void()> ThreadStep::StartRun(std::function<void()> run, RunContext context) {
-  phases::AtStart(context);
-  if (context.claim != nullptr) {
-    context.claim->NoteExecutable(context.run);
-  }
-  auto consumed = std::make_shared<std::vector<lazy::BackendDataPtr>>(Steps::Get().TakeConsumed(context.run.device));
-  if (context.ends.empty() && consumed->empty()) {
-    return run;
-  }
-  const auto end = std::make_shared<RunEnd>(std::move(context.ends));
-  std::function<void()> completion = [run = std::move(run), end, consumed = std::move(consumed)] {
-    hand_overs.load(std::memory_order_acquire);
-    try {
-      run();
-    } catch (const std::exception& error) {
-      end->Call(FailureOf(error));
-      throw;
-    } catch (...) {
-      end->Call(ReasonCode::kFailedForeign);
-      throw;
-    }
-    end->Call({});
-    consumed->clear();  // last, because it may wait for the run before
-  };
-  hand_overs.fetch_add(1, std::memory_order_release);
-  return completion;
 }
 
 void ThreadStep::End(const lazy::BackendDevice& device) {

@@ -1,14 +1,7 @@
 // One thread's step, and the functions that the hooks call in its phases.
 //
-// A step (torch_xla.sync(), xm.mark_step()) passes the hooks in this order:
-//   ForAllDeviceContexts     the executor lists the live tensors
-//   LazyTensor::LazyTensor   ... as fresh objects, which are noted
-//   CurrentDataHandle        the executor reads every live tensor; outside a step, programs read tensors through it
-//   RunPostOrder             graph and parameters are known: donors are chosen and put into the donor set
-//   TensorCollectionBarrier  compiled, about to be scheduled: the rewritten infos are restored
-//   Async::Async             the commit point: this graph will run with these parameters
-//   MultiWait::Completer     gets the function that runs the graph; at its end the outcome of the donors is read
-//   MarkStep                 the step is over: unusable donations are reported
+// A step (torch_xla.sync(), xm.mark_step()) calls the members of ThreadStep in the order in which they stand here. The
+// hooks that call them are in features/intercepts.cpp, in the same order.
 //
 // Ownership: the thread's step owns the list, and the claim until the run begins. Then the run owns the claim.
 // Threads: belongs to one thread.
@@ -75,14 +68,13 @@ class ThreadStep {
   // Ends a step or run that was claimed on this thread and not finished, because the host threw.
   void GiveUp(const Reason& why = ReasonCode::kGivenUp) noexcept;
 
+  // This thread's last list of live tensors; empty if it has been dropped.
   const LiveTensors& List() const { return list_; }
   // The device of this thread's last step, or the device that the program has named since.
   std::optional<lazy::BackendDevice> last_device;
 
  private:
   void ClaimDonors(GraphContext& context);
-  void PrepareRun(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection);
-  std::function<void()> StartRun(std::function<void()> run, RunContext context);
 
   StepPhase phase_ = StepPhase::kIdle;
   LiveTensors list_;
@@ -93,10 +85,5 @@ class ThreadStep {
   std::exception_ptr failure_;
   bool recorded_ = false;  // the registry has a step for the graph made last
 };
-
-inline void NoteDevice(const lazy::BackendDevice& device) { ThreadStep::Get().last_device = device; }
-inline std::optional<lazy::BackendDevice> LastDevice() { return ThreadStep::Get().last_device; }
-// The data of this thread's last list of live tensors; empty if it has been dropped.
-inline std::vector<std::shared_ptr<abi::TensorData>> ListedTensors() { return ThreadStep::Get().List().Tensors(); }
 
 }  // namespace torch_xla_donate
