@@ -10,7 +10,6 @@
 #include "host/process_mutex.h"
 #include "registry/tallies.h"
 #include "registry/weak_keys.h"
-#include "step/donor_set.h"
 
 namespace torch_xla_donate {
 

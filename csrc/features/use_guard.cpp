@@ -4,8 +4,6 @@
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
-#include <utility>
-
 #include "features/reuse_warnings.h"
 #include "features/run_guard.h"
 #include "registry/steps.h"

@@ -1,7 +1,6 @@
 // Automatic donation: the switch, the inputs and steps that it has skipped, and the reasons.
 #include <pybind11/stl.h>
 
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,7 +12,6 @@
 #include "python/bind.h"
 #include "registry/tallies.h"
 #include "step/planner.h"
-#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 

@@ -1,5 +1,4 @@
 // The outcomes of donors and checked outputs, for the report.
-#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -7,16 +6,13 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "features/compiled_run.h"
 #include "features/executables.h"
 #include "features/output_check.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
-#include "host/tensors.h"
 #include "python/bind.h"
 #include "python/callbacks.h"
 #include "registry/marks.h"

@@ -11,10 +11,9 @@
 #include <string>
 #include <utility>
 
-#include "features/run_guard.h"
 #include "features/switches.h"
 #include "python/bind.h"
-#include "step/thread_step.h"
+#include "step/graph_arrays.h"
 
 namespace torch_xla_donate {
 

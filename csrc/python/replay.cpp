@@ -12,8 +12,6 @@
 #include "host/views.h"
 #include "python/bind.h"
 #include "python/deferred_decref.h"
-#include "registry/marks.h"
-#include "registry/watch.h"
 
 namespace torch_xla_donate {
 

@@ -3,7 +3,6 @@
 
 #include <dlfcn.h>
 
-#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <utility>

@@ -1,7 +1,6 @@
 // The phases of a step.
 #include "step/thread_step.h"
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <utility>
