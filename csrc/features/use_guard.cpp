@@ -19,13 +19,10 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   if (!steps.IsTracked(buffer)) {
     return;
   }
-  std::optional<ConsumedDonor> found;
-  if (PyGILState_Check()) {
-    PyThreadState* thread = PyEval_SaveThread();
-    found = steps.FindConsumed(buffer);
+  PyThreadState* const thread = PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+  const std::optional<ConsumedDonor> found = steps.FindConsumed(buffer);
+  if (thread != nullptr) {
     PyEval_RestoreThread(thread);
-  } else {
-    found = steps.FindConsumed(buffer);
   }
   if (found.has_value()) {
     throw DonatedBufferAccess(callbacks::DescribeUse(found->donor, found->step));

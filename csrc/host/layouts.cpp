@@ -37,11 +37,9 @@ bool HasType(const std::type_info& type, const char* name, std::atomic<const cha
 
 void Mismatch(const std::string& what) { throw std::runtime_error(what); }
 
-const c10::TensorImpl& ValueImplOf(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  return functional::isFunctionalTensor(tensor)
-             ? *functional::unsafeGetFunctionalWrapper(tensor)->value().unsafeGetTensorImpl()
-             : *tensor.unsafeGetTensorImpl();
+const c10::TensorImpl& ValueImplOf(const c10::TensorImpl* impl) {
+  const bool is_functional = impl->key_set().has(c10::DispatchKey::Functionalize);
+  return is_functional ? *static_cast<const at::FunctionalTensorWrapper*>(impl)->value().unsafeGetTensorImpl() : *impl;
 }
 
 const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
@@ -72,7 +70,7 @@ void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bo
 }
 
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_sharded) {
-  const c10::TensorImpl& impl = ValueImplOf(probe);
+  const c10::TensorImpl& impl = ValueImplOf(probe.unsafeGetTensorImpl());
   const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(impl);
   if (lazy_tensor == nullptr) {
     Mismatch(std::string("an XLA tensor is a ") + typeid(impl).name() + ", expected " + kTensorImplType);

@@ -67,7 +67,7 @@ struct HostTensor : lazy::LazyTensor {
 inline const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
 
 // The impl that has the tensor's value, inside functionalization's wrapper if there is one.
-const c10::TensorImpl& ValueImplOf(const at::Tensor& tensor);
+const c10::TensorImpl& ValueImplOf(const c10::TensorImpl* impl);
 
 // The pointer to the lazy tensor, which torch_xla::XLATensorImpl has after c10::TensorImpl. Null for another class.
 const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl);

@@ -33,9 +33,7 @@ const std::shared_ptr<void>& ShardingOf(const TensorData& tensor) { return AsHos
 std::int64_t AliasId(const TensorData& tensor) { return AsHost(tensor).alias_id; }
 
 const TensorData* ValueOf(const c10::TensorImpl& tensor) {
-  const bool is_functional = tensor.key_set().has(c10::DispatchKey::Functionalize);
-  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(
-      is_functional ? *static_cast<const at::FunctionalTensorWrapper&>(tensor).value().unsafeGetTensorImpl() : tensor);
+  const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(ValueImplOf(&tensor));
   return lazy_tensor == nullptr || *lazy_tensor == nullptr ? nullptr : (*lazy_tensor)->data().get();
 }
 
@@ -44,7 +42,7 @@ Resolution Resolve(const at::Tensor& tensor) {
   if (at::functionalization::impl::isFunctionalTensor(tensor)) {
     at::functionalization::impl::sync(tensor);
   }
-  const c10::TensorImpl& impl = ValueImplOf(tensor);
+  const c10::TensorImpl& impl = ValueImplOf(tensor.unsafeGetTensorImpl());
   const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(impl);
   if (lazy_tensor == nullptr || *lazy_tensor == nullptr) {
     return result;

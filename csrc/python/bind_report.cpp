@@ -133,12 +133,12 @@ void BindReport(py::module_& m) {
   m.def(
       "steps",
       [](std::optional<std::size_t> last) {
-        std::vector<StepSnapshot> steps = Steps::Get().Kept();
+        std::vector<StepPtr> steps = Steps::Get().Kept();
         // They end in any order.
-        std::sort(steps.begin(), steps.end(), [](const auto& a, const auto& b) { return a.number < b.number; });
+        std::sort(steps.begin(), steps.end(), [](const auto& a, const auto& b) { return a->number < b->number; });
         steps.erase(steps.begin(),
                     steps.end() - static_cast<std::ptrdiff_t>(std::min(last.value_or(steps.size()), steps.size())));
-        return StepDicts(steps);
+        return StepDicts(Steps::Get().Snapshots(steps));
       },
       py::arg("last") = py::none(), "The last kept steps with donors, or all of them, oldest first.");
   py::class_<StepTally, std::shared_ptr<StepTally>>(

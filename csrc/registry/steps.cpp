@@ -571,13 +571,9 @@ std::vector<StepSnapshot> Steps::Snapshots(const std::vector<StepPtr>& steps) co
   return result;
 }
 
-std::vector<StepSnapshot> Steps::Kept() const {
+std::vector<StepPtr> Steps::Kept() const {
   MutexLock lock(registry_mutex);
-  std::vector<StepSnapshot> result;
-  for (const StepPtr& step : kept_) {
-    result.push_back(Snapshot(*step));
-  }
-  return result;
+  return {kept_.begin(), kept_.end()};
 }
 
 std::optional<std::string> Steps::GraphText(const std::string& graph_hash) const {

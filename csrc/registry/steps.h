@@ -179,7 +179,7 @@ class Steps {
 
   // ---- For readers ----
 
-  std::vector<StepSnapshot> Kept() const;
+  std::vector<StepPtr> Kept() const;
   std::vector<StepSnapshot> Snapshots(const std::vector<StepPtr>& steps) const;
   // The optimised HLO of a graph that has run with donors; nullopt if torch_xla has dropped its executable.
   std::optional<std::string> GraphText(const std::string& graph_hash) const;
