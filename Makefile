@@ -57,7 +57,7 @@ test-upstream: build $(VENV)/upstream  ## the files of UPSTREAM=a checkout of py
 test-cpp: build  ## the C++ tests, which need no torch
 	$(BIN)/cmake -B $(BUILD) -DTORCH_XLA_DONATE_BUILD_TESTS=ON > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
 	$(BIN)/cmake --build $(BUILD) | tail -n 1
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure --no-tests=error
+	$(BIN)/ctest --test-dir $(BUILD) -j $$(nproc) --output-on-failure --no-tests=error
 
 # A build of its own: the module in the package stays as it is.
 coverage: build  ## which of our Python and C++ lines `make test` runs; writes it to the README
@@ -86,16 +86,16 @@ lint: env  ## ruff, mypy, clang-format and clang-tidy; changes nothing
 	$(BIN)/mypy
 	@$(MAKE) --no-print-directory --output-sync -j $$(nproc) tidy
 
-# clang-tidy parses torch's headers again for each file, so only files that have changed are checked. GCC's precompiled
-# headers are of no use to it.
-TIDY := $(BIN)/clang-tidy
-TIDIED := $(patsubst csrc/%.cpp,build-tidy/%.ok,$(wildcard csrc/*/*.cpp))
+# One file includes all sources of a folder, so clang-tidy parses torch's headers once for each. GCC's precompiled headers
+# are of no use to it.
+TIDIED := $(patsubst csrc/%/,build-tidy/%.ok,$(dir $(wildcard csrc/*/*.cpp)))
 
-tidy: $(TIDIED)  ## clang-tidy on csrc/, which .clang-tidy configures; a part of `make lint`
+tidy: $(sort $(TIDIED))  ## clang-tidy on csrc/, which .clang-tidy configures; a part of `make lint`
 
-$(TIDIED): build-tidy/%.ok: csrc/%.cpp $(wildcard csrc/*/*.h) .clang-tidy csrc/host/.clang-tidy build-tidy/compile_commands.json
-	@mkdir -p $(@D)
-	@$(TIDY) --quiet -p build-tidy $< 2> $(@:.ok=.log) || { cat $(@:.ok=.log); exit 1; }
+.SECONDEXPANSION:
+build-tidy/%.ok: $$(wildcard csrc/$$*/*.cpp) $(wildcard csrc/*/*.h) .clang-tidy build-tidy/compile_commands.json
+	@$(BIN)/clang-tidy --quiet -p build-tidy build-tidy/CMakeFiles/*.dir/Unity/unity_$*_cxx.cxx 2> $(@:.ok=.log) \
+	  || { cat $(@:.ok=.log); exit 1; }
 	@touch $@
 
 build-tidy/compile_commands.json: $(VENV)/installed CMakeLists.txt third_party/torch.cmake third_party/query_torch.py

@@ -17,7 +17,7 @@ namespace {
 
 std::uintptr_t Value(const void* address) noexcept { return reinterpret_cast<std::uintptr_t>(address); }
 
-struct Search {
+struct AddressSearch {
   const void* address;
   dl_phdr_info found = {};
 };
@@ -34,8 +34,8 @@ unsigned Flags(std::uintptr_t base, const ElfW(Phdr) * headers, std::size_t coun
 }
 
 // Must not throw, because the dynamic linker calls it.
-int VisitLibrary(dl_phdr_info* info, std::size_t, void* argument) noexcept {
-  Search& search = *static_cast<Search*>(argument);
+int FindAddress(dl_phdr_info* info, std::size_t, void* argument) noexcept {
+  AddressSearch& search = *static_cast<AddressSearch*>(argument);
   if (Flags(info->dlpi_addr, info->dlpi_phdr, info->dlpi_phnum, search.address) == 0) return 0;
   search.found = *info;
   return 1;
@@ -70,8 +70,8 @@ bool MemoryMap::IsReadable(const void* address, std::size_t bytes) const noexcep
 }
 
 LoadedLibrary::LoadedLibrary(const void* address) noexcept {
-  Search search{address};
-  dl_iterate_phdr(VisitLibrary, &search);
+  AddressSearch search{address};
+  dl_iterate_phdr(FindAddress, &search);
   base_ = search.found.dlpi_addr;
   headers_ = search.found.dlpi_phdr;
   count_ = search.found.dlpi_phnum;

@@ -25,14 +25,14 @@ struct AnnouncedRun {
   std::string graph;
 };
 
-struct ThreadState {
+struct NextRun {
   // The donors given to OrderParameters(), and the resulting order.
   std::optional<std::unordered_set<const lazy::BackendData*>> ordered_donors;
   std::vector<OrderedParameter> ordered;
   std::optional<AnnouncedRun> announced;
   bool expected = false;  // the registry has a step for the next run
 };
-thread_local ThreadState state;
+thread_local NextRun next_run;
 
 std::vector<lazy::BackendDataPtr> BuffersOf(const std::vector<RunDonor>& donors) {
   std::vector<lazy::BackendDataPtr> buffers;
@@ -90,7 +90,7 @@ void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
 }  // namespace
 
 void OrderForDonors(GraphContext& context) {
-  if (!state.ordered_donors.has_value()) {
+  if (!next_run.ordered_donors.has_value()) {
     return;
   }
   abi::Executor::PostOrderData& graph = *context.graph;
@@ -99,7 +99,7 @@ void OrderForDonors(GraphContext& context) {
   StepFacts facts{
       graph, context.roots, device, context.collection.hash, abi::IsSpmd(device), false, std::vector<PlanInput>(count)};
   for (std::size_t i = 0; i < count; ++i) {
-    facts.inputs[i].is_marked = state.ordered_donors->count(graph.parameters_data[i].get()) != 0;
+    facts.inputs[i].is_marked = next_run.ordered_donors->count(graph.parameters_data[i].get()) != 0;
     facts.inputs[i].is_barred = !facts.inputs[i].is_marked;
   }
   GraphArrays arrays = facts.Measure();
@@ -110,39 +110,39 @@ void OrderForDonors(GraphContext& context) {
     output_of.emplace(graph.parameters_data[i].get(), pairs.preferred_output[i]);
   }
   PermuteParameters(pairs.parameter_order, graph, context.collection);
-  state.ordered.clear();
+  next_run.ordered.clear();
   for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-    state.ordered.push_back({parameter.get(), output_of[parameter.get()]});
+    next_run.ordered.push_back({parameter.get(), output_of[parameter.get()]});
   }
 }
 
 void ClaimAnnounced(RunContext& run) {
-  if (state.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *state.announced)) {
+  if (next_run.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *next_run.announced)) {
     try {
-      ClaimDonors(run, *state.announced);
-      state.announced.reset();
+      ClaimDonors(run, *next_run.announced);
+      next_run.announced.reset();
     } catch (const std::exception&) {
       // The graph would consume the donors although no step has claimed them.
       run.failure = std::current_exception();
     }
   }
   if (run.runs_all) {
-    const bool expected = std::exchange(state.expected, false);
+    const bool expected = std::exchange(next_run.expected, false);
     run.recorded = run.recorded || expected;
   }
 }
 
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors) {
-  state.ordered_donors = std::move(donors);
-  state.ordered.clear();
+  next_run.ordered_donors = std::move(donors);
+  next_run.ordered.clear();
 }
 
 std::vector<OrderedParameter> TakeOrder() {
-  state.ordered_donors.reset();
-  return std::exchange(state.ordered, {});
+  next_run.ordered_donors.reset();
+  return std::exchange(next_run.ordered, {});
 }
 
-bool IsExtracting() { return state.ordered_donors.has_value(); }
+bool IsExtracting() { return next_run.ordered_donors.has_value(); }
 
 bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
   ThreadStep::Get().GiveUp();
@@ -150,17 +150,17 @@ bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor>
   if (!Marks::Get().Arm(BuffersOf(run.donors), run.call.get())) {
     return false;
   }
-  state.announced = std::move(run);
+  next_run.announced = std::move(run);
   return true;
 }
 
 void DisarmRun() {
-  if (const auto announced = std::exchange(state.announced, std::nullopt)) {
+  if (const auto announced = std::exchange(next_run.announced, std::nullopt)) {
     Marks::Get().Disarm(BuffersOf(announced->donors));
   }
   ThreadStep::Get().GiveUp();
 }
 
-void ExpectRun() { state.expected = true; }
+void ExpectRun() { next_run.expected = true; }
 
 }  // namespace torch_xla_donate

@@ -44,13 +44,13 @@ Record& TheRecord() {
   return *record;
 }
 
-struct ThreadState {
+struct Recording {
   bool inspecting = false;
   std::optional<abi::CompiledGraph> inspected;
   std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
   std::vector<StackFrame> stack;
 };
-thread_local ThreadState state;
+thread_local Recording recording;
 
 // Without the texts a later run describes the executable.
 void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
@@ -65,7 +65,7 @@ void Describe(const abi::HostCachedComputation& executable, LoggedRun& run) {
 
 void Log(const RunContext& context, const Executable& executable) {
   const bool has_donors = context.claim != nullptr || context.recorded;
-  LoggedRun run{0, context.graph, has_donors, "", "", state.stack};
+  LoggedRun run{0, context.graph, has_donors, "", "", recording.stack};
   Record& record = TheRecord();
   std::unique_lock<std::mutex> lock(record.mutex);
   Note& note = record.Of(executable);
@@ -92,11 +92,11 @@ void NoteExecutable(RunContext& context) {
     return;
   }
   if (context.stopped) {
-    state.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
+    recording.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
     throw InspectedRun("the graph was described, not run");
   }
   const bool is_logged = logs.load(std::memory_order_relaxed);
-  const bool is_recorded = !state.records.empty() && context.runs_all;
+  const bool is_recorded = !recording.records.empty() && context.runs_all;
   if (!is_logged && !is_recorded) {
     return;
   }
@@ -104,7 +104,7 @@ void NoteExecutable(RunContext& context) {
     const Executable executable = abi::ExecutableOf(context.run);
     if (is_recorded) {
       const std::lock_guard<std::mutex> lock(TheRecord().mutex);
-      for (const auto& record : state.records) {
+      for (const auto& record : recording.records) {
         auto& graphs = record->graphs_;
         if (std::find(graphs.begin(), graphs.end(), executable) == graphs.end()) {
           graphs.push_back(executable);
@@ -121,24 +121,24 @@ void NoteExecutable(RunContext& context) {
 
 void InspectNextRun() {
   has_inspections = true;
-  state.inspecting = true;
-  state.inspected = std::nullopt;
+  recording.inspecting = true;
+  recording.inspected = std::nullopt;
 }
 
-bool IsInspected() { return has_inspections.load(std::memory_order_relaxed) && state.inspecting; }
+bool IsInspected() { return has_inspections.load(std::memory_order_relaxed) && recording.inspecting; }
 
 std::optional<abi::CompiledGraph> TakeInspected() {
-  state.inspecting = false;
-  return std::exchange(state.inspected, std::nullopt);
+  recording.inspecting = false;
+  return std::exchange(recording.inspected, std::nullopt);
 }
 
 void GraphRecord::Open() {
   has_records = true;
-  state.records.push_back(shared_from_this());
+  recording.records.push_back(shared_from_this());
 }
 
 void GraphRecord::Close() {
-  auto& records = state.records;
+  auto& records = recording.records;
   const auto last = std::find(records.rbegin(), records.rend(), shared_from_this());
   if (last != records.rend()) {
     records.erase(std::prev(last.base()));
@@ -173,7 +173,7 @@ std::size_t NotedExecutables() {
 
 void NoteStack() {
   if (logs.load(std::memory_order_relaxed)) {
-    state.stack = callbacks::PythonStack();
+    recording.stack = callbacks::PythonStack();
   }
 }
 

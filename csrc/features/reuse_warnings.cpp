@@ -26,13 +26,13 @@ struct Reused {
   const lazy::BackendData* buffer;
 };
 
-struct ThreadState {
+struct Reuse {
   std::optional<DryRun> dry_run;  // until its step runs
   std::uint64_t last_step = 0;    // the last step, if it would have consumed a buffer
   std::vector<Reused> reused;
   bool reporting = false;  // inside the callback, which may use tensors
 };
-thread_local ThreadState state;
+thread_local Reuse reuse;
 
 // Whether any thread has had a dry run. Until then, steps have nothing to drop and to end.
 std::atomic<bool> has_dry_runs{false};
@@ -62,7 +62,7 @@ void Remember(RunContext& run, const DryRun& dry_run) {
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, dry_run);
   Steps::Get().NoteUndonated(donors, dry_run.step);
   ForgetCachedValues(Steps::Get().TensorsOf(donors));
-  state.last_step = dry_run.step;
+  reuse.last_step = dry_run.step;
   run.OnEnd([step = dry_run.step](const Reason& failure) {
     if (!failure.empty()) {
       Steps::Get().ForgetUndonated(step);  // a step that fails consumes nothing
@@ -73,22 +73,22 @@ void Remember(RunContext& run, const DryRun& dry_run) {
 }  // namespace
 
 bool ReportReuse(const lazy::BackendData* buffer) {
-  if (!Watches(kUndonated) || state.reporting) {
+  if (!Watches(kUndonated) || reuse.reporting) {
     return false;
   }
   const auto found = Steps::Get().FindUndonated(buffer);
   if (!found.has_value()) {
     return false;
   }
-  state.reporting = true;
-  const auto leave = c10::make_scope_exit([] { state.reporting = false; });
+  reuse.reporting = true;
+  const auto leave = c10::make_scope_exit([] { reuse.reporting = false; });
   callbacks::ReportReuse(found->donor, found->step);
   return true;
 }
 
 void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::BackendData* buffer) {
   if (ReportReuse(buffer)) {
-    state.reused.push_back({tensor, buffer});
+    reuse.reused.push_back({tensor, buffer});
   }
 }
 
@@ -102,42 +102,42 @@ void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorP
   Remember(run, dry_run);
 }
 
-void AllowReuseOfLastStep() { Steps::Get().ForgetUndonated(state.last_step); }
+void AllowReuseOfLastStep() { Steps::Get().ForgetUndonated(reuse.last_step); }
 
 void EndReuse() {
   if (!has_dry_runs.load(std::memory_order_relaxed)) {
     return;
   }
   ForgetReused();
-  state.last_step = 0;
+  reuse.last_step = 0;
 }
 
 void ForgetReused() {
-  for (const Reused& reused : state.reused) {
+  for (const Reused& reused : reuse.reused) {
     const std::shared_ptr<abi::TensorData> tensor = reused.tensor.lock();
     if (tensor != nullptr && tensor->handle.get() == reused.buffer) {
       tensor->ir_value = lazy::Value();
     }
   }
-  state.reused.clear();
+  reuse.reused.clear();
 }
 
 void DropDryRun() {
   if (has_dry_runs.load(std::memory_order_relaxed)) {
-    state.dry_run.reset();
+    reuse.dry_run.reset();
   }
 }
 
 void KeepDryRun(DryRun dry_run) {
   has_dry_runs.store(true, std::memory_order_relaxed);
-  state.dry_run = std::move(dry_run);
+  reuse.dry_run = std::move(dry_run);
 }
 
 void NoteDryRun(RunContext& run) {
   if (!has_dry_runs.load(std::memory_order_relaxed)) {
     return;
   }
-  const std::optional<DryRun> dry_run = std::exchange(state.dry_run, std::nullopt);
+  const std::optional<DryRun> dry_run = std::exchange(reuse.dry_run, std::nullopt);
   if (dry_run.has_value() && dry_run->collection == run.collection) {
     Remember(run, *dry_run);
   }

@@ -18,11 +18,11 @@ namespace {
 // torch_xla's only executor, once it has passed a barrier.
 std::atomic<const lazy::LazyGraphExecutor*> host_executor{nullptr};
 
-struct ThreadState {
+struct RunGuard {
   bool blocks = false, blocks_reads = false;
   std::uint64_t barriers = 0, runs = 0;
 };
-thread_local ThreadState state;
+thread_local RunGuard run_guard;
 
 // The hooks watch while it has any.
 struct Placeholders {
@@ -39,17 +39,17 @@ Placeholders& ThePlaceholders() {
 }  // namespace
 
 void BlockRuns(bool on) {
-  state.blocks = on;
-  state.blocks_reads = false;
+  run_guard.blocks = on;
+  run_guard.blocks_reads = false;
 }
 
-bool BlocksRuns() { return state.blocks; }
+bool BlocksRuns() { return run_guard.blocks; }
 
-bool BlockReads(bool on) { return std::exchange(state.blocks_reads, on); }
+bool BlockReads(bool on) { return std::exchange(run_guard.blocks_reads, on); }
 
-std::uint64_t RunsBegun() { return state.runs; }
+std::uint64_t RunsBegun() { return run_guard.runs; }
 
-std::uint64_t BarriersPassed() { return state.barriers; }
+std::uint64_t BarriersPassed() { return run_guard.barriers; }
 
 void VerifyExecutor(bool eager_mode, bool allow_execution) {
   const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
@@ -97,17 +97,17 @@ bool HasPlaceholders() {
 
 void GuardBarrier(const lazy::LazyGraphExecutor& executor) {
   host_executor.store(&executor, std::memory_order_relaxed);
-  state.barriers += state.blocks ? 1 : 0;
-  if (state.blocks_reads) {
+  run_guard.barriers += run_guard.blocks ? 1 : 0;
+  if (run_guard.blocks_reads) {
     Throw();
   }
 }
 
 void GuardRun(const std::vector<lazy::BackendDataPtr>& parameters) {
-  if (state.blocks) {
+  if (run_guard.blocks) {
     Throw();
   }
-  ++state.runs;
+  ++run_guard.runs;
   // A node that a trace has left behind passes no other hook.
   for (const lazy::BackendDataPtr& parameter : parameters) {
     ThrowIfPlaceholder(parameter.get());
