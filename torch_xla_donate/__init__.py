@@ -1,6 +1,7 @@
 """Buffer donation for PyTorch/XLA: mark tensors with `donate_buffer`, and the next step may reuse their memory."""
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch_xla_donate import _config
@@ -94,10 +95,9 @@ def __dir__() -> list[str]:
 
 
 if _config.IS_OFF:
-    from torch_xla_donate import _off
-
-    globals().update(_off.PLAIN)
-    _off.start()
+    warnings.warn(
+        f"{_errors.SWITCHED_OFF} Unset it to donate. {_errors.see('switched_off')}", DonationWarning, stacklevel=2
+    )
 else:
     _C.set_callbacks(
         DonatedBufferError,

@@ -28,6 +28,9 @@ class DonationWarning(UserWarning):
     """
 
 
+SWITCHED_OFF = "TORCH_XLA_DONATE=0 switches torch_xla_donate off: nothing is hooked, and nothing is donated."
+
+
 def warn(message: str, where: str) -> None:
     """Warns at ``file:line`` of the donation, since that is the line to change."""
     filename, _, line = where.rpartition(":")

@@ -17,7 +17,6 @@ FLOORS = [
     {"_marks", "_modes", "_trace"},
     {"_compile", "_loops", "_computations"},
     {"_tools", "testing"},
-    {"_off"},
     {"__init__", "_doctor", "_pages"},
     {"__main__", "_pytest"},
 ]

@@ -191,7 +191,7 @@ def to_donate(
         ValueError: an input that is not donated shares the buffer of a donor.
         DonationError: a donor is pending, or torch_xla shares its buffer between tensors.
     """
-    if not donors or _marks.inside_call.value:
+    if not donors or _marks.inside_call.value or _config.IS_OFF:
         return []
     _marks.prepare(request.where)
     eager = _host.in_eager_mode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch_xla_donate import _host, _marks, _trees
@@ -46,6 +46,12 @@ def loop_donations(
         name, names, index, leaf = flat[number]
         donations.append(_marks.Donation(_trees.qualified_name(name, names.name(index)), leaf, request))
     return donations
+
+
+def call_stock(loop: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls torch_xla's loop while the package is switched off, on a release that may not know the newest options."""
+    with _marks.inside_call.replaced(True):  # a compiled function in the body is a part of it
+        return loop(*args, **{name: value for name, value in options.items() if value})
 
 
 def refuse_eager_mode(loop: str) -> None:

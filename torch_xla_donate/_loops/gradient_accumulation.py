@@ -53,11 +53,13 @@ def gradient_accumulation(
             the call is inside a pure function.
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
+    chosen = chosen_arguments(donate, _ARGUMENTS)
+    if _config.IS_OFF:
+        return _in_python(train_step, iterable_tensors, carried_tensors)
     by = _trace.current_watcher.value
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
     refuse_eager_mode("gradient_accumulation")
-    chosen = chosen_arguments(donate, _ARGUMENTS)
     _refuse_twice(carried_tensors)
     found: dict[int, _marks.DonationRequest | None] = {}
 
@@ -78,6 +80,20 @@ def gradient_accumulation(
     arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
     _marks.mark_all(loop_donations(arguments, chosen, request, found))
     return result
+
+
+def _in_python(train_step: Callable[..., Any], iterable: Sequence[torch.Tensor], carried: Sequence[torch.Tensor]) -> Any:
+    """The same computation while the package is switched off. torch_xla's function returns another order."""
+    has_carried, count = bool(carried), len(iterable[0])
+    total = torch.zeros((), device=iterable[0].device)
+    for index in range(count):
+        with _marks.inside_call.replaced(True):
+            result = train_step(*(tensor[index] for tensor in iterable), *carried)
+        loss, *rest = result if has_carried else (result,)
+        carried = [tensor.detach() for tensor in rest]
+        (loss / count).backward()
+        total = total + loss.detach() / count
+    return (total, *carried) if has_carried else total
 
 
 def _refuse_runs(count: int) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _trace, _trees
 from torch_xla_donate._errors import see
-from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
+from torch_xla_donate._loops.donations import call_stock, chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("init", "xs")
 
@@ -109,17 +109,20 @@ def scan(
     from torch_xla.experimental.scan import scan as host_scan
 
     request = _marks.DonationRequest.make(strict, stacklevel)
+    chosen = chosen_arguments(donate, _ARGUMENTS)
+    result: tuple[Any, Any]
+    if _config.IS_OFF:
+        result = call_stock(host_scan, fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
+        return result
     if not callable(fn):
         raise ValueError(
             f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('scan')}"
         )
     refuse_eager_mode("scan")
     _refuse_inside_a_scan()
-    chosen = chosen_arguments(donate, _ARGUMENTS)
     flat = [_trees.flatten_fast(tree, name) for name, tree in zip(_ARGUMENTS, (init, xs))]
     structures = tuple(structure for _, structure in flat)
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
-    result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
     with _host.on_device(device), _host.one_scan():
         try:
@@ -213,6 +216,10 @@ def scan_layers(
     """
     _marks.DonationRequest.make(strict, stacklevel)
     layers = list(layers)  # torch_xla iterates over them twice
+    if _config.IS_OFF:
+        from torch_xla.experimental.scan_layers import scan_layers as host_scan_layers
+
+        return call_stock(host_scan_layers, layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
     by = _trace.current_watcher.value
     if by is not None:
         by.uses(module for layer in layers for module in layer.modules())

@@ -11,5 +11,5 @@ from torch_xla_donate._report.notices import (
     warn_or_raise,
 )
 from torch_xla_donate._report.reasons import Reason, no_donation, sentence
-from torch_xla_donate._report.report import DonationReport, HeldInput, check_steps, donation_report, reasons_by_buffer
+from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report, reasons_by_buffer
 from torch_xla_donate._report.reuse import report_reuse

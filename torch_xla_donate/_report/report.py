@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _config
 from torch_xla_donate._checks import check_count
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import SWITCHED_OFF, see
 from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
@@ -224,6 +224,8 @@ def _notes(found: DonationReport) -> list[str]:
 
 def _text(found: DonationReport) -> str:
     """A line of summary, a row for each donor, and notes."""
+    if _config.IS_OFF:
+        return SWITCHED_OFF
     if not found.donors and not found.pending:
         first = "None of these steps had donors." if found.steps else "No step has had a donor yet."
         return "\n".join([first, *_notes(found)])
@@ -242,12 +244,6 @@ def _text(found: DonationReport) -> str:
     return "\n".join([render(table), *more, *_notes(found)])
 
 
-def check_steps(steps: int | None) -> None:
-    """Raises TypeError or ValueError for a number of steps that no report has."""
-    if steps is not None:
-        check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
-
-
 def donation_report(*, steps: int | None = None) -> DonationReport:
     """The donors of the last steps with their outcome, and the pending marks.
 
@@ -263,7 +259,8 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         ValueError: ``steps`` is not positive.
         DonationError: a strict donation was unusable, and no step has raised that yet.
     """
-    check_steps(steps)
+    if steps is not None:
+        check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
     found = _last_steps(int(min(steps or _KEPT, _KEPT)))
     donors: list[Donor] = []

@@ -10,7 +10,7 @@ import torch
 import torch_xla
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C
+from torch_xla_donate import _C, _config
 from torch_xla_donate._errors import see
 from torch_xla_donate._modes.debug import note_error
 from torch_xla_donate._tools.findings import Call
@@ -35,8 +35,17 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
     Raises:
         TypeError: ``f`` cannot be called.
     """
-    check_callable(f)
+    if not callable(f):
+        raise TypeError(
+            f"f is of type {type(f).__name__}, which cannot be called. Pass the function of a step, and its arguments "
+            f"after it. {see('advise')}"
+        )
     torch_xla.sync()
+    if _config.IS_OFF:
+        for _ in range(2):
+            f(*args, **kwargs)
+            torch_xla.sync()
+        return Advice()
     with StepWatch(min_runs=1) as watch:
         for _ in range(2):
             watch.forget()
@@ -49,15 +58,6 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
             watch.call = None
             del result
     return watch.advice()
-
-
-def check_callable(f: object) -> None:
-    """Raises TypeError for what cannot be called."""
-    if not callable(f):
-        raise TypeError(
-            f"f is of type {type(f).__name__}, which cannot be called. Pass the function of a step, and its arguments "
-            f"after it. {see('advise')}"
-        )
 
 
 def _call(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Call:

@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 from rich.table import Table
 from typing_extensions import Self
 
+from torch_xla_donate import _config
+from torch_xla_donate._errors import SWITCHED_OFF
 from torch_xla_donate._report.console import render
 from torch_xla_donate._text import plural, size
 
@@ -78,7 +80,8 @@ class Advice(tuple[Hint, ...]):
         return super().__new__(cls, sorted(hints, key=lambda hint: (-hint.bytes, hint.where, hint.name)))
 
     def __str__(self) -> str:
-        return render(self.table()) if self else NOTHING
+        nothing = SWITCHED_OFF if _config.IS_OFF else NOTHING
+        return render(self.table()) if self else nothing
 
     def table(self) -> Table:
         """A row for each hint."""
