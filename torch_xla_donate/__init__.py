@@ -13,37 +13,21 @@ if _config.IS_OFF:
 from torch_xla_donate import _host  # first: it checks the versions and loads `_C`
 
 from torch_xla_donate import _C, _errors, _modes, _report
-from torch_xla_donate import hlo as hlo
-from torch_xla_donate import testing as testing
-from torch_xla_donate._compile.api import compile as compile
-from torch_xla_donate._compile.placeholders import placeholder as placeholder
-from torch_xla_donate._compile.placeholders import placeholder_like as placeholder_like
-from torch_xla_donate._computations.call_jax import call_jax as call_jax
-from torch_xla_donate._computations.user_computation import user_computation as user_computation
-from torch_xla_donate._errors import DonatedBufferError as DonatedBufferError
-from torch_xla_donate._errors import DonationError as DonationError
-from torch_xla_donate._errors import DonationWarning as DonationWarning
-from torch_xla_donate._loops.gradient_accumulation import gradient_accumulation as gradient_accumulation
-from torch_xla_donate._loops.scan import scan as scan
-from torch_xla_donate._loops.scan import scan_layers as scan_layers
-from torch_xla_donate._marks import cancel_donation as cancel_donation
-from torch_xla_donate._marks import donate_buffer as donate_buffer
-from torch_xla_donate._marks import is_donated as is_donated
-from torch_xla_donate._modes import auto_donate as auto_donate
-from torch_xla_donate._modes import debug_nans as debug_nans
-from torch_xla_donate._modes import donation_disabled as donation_disabled
-from torch_xla_donate._modes import expect_donated as expect_donated
-from torch_xla_donate._modes import set_auto_donate as set_auto_donate
-from torch_xla_donate._report import Donor as Donor
-from torch_xla_donate._report import DonationReport as DonationReport
-from torch_xla_donate._report import HeldInput as HeldInput
-from torch_xla_donate._report import Reason as Reason
-from torch_xla_donate._report import donation_report as donation_report
+from torch_xla_donate import hlo, testing
+from torch_xla_donate._compile.api import compile
+from torch_xla_donate._compile.placeholders import placeholder, placeholder_like
+from torch_xla_donate._computations.call_jax import call_jax
+from torch_xla_donate._computations.user_computation import user_computation
+from torch_xla_donate._errors import DonatedBufferError, DonationError, DonationWarning
+from torch_xla_donate._loops.gradient_accumulation import gradient_accumulation
+from torch_xla_donate._loops.scan import scan, scan_layers
+from torch_xla_donate._marks import cancel_donation, donate_buffer, is_donated
+from torch_xla_donate._modes import auto_donate, debug_nans, donation_disabled, expect_donated, set_auto_donate
+from torch_xla_donate._report import Donor, DonationReport, HeldInput, Reason, donation_report
 
 if TYPE_CHECKING:
-    from torch_xla_donate._tools.advise import advise as advise
-    from torch_xla_donate._tools.hints import Advice as Advice
-    from torch_xla_donate._tools.hints import Hint as Hint
+    from torch_xla_donate._tools.advise import advise
+    from torch_xla_donate._tools.hints import Advice, Hint
 
 __version__ = "1.0.0"
 
