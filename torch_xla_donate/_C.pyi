@@ -1,7 +1,7 @@
 # Types of the extension module; csrc/python/bind_*.cpp document each function beside its binding.
 import types
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, TypedDict
+from typing import Any, Final, Protocol, TypedDict
 
 import torch
 from typing_extensions import Self
@@ -111,8 +111,7 @@ class Scope:
     def enter(self) -> None: ...
     def leave(self, raised: bool) -> None: ...
     def finish(self) -> None: ...
-    @property
-    def depth(self) -> int: ...
+    depth: Final[int]
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None: ...
 
@@ -130,31 +129,23 @@ class Mode:
 
 class Reason:
     def __init__(self, code: str = "none", details: str = "") -> None: ...
-    @property
-    def code(self) -> str: ...
-    @property
-    def details(self) -> str: ...
+    code: Final[str]
+    details: Final[str]
     def __bool__(self) -> bool: ...
 
 class Refusal:
-    @property
-    def leaf(self) -> int: ...
-    @property
-    def obstacle(self) -> str: ...
-    @property
-    def kept(self) -> int | None: ...
+    leaf: Final[int]
+    obstacle: Final[str]
+    kept: Final[int | None]
 
 class Call:
     def __enter__(self) -> Self: ...
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None: ...
-    @property
-    def constants(self) -> list[int]: ...
+    constants: Final[list[int]]
 
 class Begun(Call):
-    @property
-    def leaves(self) -> list[Any]: ...
-    @property
-    def armed(self) -> bool: ...
+    leaves: Final[list[Any]]
+    armed: Final[bool]
 
 class Replay:
     def __init__(
@@ -165,63 +156,40 @@ class Replay:
         graph: str,
         names: _Names,
     ) -> None: ...
-    @property
-    def possible(self) -> bool: ...
+    possible: Final[bool]
     def begin(self, arguments: list[Any], where: str, strict: int) -> Begun | None: ...
 
 class CompiledGraph:
-    @property
-    def text(self) -> str: ...
-    @property
-    def memory(self) -> str: ...
+    text: Final[str]
+    memory: Final[str]
 
 class Signature:
-    @property
-    def key(self) -> bytes: ...
-    @property
-    def devices(self) -> list[int]: ...
-    @property
-    def pending(self) -> bool: ...
-    @property
-    def dynamic(self) -> bool: ...
-    @property
-    def others(self) -> list[Any]: ...
+    key: Final[bytes]
+    devices: Final[list[int]]
+    pending: Final[bool]
+    dynamic: Final[bool]
+    others: Final[list[Any]]
 
 class HeldInput:
-    @property
-    def array(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def device(self) -> str: ...
-    @property
-    def by_tensor(self) -> bool: ...
-    @property
-    def buffer(self) -> int: ...
+    array: Final[str]
+    bytes: Final[int]
+    device: Final[str]
+    by_tensor: Final[bool]
+    buffer: Final[int]
 
 class WatchedInput:
-    @property
-    def array(self) -> str: ...
-    @property
-    def use(self) -> str: ...
-    @property
-    def tensor(self) -> int | None: ...
-    @property
-    def preferred_output(self) -> int | None: ...
-    @property
-    def seen_before(self) -> bool: ...
-    @property
-    def buffer(self) -> int: ...
+    array: Final[str]
+    use: Final[str]
+    tensor: Final[int | None]
+    preferred_output: Final[int | None]
+    seen_before: Final[bool]
+    buffer: Final[int]
 
 class WatchedStep:
-    @property
-    def reason(self) -> Reason: ...
-    @property
-    def automatic(self) -> bool: ...
-    @property
-    def inputs(self) -> list[WatchedInput]: ...
-    @property
-    def outputs(self) -> list[int]: ...
+    reason: Final[Reason]
+    automatic: Final[bool]
+    inputs: Final[list[WatchedInput]]
+    outputs: Final[list[int]]
 
 def mark_arguments(
     donated: list[Any], kept: list[Any], where: str, strict: int, for_compiled_run: bool, names: _Names
