@@ -41,14 +41,8 @@ def examine() -> tuple[list[str], bool]:
     in_place = all(hook["slots"] > 0 and hook["slots"] == hook["in_place"] for hook in hooks)
     if not in_place:
         lines.append("PROBLEM: a hook is not in place; another tool may have patched torch_xla")
-    problems = settings()
+    problems = [f"{setting} switches donation off; unset it" for setting in _host.ignoring_donors()]
+    if _config.flag("TORCH_XLA_DONATE_DEBUG_NANS"):
+        problems.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")
     lines += [f"PROBLEM: {problem}" for problem in problems] or ["no setting switches donation off"]
     return lines, in_place and not problems
-
-
-def settings() -> list[str]:
-    """The settings of this environment that prevent donations."""
-    found = [f"{setting} switches donation off; unset it" for setting in _host.ignoring_donors()]
-    if _config.flag("TORCH_XLA_DONATE_DEBUG_NANS"):
-        found.append("TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off and checks every step's outputs; unset it")
-    return found

@@ -86,6 +86,7 @@ class Types:
             )
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Executable:
     """A function compiled for certain arguments. `Lowered.compile` makes it. Call it like the function.
 
@@ -93,23 +94,13 @@ class Executable:
         topology: the TPUs that it was compiled for, which cannot run it here; empty for this machine.
     """
 
-    def __init__(
-        self,
-        compiled: Lowerable,
-        types: Types,
-        before: hlo.HloModule | None,
-        text: str,
-        memory: hlo.MemoryAnalysis | str,
-        names: Sequence[str],
-        topology: str = "",
-    ) -> None:
-        self._compiled = compiled
-        self._types = types
-        self._before = before
-        self._text = text
-        self._memory = memory
-        self._names = names
-        self.topology = topology
+    _compiled: Lowerable
+    _types: Types
+    _before: hlo.HloModule | None
+    _text: str
+    _memory: hlo.MemoryAnalysis | str
+    _names: Sequence[str]
+    topology: str = ""
 
     @property
     def args_info(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +25,13 @@ def process_count() -> int:
 AUTO_SHARDING = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"
 
 
-def auto_sharding() -> bool:
-    """Whether XLA chooses the shardings. torch_xla then ignores every donor."""
-    return bool(_auto_sharding())
-
+# Whether XLA chooses the shardings. torch_xla then ignores every donor. Looked up once, because each mark asks.
+# TORCH_XLA_DONATE=0 also works beside a torch_xla that lacks it.
+auto_sharding: Callable[[], bool] = getattr(xlac(), "_xla_get_auto_sharding", bool)
 
 # The value of each that donation needs, which is the default.
 _NEEDED_TO_DONATE = {"XLA_ENABLE_PARAM_ALIASING": True, "XLA_STABLEHLO_COMPILE": False, "XLA_AUTO_SPMD": False}
-
-
 _NAMES = (*_NEEDED_TO_DONATE, _config.STRICT)
-# Looked up once, because each mark asks. TORCH_XLA_DONATE=0 also works beside a torch_xla that lacks it.
-_auto_sharding = getattr(xlac(), "_xla_get_auto_sharding", bool)
 
 
 def ignoring_donors() -> list[str]:
@@ -60,7 +56,7 @@ def is_ready() -> bool:
 
     A quick answer for each donation; `ignores_donors` reads the settings.
     """
-    return bool(_C.is_ready(_NAMES)) and not _auto_sharding()
+    return bool(_C.is_ready(_NAMES)) and not auto_sharding()
 
 
 def in_eager_mode() -> bool:
@@ -80,4 +76,4 @@ def functions_of_a_step() -> tuple[Any, Any]:
     The first sets the token that orders collectives within a step; None drops the token. The second returns whether
     auto-sharding is on, which a program may change at any time.
     """
-    return xlac()._set_all_reduce_token, xlac()._xla_get_auto_sharding
+    return xlac()._set_all_reduce_token, auto_sharding

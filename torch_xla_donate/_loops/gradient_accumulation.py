@@ -55,7 +55,7 @@ def gradient_accumulation(
     request = _marks.DonationRequest.make(strict, stacklevel)
     chosen = chosen_arguments(donate, _ARGUMENTS)
     if _config.IS_OFF:
-        return _in_python(train_step, iterable_tensors, carried_tensors)
+        return _unrolled(train_step, iterable_tensors, carried_tensors)
     by = _trace.current_watcher.value
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
@@ -82,7 +82,7 @@ def gradient_accumulation(
     return result
 
 
-def _in_python(train_step: Callable[..., Any], iterable: Sequence[torch.Tensor], carried: Sequence[torch.Tensor]) -> Any:
+def _unrolled(train_step: Callable[..., Any], iterable: Sequence[torch.Tensor], carried: Sequence[torch.Tensor]) -> Any:
     """The same computation while the package is switched off. torch_xla's function returns another order."""
     has_carried, count = bool(carried), len(iterable[0])
     total = torch.zeros((), device=iterable[0].device)

@@ -5,18 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from torch_xla_donate import _C
 from torch_xla_donate._report.reasons import Reason
 from torch_xla_donate.hlo.outcomes import padded_from, why_unused
-
-
-class Explanation(NamedTuple):
-    """A reason with its sentence."""
-
-    code: Reason
-    sentence: str
 
 
 class StepSizes:
@@ -44,10 +36,10 @@ class StepSizes:
         """An output for each size of whole arrays."""
         return {_C.bytes_per_device(split_sharding(text)[0]): text for text in reversed(self._known)}
 
-    def explain(self, raw: _C._Donor) -> Explanation:
-        """The reason why XLA did not use a donor of its donor set."""
+    def explain(self, raw: _C._Donor) -> tuple[Reason, str]:
+        """The reason why XLA did not use a donor of its donor set, and the sentence."""
         if self._dynamic:
-            return Explanation(
+            return (
                 Reason.DYNAMIC_SIZE,
                 f"an output has a size that only the device knows, {self._dynamic}, and XLA aliases nothing in such a "
                 "graph",
@@ -55,16 +47,17 @@ class StepSizes:
         size = raw["size"]
         is_sharded = bool(split_sharding(raw["array"])[1])
         if not self._outputs[size] and not self._is_complete:
-            return Explanation(
-                Reason.OUTPUTS_GONE, "XLA did not use it; outputs of the step are gone, so their sizes are not known"
+            return (
+                Reason.OUTPUTS_GONE,
+                "XLA did not use it; outputs of the step are gone, so their sizes are not known",
             )
         if not self._outputs[size] and is_sharded and raw["bytes"] in self._by_whole_size:
             alike, is_alone = self._by_whole_size[raw["bytes"]], len(self._known) == 1
-            return Explanation(Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike, is_alone))
+            return Reason.SHARDED_DIFFERENTLY, _differs_per_device(raw, alike, is_alone)
         padded = padded_from(size, raw["bytes_per_device"])
         each = " on each device" if is_sharded else ""
         code, sentence = why_unused(size, self._outputs, self._offered, f"{padded}{each}{',' if padded else ''}")
-        return Explanation(Reason(code), sentence)
+        return Reason(code), sentence
 
 
 def _differs_per_device(raw: _C._Donor, output: str, alone: bool) -> str:

@@ -101,8 +101,8 @@ def name_tensors() -> dict[int, Named]:
         for frame in user_frames():
             walk.add_frame(frame)
         for module in user_modules():
-            file = _file_of(module)
-            if file and not file.startswith(_INSTALLED):
+            file = vars(module).get("__file__")
+            if type(file) is str and file and not file.startswith(_INSTALLED):
                 walk.add_variables(vars(module), Name("", "", None, file, 0), vars(module))
         walk.run()
     for named in walk.found.values():
@@ -355,11 +355,6 @@ def _own_attribute(position: int, key: Any) -> str | None:
 def _is_short(key: Any) -> bool:
     """Whether a key has a text of sensible length, which no code of the program makes."""
     return len(key) <= _LONGEST if type(key) is str else type(key) in (bool, int) and -(2**63) <= key < 2**63
-
-
-def _file_of(module: Any) -> str:
-    file = vars(module).get("__file__") if type(module) is types.ModuleType else None
-    return file if type(file) is str else ""
 
 
 def user_frames() -> Iterator[types.FrameType]:

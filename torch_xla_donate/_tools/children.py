@@ -38,24 +38,12 @@ def prepare() -> None:
 
     multiprocessing.spawn.get_preparation_data = with_startup  # type: ignore[assignment]
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
-    # A process of multiprocessing ends without atexit, and forgets finalizers when it begins.
-    util.register_after_fork(_KEPT, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))
+    # A process of multiprocessing ends without atexit, and forgets finalizers when it begins. It refers
+    # weakly to the first argument, so that is an object that stays.
+    util.register_after_fork(prepare, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))
 
 
-class _Kept:
-    """multiprocessing refers weakly to what it calls after a fork."""
-
-
-_KEPT = _Kept()
-
-
-class _Fork(threading.local):
-    """The fork that this thread is about to make."""
-
-    child: tuple[Path, str] | None = None
-
-
-_fork = _Fork()
+_fork = threading.local()  # of the fork that this thread is about to make
 
 
 def _before_fork() -> None:

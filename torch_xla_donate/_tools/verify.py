@@ -25,11 +25,6 @@ _SMALLEST_MODULE = (
 )
 
 
-def check_topology(topology: str) -> None:
-    """Raises ImportError or ValueError as `hlo.compile_for` does, before a long program runs for nothing."""
-    hlo.compile_for(_SMALLEST_MODULE, topology)
-
-
 def verify(
     program: Program,
     *,
@@ -59,9 +54,10 @@ def verify(
             f"{see('switched_off')}"
         )
     for name in filter(None, (topology, "cpu" if undonated else "")):
-        check_topology(name)
+        hlo.compile_for(_SMALLEST_MODULE, name)  # raises an error before a long program runs for nothing
     with _folder(keep) as folder:
-        command = [sys.executable, *_interpreter_options(), "-m", "torch_xla_donate", "run", "--record", str(folder)]
+        options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as ``-W error``
+        command = [sys.executable, *options, "-m", "torch_xla_donate", "run", "--record", str(folder)]
         with _SignalsToChild() as signals:
             child = subprocess.Popen(
                 [*command, *program.arguments()], stdout=sys.stderr.fileno() if keeps_stdout else None
@@ -74,11 +70,6 @@ def verify(
             summary, steps=tuple(dataclasses.replace(step, file="") for step in summary.steps)
         )
     return summary
-
-
-def _interpreter_options() -> list[str]:
-    """Such as ``-W error``, as multiprocessing gives them to its children."""
-    return list(subprocess._args_from_interpreter_flags())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
