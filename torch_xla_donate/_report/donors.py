@@ -124,7 +124,7 @@ def describe_donors(raws: Iterable[_C._Donor], step: _C._Step, facts: _Facts | N
         elif raw["reason"]:
             code, reason = Reason(raw["reason"].code), sentence(raw["reason"])
         else:
-            sizes = sizes or StepSizes.of(step)
+            sizes = sizes or StepSizes(step["outputs"], (one["size"] for one in step["donors"] if not one["reason"]))
             code, reason = sizes.explain(raw)
         requested = raw["requested"]
         is_unknown = requested is None or (outcome == "donated" and output is None)

@@ -27,10 +27,6 @@ class StepSizes:
             Counter(one for one in sizes if one is not None) for sizes in (map(_C.size_on_device, self._known), offered)
         )
 
-    @classmethod
-    def of(cls, step: _C._Step) -> StepSizes:
-        return cls(step["outputs"], (raw["size"] for raw in step["donors"] if not raw["reason"]))
-
     @functools.cached_property
     def _by_whole_size(self) -> dict[int | None, str]:
         """An output for each size of whole arrays."""

@@ -13,7 +13,6 @@ from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
 from torch_xla_donate._tools.dump import DumpedStep, donor_of, read_steps, signature_of
-from torch_xla_donate._tools.memory import with_undonated
 from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
 from torch_xla_donate.hlo.dump import texts_in
 from torch_xla_donate.hlo.outcomes import read_statistics
@@ -183,7 +182,9 @@ def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[Skippe
         if before is not None:
             try:
                 if undonated:
-                    steps.summaries[place] = with_undonated(steps.summaries[place], before)
+                    module = hlo.compile_for(before, "cpu", undonated=True)  # both counted by one compiler
+                    memory = {"memory": module.memory, "undonated": module.undonated}
+                    steps.summaries[place] = dataclasses.replace(steps.summaries[place], **memory)
                 if topology:
                     step = steps.summaries[place]
                     on_topology = _on_topology(step, hlo.compile_for(before, topology))

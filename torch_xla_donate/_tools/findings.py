@@ -117,7 +117,12 @@ def find(
         output = results.get(raw.preferred_output, new.tensor() if new is not None else None)
         if output is not None and _C.size_on_device(_C.array_of(output)) != _C.size_on_device(raw.array):
             names = tuple(new.names) if new is not None else ()
-            note(Key("output_sharding", site, "", _variable(names)), raw.array, names, split_sharding(raw.array)[1])
+            note(
+                Key("output_sharding", site, "", names[0].variable if names else ""),
+                raw.array,
+                names,
+                split_sharding(raw.array)[1],
+            )
         elif raw.use == "free" and not step.automatic:
             old = before.get(raw.tensor) if before is not None and raw.tensor is not None else None
             key, names = _free(raw, site, old, reachable)
@@ -173,10 +178,6 @@ def _held(
             by_root.setdefault(name.slot if is_one else name.root, name)
         finding.holders = (*dict.fromkeys([*(name.holder(with_path=is_one) for name in by_root.values()), *unnamed]),)
     return {key: finding for key, (finding, _, _) in groups.items()}
-
-
-def _variable(names: tuple[Name, ...]) -> str:
-    return names[0].variable if names else ""
 
 
 def _whole_arguments(call: Call, donated: list[_C.WatchedInput]) -> list[_C.WatchedInput]:

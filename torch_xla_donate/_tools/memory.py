@@ -1,11 +1,7 @@
-"""The truth about a step's memory: what its donation saves."""
+"""Sentences on what the donation of a step saves."""
 
 from __future__ import annotations
 
-import dataclasses
-import os
-
-from torch_xla_donate import hlo
 from torch_xla_donate._text import cut, size
 from torch_xla_donate._tools.summary import StepSummary
 
@@ -13,23 +9,6 @@ _SHOWN = 3
 # Temporaries that grow by less than this share of the aliased bytes are not worth a sentence.
 _NOTABLE = 0.1
 _FULL = 0.9
-
-
-def with_undonated(step: StepSummary, text_or_path: str | os.PathLike[str]) -> StepSummary:
-    """The step with `memory` and `undonated`, both counted by one compiler. Compiles the step twice.
-
-    The compiler is that of `hlo.compile_for`: for ``step.topology``, or for CPU if the topology is empty. It runs in a
-    separate process, which takes 1 to 2 s to start, and then as long as XLA takes for the step twice.
-
-    Args:
-        step: a step of a dump.
-        text_or_path: its HLO before optimisation, as for `hlo.parse`.
-
-    Raises:
-        ImportError, ValueError, RuntimeError, OSError: as for `hlo.compile_for`.
-    """
-    module = hlo.compile_for(text_or_path, step.topology or "cpu", undonated=True)
-    return dataclasses.replace(step, memory=module.memory, undonated=module.undonated)
 
 
 def findings(step: StepSummary) -> list[str]:

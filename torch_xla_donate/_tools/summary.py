@@ -37,10 +37,6 @@ class StepDonor:
     reason: str = ""
     copied_bytes: int = 0
 
-    def differs_from(self, there: StepDonor | None) -> bool:
-        """Whether an output takes the memory here only, or there only."""
-        return there is not None and (self.output is None) != (there.output is None)
-
 
 @dataclasses.dataclass(frozen=True)
 class StepSummary:

@@ -116,8 +116,9 @@ def _donors(step: StepSummary) -> Table:
     if other is not None:
         table.add_column(f"on {other.topology}", overflow="fold")
 
-    def differs(donor: StepDonor) -> bool:
-        return donor.differs_from(there.get(donor.parameter))
+    def differs(donor: StepDonor) -> bool:  # an output takes the memory here only, or there only
+        found = there.get(donor.parameter)
+        return found is not None and (donor.output is None) != (found.output is None)
 
     # Differences first, then unusable donors, so that thousands of donated ones do not hide them.
     rows = sorted(step.donors, key=lambda donor: (not differs(donor), donor.output is not None))

@@ -43,11 +43,12 @@ def main(folder: Path) -> dict[str, Any]:
     except Exception as error:
         return {"kind": "compile", "error": str(error), "devices": len(devices)}
     (folder / "compiled.hlo").write_text(compiled.hlo_modules()[0].to_string(), encoding="utf-8")
-    answer = {"devices": len(devices), "memory": memory_of(compiled)}
+    answer = {"devices": len(devices), "memory": str(compiled.get_compiled_memory_stats())}
     if request["undonated"]:
         plain = {**request, "donors": [], "aliases": []}
         with contextlib.suppress(Exception):  # without donation a step may need more memory than there is
-            answer["undonated"] = memory_of(compile_module(module, plain, devices[: request["partitions"]]))
+            compiled = compile_module(module, plain, devices[: request["partitions"]])
+            answer["undonated"] = str(compiled.get_compiled_memory_stats())
     return answer
 
 
@@ -65,10 +66,6 @@ def devices_of(topology: str) -> list[Any]:
     single = {"chips_per_host_bounds": (1, 1, 1)} if set(chips.split("x")) == {"1"} else {}
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **single)
     return sorted(found.devices, key=lambda device: device.id)
-
-
-def memory_of(compiled: Any) -> str:
-    return str(compiled.get_compiled_memory_stats())
 
 
 def compile_module(module: Any, request: dict[str, Any], devices: list[Any]) -> Any:
