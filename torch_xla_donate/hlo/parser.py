@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from torch_xla_donate.hlo.model import BITS, Alias, BufferDonor, HloModule, HloShape, brief
 
@@ -27,6 +27,7 @@ _BLANK = re.compile(r"(?:[ \t\r]+|/\*.*?\*/)*")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([^\[\](){}]*)\](\{[^{}\"]*\})?")
 _DIMENSION = re.compile(r"\s*(<=)?([0-9]{1,19})\s*\Z")
 _WORD = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
+_KIND = re.compile(r"(may|must)-alias(?![\w.\-])", re.ASCII)
 _NAME = re.compile(r"%?([^\s,({]+)")
 _NUMBER = re.compile(r"[0-9]{1,18}(?![0-9])")
 _BRACKETS = "{}()[]"
@@ -145,7 +146,6 @@ class _Parser:
 
     def computation_layout(self) -> tuple[tuple[HloShape, ...], HloShape]:
         self.expect("{")
-        self.expect("(")
         parameters = self.shapes()
         self.expect("->")
         result = self.shape()
@@ -153,19 +153,13 @@ class _Parser:
         return parameters, result
 
     def shapes(self, depth: int = 0) -> tuple[HloShape, ...]:
-        """Shapes up to the ')' that belongs to a '(' just read."""
-        if self.eat(")"):
-            return ()
-        shapes = [self.shape(depth)]
-        while not self.eat(")"):
-            self.expect(",", "',' or ')'")
-            shapes.append(self.shape(depth))
-        return tuple(shapes)
+        return tuple(shape for _, shape in self.list_of(lambda: self.shape(depth), ("(", ")")))
 
     def shape(self, depth: int = 0) -> HloShape:
-        if self.eat("("):
+        self.blank()
+        if self.text.startswith("(", self.position):
             if depth == _MAX_TUPLE_DEPTH:
-                self.fail(f"at most {_MAX_TUPLE_DEPTH} tuples in each other", self.position - 1)
+                self.fail(f"at most {_MAX_TUPLE_DEPTH} tuples in each other")
             return HloShape("tuple", elements=self.shapes(depth + 1))
         array = _ARRAY.match(self.text, self.position)
         if array is None:
@@ -191,18 +185,19 @@ class _Parser:
             layout = self.text[array.end() : self.position]
         return HloShape(dtype, tuple(dims), tuple(dynamic), (), layout)
 
-    def list_of(self, item: Callable[[], _T]) -> Iterator[tuple[int, _T]]:
-        """Items between braces, each with its offset."""
-        self.expect("{")
-        if self.eat("}"):
+    def list_of(self, item: Callable[[], _T], brackets: tuple[str, str] = ("{", "}")) -> Iterator[tuple[int, _T]]:
+        """Items between brackets, each with its offset."""
+        opening, closing = brackets
+        self.expect(opening)
+        if self.eat(closing):
             return
         while True:
             self.blank()
             offset = self.position
             yield offset, item()
-            if self.eat("}"):
+            if self.eat(closing):
                 return
-            self.expect(",", "',' or '}'")
+            self.expect(",", f"',' or {closing!r}")
 
     def index(self) -> tuple[int, ...]:
         return tuple(number for _, number in self.list_of(self.number))
@@ -222,16 +217,9 @@ class _Parser:
         number = self.number()
         self.expect(",")
         index = self.index()
-        kind: Literal["may", "must"] = "may"
-        if self.eat(","):
-            self.blank()
-            offset = self.position
-            word = self.take(_WORD, "may-alias or must-alias")
-            if word not in ("may-alias", "must-alias"):
-                self.fail("may-alias or must-alias", offset)
-            kind = "must" if word == "must-alias" else "may"
+        kind = self.take(_KIND, "may-alias or must-alias") if self.eat(",") else "may"
         self.expect(")")
-        return Alias(output_index, number, index, kind)
+        return Alias(output_index, number, index, kind)  # type: ignore[arg-type]
 
     def check_parameter(self, parameters: tuple[HloShape, ...], donor: BufferDonor, offset: int) -> None:
         number = donor.parameter_number
