@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,44 +60,35 @@ def call_jax(
     others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     _, structure = _trees.flatten_fast(tree, f"an argument of {_label(f)}")
     values = (spec, structure, _trees.exact(others))
-    offered = _offered(f, leaves, spec, tree, override_hash, values)
-    donated = to_donate(leaves, offered.donors, offered, request)
+    names, donors = _offered(f, leaves, spec, tree, override_hash, values)
+    donated = to_donate(leaves, donors, names, request)
     # torch_xla compares the values that are not tensors, and the keys of dictionaries, by `==`.
     results = _host.call_jax(f, args, kwargs, name, (override_hash or id(f), values))
     if donated:
         outputs = jax.tree.leaves(results)
         pairs = _host.paired([leaves[index] for index in donated], outputs)
         into = {donated[donor]: outputs[output] for donor, output in pairs}
-        give(leaves, donated, offered, request, into)
+        give(leaves, donated, names, request, into)
     return results
 
 
-class _Offered:
-    """The leaves of a call's arguments that its function donates.
+class _Offered(NamedTuple):
+    """The names of the leaves of a call's arguments, and the numbers of the tensors that its function donates."""
 
-    donors: the numbers of those that are tensors.
-    """
+    names: _trees.FixedNames
+    donors: list[int]
 
-    def __init__(self, f: Callable[..., Any], leaves: Sequence[Any], spec: Any, tree: Any) -> None:
-        self._names = _names(f, tree)
-        flags = _donated(f, leaves, spec)
-        self.donors = [index for index in flags if isinstance(leaves[index], torch.Tensor)]
-        if self.donors:
-            self._check_bits(leaves)
 
-    def name(self, index: int) -> str:
-        return self._names[index]
-
-    def _check_bits(self, leaves: Sequence[Any]) -> None:
-        # torch_xla would find the difference when it lowers the step, and lose all pending values.
-        jax, _ = _host.import_jax()
-        for index, leaf in enumerate(leaves):
-            dtype = _dtype(leaf.dtype) if isinstance(leaf, torch.Tensor) else None
-            if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-                raise ValueError(
-                    f"{self.name(index)} is {_trees.dtype_and_shape(leaf)}, but JAX works with 32 bits. Call "
-                    f"jax.config.update('jax_enable_x64', True) first, or cast the tensor. {see('call_jax')}"
-                )
+def _check_bits(leaves: Sequence[Any], names: _trees.Names) -> None:
+    # torch_xla would find the difference when it lowers the step, and lose all pending values.
+    jax, _ = _host.import_jax()
+    for index, leaf in enumerate(leaves):
+        dtype = _dtype(leaf.dtype) if isinstance(leaf, torch.Tensor) else None
+        if dtype is not None and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise ValueError(
+                f"{names.name(index)} is {_trees.dtype_and_shape(leaf)}, but JAX works with 32 bits. Call "
+                f"jax.config.update('jax_enable_x64', True) first, or cast the tensor. {see('call_jax')}"
+            )
 
 
 def _dtype(dtype: torch.dtype) -> Any:
@@ -109,13 +100,13 @@ def _label(f: Any) -> str:
     return str(getattr(f, "__name__", type(f).__name__))
 
 
-def _names(f: Callable[..., Any], tree: Any) -> list[str]:
+def _names(f: Callable[..., Any], tree: Any) -> _trees.FixedNames:
     """``args[0]['w'] of update`` for each leaf."""
     jax, _ = _host.import_jax()
-    return [
-        f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])} of {_label(f)}"
-        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return _trees.FixedNames(
+        [f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])} of {_label(f)}" for path in paths]
+    )
 
 
 def _donated(f: Any, leaves: Sequence[Any], spec: Any) -> list[int]:
@@ -174,5 +165,9 @@ def _offered(
     arrays = tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
     found = known.get((arrays, values))
     if found is None:
-        found = known[arrays, values] = _Offered(f, leaves, spec, tree)
+        names = _names(f, tree)
+        donors = [index for index in _donated(f, leaves, spec) if isinstance(leaves[index], torch.Tensor)]
+        if donors:
+            _check_bits(leaves, names)
+        found = known[arrays, values] = _Offered(names, donors)
     return found

@@ -181,12 +181,12 @@ def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[Skippe
     for place, before in enumerate(steps.befores):
         if before is not None:
             try:
+                step = steps.summaries[place]
                 if undonated:
                     module = hlo.compile_for(before, "cpu", undonated=True)  # both counted by one compiler
-                    memory = {"memory": module.memory, "undonated": module.undonated}
-                    steps.summaries[place] = dataclasses.replace(steps.summaries[place], **memory)
+                    step = dataclasses.replace(step, memory=module.memory, undonated=module.undonated)
+                    steps.summaries[place] = step
                 if topology:
-                    step = steps.summaries[place]
                     on_topology = _on_topology(step, hlo.compile_for(before, topology))
                     steps.summaries[place] = dataclasses.replace(step, on_topology=on_topology)
             except RuntimeError as error:  # such as too little memory on a device
