@@ -65,9 +65,7 @@ Mode = StepTally = GraphRecord = Reason = WatchedStep = Nothing
 _ANSWERS: dict[str, object] = {
     **dict.fromkeys(("cancel", "disarm_run", "flatten", "note_placeholder", "set_auto_donate", "wait_for_steps")),
     "is_donated": False,
-    **dict.fromkeys(
-        ("auto_held", "auto_refusals", "hooks", "pending", "steps", "take_bad_outputs", "take_notices"), ()
-    ),
+    **dict.fromkeys(("auto_held", "auto_refusals", "pending", "steps", "take_bad_outputs", "take_notices"), ()),
     "hook_errors": {},
     "identity": (0, 0),
     "state": "materialized",
