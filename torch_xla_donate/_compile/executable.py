@@ -116,7 +116,10 @@ class Executable:
         """The outcome of each donor: the output that takes its memory, or the reason why none does."""
         if self._before is None:
             return ()
-        return _named(hlo.donor_outcomes(self._before, hlo.parse(self._text)), self._names)
+        outcomes = hlo.donor_outcomes(self._before, hlo.parse(self._text))
+        # torch_xla may have put all parameters into one tuple.
+        places = [(outcome.donor.parameter_index or (outcome.donor.parameter_number,))[0] for outcome in outcomes]
+        return tuple(dataclasses.replace(one, name=self._names[place]) for one, place in zip(outcomes, places))
 
     def memory_analysis(self) -> hlo.MemoryAnalysis:
         """The bytes of a run on one device. Raises RuntimeError if the platform does not report them."""
@@ -140,9 +143,3 @@ class Executable:
 
 def _info(leaf: Any, donated: bool) -> Any:
     return ArgInfo(tuple(leaf.shape), leaf.dtype, donated) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _named(outcomes: Sequence[hlo.DonorOutcome], names: Sequence[str]) -> tuple[hlo.DonorOutcome, ...]:
-    """The outcomes with the arguments' names. torch_xla may have put all parameters into one tuple."""
-    places = [(outcome.donor.parameter_index or (outcome.donor.parameter_number,))[0] for outcome in outcomes]
-    return tuple(dataclasses.replace(outcome, name=names[place]) for outcome, place in zip(outcomes, places))

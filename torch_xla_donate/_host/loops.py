@@ -15,7 +15,6 @@ from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.repairs import accumulation_by_buffer, carried_in_order
 from torch_xla_donate._host.settings import runtime
-from torch_xla_donate._host.switches import is_tracing
 from torch_xla_donate._host.tensors import placeholder
 from torch_xla_donate._locks import make_lock
 
@@ -75,7 +74,7 @@ def accumulate(
     """
     from torch_xla.experimental import gradient_accumulation as host
 
-    if is_tracing():
+    if _C.refuses_runs():  # inside `tracing`
         iterable_tensors = tuple(map(_sliced_without_a_run, iterable_tensors))
     loop: Callable[..., Any] = accumulation_by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
     reads_refused = _C.refuse_reads(False)  # the loop syncs tensors without a value

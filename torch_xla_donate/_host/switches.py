@@ -53,11 +53,6 @@ class OrderedParameters(_C.Scope):
         self.order = self.order or _C.take_order()
 
 
-def is_tracing() -> bool:
-    """Whether this thread is inside `tracing`."""
-    return _C.refuses_runs()
-
-
 class Tracing(_C.Scope):
     """Records operations without running them."""
 

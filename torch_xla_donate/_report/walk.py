@@ -294,7 +294,8 @@ def _parts_of(value: Any, owner: _Owner, depth: int) -> Iterator[_Part]:
     if issubclass(kind, dict | list):
         yield _Part(value, owner, depth, _item)
     elif issubclass(kind, tuple):
-        fields = static_member(kind, "_fields")
+        # As a class defines it: getattr() would call code of its metaclass.
+        fields = next((_MEMBERS(base)["_fields"] for base in _MRO(kind) if "_fields" in _MEMBERS(base)), None)
         yield _Part(value, owner, depth, functools.partial(_field, fields) if type(fields) is tuple else _item)
     elif kind is types.FunctionType:
         if value.__closure__:
@@ -394,11 +395,6 @@ _WITH_FRAMES = ((types.GeneratorType, "gi"), (types.CoroutineType, "cr"), (types
 
 _MRO, _MEMBERS = (vars(type)[name].__get__ for name in ("__mro__", "__dict__"))
 _READS_A_SLOT = (types.GetSetDescriptorType, types.MemberDescriptorType)
-
-
-def static_member(kind: type, name: str) -> Any:
-    """A member of a class as it is defined, or None. Calls no code of the class or of its metaclass."""
-    return next((_MEMBERS(base)[name] for base in _MRO(kind) if name in _MEMBERS(base)), None)
 
 
 def attributes_of(value: Any) -> list[dict[Any, Any]]:
