@@ -243,13 +243,8 @@ class no_unusable_donation(ThreadMode[_C.StepTally]):
 
 def _leaves(tensors: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors with a text for each."""
-    leaves, names = _trees.flatten(tensors, "tensors")
     found = []
-    for index, leaf in enumerate(leaves):
-        tensor = _trees.without_wrapper(leaf)
-        if tensor is None:
-            continue
-        name = _trees.qualified_name("tensors", names.name(index))
+    for name, tensor in _trees.named_leaves(tensors, "tensors"):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{name} is of type {type(tensor).__name__}, not a tensor. Remove this leaf. {see('testing')}"

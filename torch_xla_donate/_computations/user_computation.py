@@ -250,7 +250,4 @@ def give(
     into: Mapping[int, torch.Tensor],
 ) -> None:
     """Marks the donors that `to_donate` returned. into: the outputs that should reuse their buffers."""
-    if donated:
-        _marks.mark_all(
-            [_marks.Donation(names.name(index), tensors[index], request, into.get(index)) for index in donated]
-        )
+    _marks.mark_all([_marks.Donation(names.name(index), tensors[index], request, into.get(index)) for index in donated])

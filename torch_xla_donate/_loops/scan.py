@@ -110,10 +110,8 @@ def scan(
 
     request = _marks.DonationRequest.make(strict, stacklevel)
     chosen = chosen_arguments(donate, _ARGUMENTS)
-    result: tuple[Any, Any]
     if _config.IS_OFF:
-        result = call_stock(host_scan, fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
-        return result
+        return call_stock(host_scan, fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)  # type: ignore[no-any-return]
     if not callable(fn):
         raise ValueError(
             f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('scan')}"
@@ -123,6 +121,7 @@ def scan(
     flat = [_trees.flatten_fast(tree, name) for name, tree in zip(_ARGUMENTS, (init, xs))]
     structures = tuple(structure for _, structure in flat)
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
+    result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
     with _host.on_device(device), _host.one_scan():
         try:

@@ -61,7 +61,7 @@ def donate_buffer(
     body = current_body.value
     if body is not None:
         request = DonationRequest(where, strict)
-        donations = _donations(tensors, request)
+        donations = [Donation(name, leaf, request) for name, leaf in _trees.named_leaves(tensors, "tensors")]
         stands_for = next((given.name for given in donations if body.argument(given.tensor) is not None), None)
         if stands_for is not None and into is not None:
             raise ValueError(
@@ -94,22 +94,13 @@ _ITEMS = _trees.IndexNames()
 _SINGLE = _trees.TreePaths(None)
 
 
-def _donations(tensors: Any, request: DonationRequest) -> list[Donation]:
-    leaves, names = _trees.flatten(tensors, "tensors")
-    return [
-        Donation(_trees.qualified_name("tensors", names.name(index)), _trees.without_wrapper(leaf), request)
-        for index, leaf in enumerate(leaves)
-        if leaf is not None
-    ]
-
-
 def _only_checked(tensors: Any, into: Any) -> contextlib.AbstractContextManager[object]:
     """`donate_buffer` while the package is switched off."""
-    for given in _donations(tensors, DonationRequest("", None)):
-        if not isinstance(given.tensor, torch.Tensor):
-            raise refusal(given.tensor, "not_tensor", given.name)
-        if given.tensor.device.type != "xla" or given.tensor.layout != torch.strided:
-            raise refusal(given.tensor, "not_xla", given.name)
+    for name, leaf in _trees.named_leaves(tensors, "tensors"):
+        if not isinstance(leaf, torch.Tensor):
+            raise refusal(leaf, "not_tensor", name)
+        if leaf.device.type != "xla" or leaf.layout != torch.strided:
+            raise refusal(leaf, "not_xla", name)
     if into is not None:
         leaves, names = _trees.flatten(tensors, "tensors")
         outputs_in_order(names, into, len(leaves))
@@ -131,24 +122,18 @@ def cancel_donation(tensors: Any) -> None:
     """
     body = current_body.value
     arguments: list[int] = []
-    found: list[tuple[int, torch.Tensor]] = []
-    leaves, names = _trees.flatten(tensors, "tensors")
-    for index, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        tensor = _trees.without_wrapper(leaf)
+    found: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in _trees.named_leaves(tensors, "tensors"):
         if not isinstance(tensor, torch.Tensor):
-            raise refusal(tensor, "not_tensor", _trees.qualified_name("tensors", names.name(index)))
+            raise refusal(tensor, "not_tensor", name)
         argument = body.find(tensor) if body is not None else None
         if argument is not None:
             arguments.append(argument)
-            continue
-        if _C.state(tensor) in ("donated", "marked"):
-            found.append((index, tensor))
+        elif _C.state(tensor) in ("donated", "marked"):
+            found.append((name, tensor))
     taken = _C.cancel([tensor for _, tensor in found])  # a step on another thread may have begun meanwhile
     if taken is not None:
-        index, tensor = found[taken]
-        name = _trees.qualified_name("tensors", names.name(index))
+        name, tensor = found[taken]
         raise DonationError(
             f"{name} is {describe(tensor)}, and a step has consumed it. Cancel a donation before the step. "
             f"No mark was cancelled. {see('cancel_donation')}"

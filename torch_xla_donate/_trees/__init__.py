@@ -5,6 +5,7 @@ from torch_xla_donate._trees.leaves import (
     first_off_device,
     flatten,
     flatten_fast,
+    named_leaves,
     refuse_depth,
     tensors_in,
     with_paths,

@@ -135,6 +135,16 @@ def flatten(tree: Any, name: object) -> tuple[list[Any], Places]:
     return expanded, FixedNames(names, places)
 
 
+def named_leaves(tree: Any, argument: str) -> list[tuple[str, Any]]:
+    """The leaves of an argument except ``None``, without wrappers, each with its name in messages."""
+    leaves, names = flatten(tree, argument)
+    return [
+        (qualified_name(argument, names.name(index)), without_wrapper(leaf))
+        for index, leaf in enumerate(leaves)
+        if leaf is not None
+    ]
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """All tensors that a value refers to, in containers, modules, attributes and closures of any depth.
 
