@@ -75,7 +75,7 @@ def test_arguments_of_an_odd_callable():
         return others[1] * 2
 
     (hint,) = advise(last, 1, 2, make(32, 32))
-    assert (hint.holder, hint.bytes) == ("argument '2'", SIZE)
+    assert (hint.holder, hint.bytes) == ("argument 'others[1]'", SIZE)
     assert "donate_argnums=(2,)" in hint.edit
     assert not advise(Odd(), 1, 2, make(32, 32))
     assert donation_report().errors["advise: RuntimeError: __wrapped__"] == 2

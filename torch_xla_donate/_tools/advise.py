@@ -11,6 +11,7 @@ import torch_xla
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config
+from torch_xla_donate._compile.arguments import Arguments
 from torch_xla_donate._errors import see
 from torch_xla_donate._modes.debug import note_error
 from torch_xla_donate._tools.findings import Call
@@ -64,26 +65,13 @@ def _call(f: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any],
     """The tensors of a call. Modules are not arguments to donate, as the caller needs them again."""
     code = getattr(inspect.unwrap(f), "__code__", None)
     where = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
-    names = _parameter_names(f)
     arguments: dict[int, tuple[int | str, str]] = {}
     leaves: dict[int | str, int] = {}
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for key, value in given:
-        name = key if isinstance(key, str) else names[key] if key < len(names) else str(key)
-        for leaf in _tensors(value):
-            arguments[leaf] = (key, name)
-            leaves[key] = leaves.get(key, 0) + 1
+    for argument in Arguments(f).roles(args, kwargs).kept:
+        for leaf in _tensors(argument.value(args, kwargs)):
+            arguments[leaf] = (argument.key, argument.name)
+            leaves[argument.key] = leaves.get(argument.key, 0) + 1
     return Call(where, arguments, leaves, _tensors(result))
-
-
-def _parameter_names(f: Callable[..., Any]) -> list[str]:
-    """Of the arguments by position, as far as each has its own name."""
-    try:
-        parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # a built-in function
-        return []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in by_position]
 
 
 def _tensors(tree: Any) -> dict[int, torch.Tensor]:
