@@ -268,6 +268,17 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   return std::move(made.object);
 }
 
+// The C++ object of a torch._C._autograd.SavedTensor. A cast fails with torch 2.8, whose pybind11 state is not that of
+// torch_xla, which we share. The layout of the Python object is that of torch's own headers in both.
+const torch::autograd::SavedVariable& SavedBy(py::handle saved) {
+  const auto* instance = reinterpret_cast<const py::detail::instance*>(saved.ptr());
+  const std::string kind = Py_TYPE(saved.ptr())->tp_name;
+  if (kind != "torch._C._autograd.SavedTensor" || !instance->simple_layout) {
+    throw py::type_error("expected a torch._C._autograd.SavedTensor, got " + kind);
+  }
+  return *static_cast<const torch::autograd::SavedVariable*>(instance->simple_value_holder[0]);
+}
+
 // The buffer whose mark is the tensor's. For a consumed one nothing is computed, which would raise.
 lazy::BackendDataPtr MarkedBuffer(const at::Tensor& tensor) {
   lazy::BackendDataPtr behind = abi::BufferBehind(tensor);
@@ -459,8 +470,7 @@ void BindMarks(py::module_& m) {
       },
       py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying pending updates; or 0.");
   m.def(
-      "has_unpack_hook", [](const torch::autograd::SavedVariable& saved) { return saved.has_hooks(); },
-      py::arg("saved"),
+      "has_unpack_hook", [](py::handle saved) { return SavedBy(saved).has_hooks(); }, py::arg("saved"),
       "Whether reading a tensor that autograd has saved (torch._C._autograd.SavedTensor) calls code.");
   m.def(
       "has_graph",
