@@ -92,6 +92,12 @@ TIDIED := $(patsubst csrc/%/,build-tidy/%.ok,$(dir $(wildcard csrc/*/*.cpp)))
 
 tidy: $(sort $(TIDIED))  ## clang-tidy on csrc/, which .clang-tidy configures; a part of `make lint`
 
+# CMake writes these files, so it must know of a new or deleted source.
+SOURCES := $(sort $(wildcard csrc/*/*.cpp))
+ifneq ($(SOURCES),$(shell cat build-tidy/sources 2> /dev/null))
+.PHONY: build-tidy/compile_commands.json
+endif
+
 .SECONDEXPANSION:
 build-tidy/%.ok: $$(wildcard csrc/$$*/*.cpp) $(wildcard csrc/*/*.h) .clang-tidy build-tidy/compile_commands.json
 	@$(BIN)/clang-tidy --quiet -p build-tidy build-tidy/CMakeFiles/*.dir/Unity/unity_$*_cxx.cxx 2> $(@:.ok=.log) \
@@ -103,6 +109,7 @@ build-tidy/compile_commands.json: $(VENV)/installed CMakeLists.txt third_party/t
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_DISABLE_PRECOMPILE_HEADERS=ON > build-tidy.log 2>&1 \
 	  || { cat build-tidy.log; exit 1; }
 	@mv build-tidy.log build-tidy/cmake.log
+	@echo $(SOURCES) > build-tidy/sources
 	@touch $@
 
 format: env  ## let ruff and clang-format rewrite the sources

@@ -66,10 +66,13 @@ _ANSWERS: dict[str, object] = {
     **dict.fromkeys(("cancel", "disarm_run", "flatten", "note_placeholder", "set_auto_donate", "wait_for_steps")),
     "is_donated": False,
     **dict.fromkeys(("auto_held", "auto_refusals", "pending", "steps", "take_bad_outputs", "take_notices"), ()),
-    "hook_errors": {},
     "identity": (0, 0),
     "state": "materialized",
 }
+
+
+def hook_errors() -> dict[str, int]:
+    return {}
 
 
 def give_array(*arrays: object) -> None:

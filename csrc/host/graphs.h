@@ -105,8 +105,7 @@ struct HostCachedComputation;
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run);
 CompiledGraph DescribeGraph(const HostCachedComputation& executable);
 
-// ---- Checks of the layouts that this folder assumes. Both throw std::runtime_error that names the first difference
-// ----
+// ---- Checks of the layouts of this folder; both throw std::runtime_error that names the first difference ----
 
 // Compares the layouts of tensors and buffers with a fresh, uploaded int32[3] probe and torch_xla's id of it. Must pass
 // before any other function of this folder is used.

@@ -273,7 +273,8 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
 const torch::autograd::SavedVariable& SavedBy(py::handle saved) {
   const auto* instance = reinterpret_cast<const py::detail::instance*>(saved.ptr());
   const std::string kind = Py_TYPE(saved.ptr())->tp_name;
-  if (kind != "torch._C._autograd.SavedTensor" || !instance->simple_layout) {
+  if (kind != "torch._C._autograd.SavedTensor" || !instance->simple_layout ||
+      instance->simple_value_holder[0] == nullptr) {
     throw py::type_error("expected a torch._C._autograd.SavedTensor, got " + kind);
   }
   return *static_cast<const torch::autograd::SavedVariable*>(instance->simple_value_holder[0]);

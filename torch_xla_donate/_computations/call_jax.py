@@ -52,10 +52,12 @@ def call_jax(
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
     jax, torchax = _host.import_jax()
+    if _config.IS_OFF:
+        return _host.call_jax(f, args, kwargs, name, override_hash)
     tree = (args, kwargs or {})
     leaves, spec = jax.tree.flatten(tree)
     is_foreign = any(isinstance(leaf, torchax.tensor.Tensor) for leaf in leaves)
-    if _config.IS_OFF or is_foreign or not isinstance(f, jax.stages.Wrapped):
+    if is_foreign or not isinstance(f, jax.stages.Wrapped):
         return _host.call_jax(f, args, kwargs, name, override_hash)
     others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     _, structure = _trees.flatten_fast(tree, f"an argument of {_label(f)}")

@@ -51,7 +51,7 @@ def loop_donations(
 def call_stock(loop: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Calls torch_xla's loop while the package is switched off, on a release that may not know the newest options."""
     with _marks.inside_call.replaced(True):  # a compiled function in the body is a part of it
-        return loop(*args, **{name: value for name, value in options.items() if value})
+        return loop(*args, **{name: value for name, value in options.items() if value is not False})
 
 
 def refuse_eager_mode(loop: str) -> None:

@@ -109,13 +109,13 @@ def scan(
     from torch_xla.experimental.scan import scan as host_scan
 
     request = _marks.DonationRequest.make(strict, stacklevel)
-    chosen = chosen_arguments(donate, _ARGUMENTS)
-    if _config.IS_OFF:
-        return call_stock(host_scan, fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)  # type: ignore[no-any-return]
     if not callable(fn):
         raise ValueError(
             f"fn is {fn!r}, which cannot be called. Pass the body of the loop, a function of (carry, x). {see('scan')}"
         )
+    chosen = chosen_arguments(donate, _ARGUMENTS)
+    if _config.IS_OFF:
+        return call_stock(host_scan, fn, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)  # type: ignore[no-any-return]
     refuse_eager_mode("scan")
     _refuse_inside_a_scan()
     flat = [_trees.flatten_fast(tree, name) for name, tree in zip(_ARGUMENTS, (init, xs))]

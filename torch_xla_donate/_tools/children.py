@@ -51,5 +51,6 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    if _fork.child is not None:
-        record.start(*_fork.child)
+    child = getattr(_fork, "child", None)
+    if child is not None:
+        record.start(*child)
