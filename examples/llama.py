@@ -234,7 +234,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 @click.option("--devices", default=1, show_default=True, type=click.IntRange(min=1))
 @click.option("--topology", default="v6e:1x1", show_default=True, help="As for `torch_xla_donate.hlo.compile_for`.")
 @click.option("--way", type=click.Choice(WAYS), help="Default: all four.")
-@click.option("--all", "everything", is_flag=True, help="All cases of the docs, and save them. Takes about an hour.")
+@click.option("--all", "everything", is_flag=True, help="All cases of the docs, and save them. Takes about two hours.")
 @click.option("--json", "as_json", is_flag=True, hidden=True)
 def main(
     name: str | None, layers: int | None, devices: int, topology: str, way: str | None, everything: bool, as_json: bool
