@@ -48,7 +48,7 @@ VIEWS = ("transpose", "row", "tail", "head", "narrow", "diagonal", "unsqueeze", 
 WRITES = ("assign_row", "assign_slice", "add_in_place", "fill_in_place", "copy_in_place", "copy_from", "index_copy")
 BODY = (
     *("update", "update", "add", "mul", "scale", "scale", "matmul", "flip", "concatenate", "total", "where"),
-    *("clone", "clone", "cast", "detach", "data", "batch", "closure"),
+    *("clone", "clone", "cast", "detach", "data", "batch", "closure", "factory", "factory"),
     *VIEWS,
     *("transpose", "row", *WRITES),
 )
@@ -179,6 +179,18 @@ TEXTS: dict[str, Callable[[str, str | None, int, int], str]] = {
     "detach": lambda x, other, b, c: f"{x}.detach()",
     "data": lambda x, other, b, c: f"{x}.data",
 }
+
+
+#: Of a shape, a dtype and a number: a new tensor, made on the device of `x` from no other.
+FACTORIES: tuple[Callable[[tuple[int, ...], torch.dtype, int], str], ...] = (
+    lambda shape, dtype, c: f"torch.zeros({shape}, dtype={dtype}, device=x.device)",
+    lambda shape, dtype, c: f"torch.full({shape}, {c % MODULUS}, dtype={dtype}, device=x.device)",
+    lambda shape, dtype, c: f"torch.empty({shape}, dtype={dtype}, device=x.device).fill_({c % MODULUS})",
+    lambda shape, dtype, c: (
+        f"torch.arange({torch.Size(shape).numel()}, device=x.device).reshape({shape}).remainder({MODULUS}).to({dtype})"
+    ),
+    lambda shape, dtype, c: f"torch.full({shape}, {c % MODULUS}, dtype={dtype}).to(x.device)",
+)
 
 
 class _Writer:
@@ -319,6 +331,9 @@ class _Body(_Writer):
             self.put(f"{name}.flip(0)")
         elif kind == "concatenate" and x.dim() and x.numel() <= 32:
             self.put(f"torch.cat(({name}, {other}))")
+        elif kind == "factory":
+            self.put(FACTORIES[b % len(FACTORIES)](tuple(x.shape), x.dtype, c))
+            self.write(WRITES[a % len(WRITES)], next(reversed(self.names)), b, c)
         elif kind == "batch":
             same = self.alike(self.names["x"], b)
             self.put(_small(f"{same} + x"))

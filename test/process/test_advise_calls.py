@@ -38,6 +38,8 @@ def test_a_functional_update_of_its_arguments():
     assert "donate_argnums=(0,)" in hint.edit
     assert hint.where == f"{__file__}:{update.__code__.co_firstlineno}"
     assert torch.equal(params["a"].cpu(), torch.arange(1024.0).reshape(32, 32))
+    # Its step ends inside, so advise cannot tell its arguments from other inputs.
+    assert "pass the function itself" in str(advise(compile(update), params, gradient, 0.5))
     compile(update, donate_argnums=(0,))(params, gradient, 0.5)
     assert donation_report(steps=1).donated_bytes == hint.bytes
     del small

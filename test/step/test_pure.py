@@ -172,6 +172,58 @@ def test_cached_constants_are_told_from_arguments_and_captures(make):
     assert torch.tensor(5.0, device="xla").item() == 5
 
 
+FACTORIES = {
+    "zeros": lambda x: torch.zeros(3, 3, device=x.device),
+    "full": lambda x: torch.full((3, 3), 2.0, device=x.device),
+    "empty and fill_": lambda x: torch.empty(3, 3, device=x.device).fill_(2.0),
+    "arange": lambda x: torch.arange(9.0, device=x.device).reshape(3, 3),
+    "eye": lambda x: torch.eye(3, device=x.device),
+    "linspace": lambda x: torch.linspace(0, 1, 9, device=x.device).view(3, 3),
+    "random numbers": lambda x: torch.rand(3, 3, device=x.device) * 0,
+    "an upload": lambda x: torch.ones(3, 3).to(x.device),
+    "tensor": lambda x: torch.tensor([[1.0, 2.0, 3.0]] * 3, device=x.device),
+    "computed": lambda x: torch.zeros(3, 3, device=x.device) + 1,
+    "a clone": lambda x: torch.ones(3, 3, device=x.device).clone(),
+    "the like of it": lambda x: torch.zeros_like(torch.ones(3, 3, device=x.device)),
+    "several": lambda x: torch.stack(torch.meshgrid(*[torch.arange(3.0, device=x.device)] * 2, indexing="ij"))[0],
+    "the default device": lambda x: torch.set_default_device(x.device) or torch.ones(3, 3),
+    "an argument": lambda x: x * 1,
+}
+
+
+def written_through_views(t, x):
+    t[1] = 7.0
+    t[:, 2:] = x[:, 2:]
+    t.view(9)[3:].add_(1)
+    t.t().triu_()
+    first, *_ = t.unbind(0)
+    first.mul_(x[0])
+    torch.add(x[2], 1, out=t[2])
+    t.diagonal().fill_(5)
+    return t
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_a_write_through_a_view_changes_what_a_factory_made(factory, make):
+    def loss(x):
+        t = FACTORIES[factory](x)
+        t[1] = x[0]
+        return (t * x).sum()
+
+    def f(x):
+        try:
+            written = written_through_views(FACTORIES[factory](x), x)
+            return written, written * x, torch.func.grad(loss)(x)
+        finally:
+            torch.set_default_device(None)
+
+    g = pure(f)
+    for first in (1, 4):
+        x = (make(9) + first).view(3, 3).clone()
+        torch_xla.sync()
+        assert [t.tolist() for t in g(x)] == [t.tolist() for t in f(x.cpu())]
+
+
 def test_a_captured_view_follows_its_base(make):
     base = make(2, 3)
     row = base[1]

@@ -35,7 +35,8 @@ def put_numbers(
     def refuse_read(numbers: Sequence[_numbers.Number]) -> Exception:
         return refuse(
             f"reads {_numbers.joined(numbers)} on the host, although pure=True traces Python floats",
-            "Name that argument in static_argnums, or compute only with torch's operations",
+            "Name that argument in static_argnums, or compute only with torch's operations on the device, such as "
+            "torch.full((), lr, device=x.device)",
         )
 
     numbers = [_numbers.number(values[i].clone(), (text,), refuse_read) for i, text in enumerate(texts)]

@@ -76,5 +76,6 @@ from torch_xla_donate._host.tensors import (
     seed_buffer,
     sharding_spec,
     shardings,
+    tracked_views,
     transfers,
 )

@@ -40,6 +40,18 @@ def computed(tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
+def tracked_views(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, wrapped so that a write through a view of it changes it.
+
+    torch_xla wraps what it makes in the same way, but not inside of a TorchDispatchMode. There torch wraps the results
+    of operations on wrapped tensors, so what a factory makes, and all that follows from it, has no wrapper.
+    """
+    if type(tensor) is not torch.Tensor or tensor.device.type != "xla" or torch._is_functional_tensor(tensor):
+        return tensor
+    wrapped: torch.Tensor = torch._to_functional_tensor(tensor)
+    return wrapped
+
+
 def give_own_buffer(tensor: torch.Tensor) -> None:
     """Gives a tensor that shares its buffer a separate one at the next step. Its value stays.
 

@@ -36,7 +36,10 @@ SENTENCES: dict[HintKind, str] = {
     "output_sharding": "the next value takes other bytes on each device",
 }
 assert set(SENTENCES) == set(get_args(HintKind))
-NOTHING = "Nothing to gain: every input that a step could reuse is reused. Graphs of torch.compile are not examined."
+NOTHING = (
+    "No hint saves 1 KiB or more. Arguments of a compiled function and graphs of torch.compile are not examined: pass "
+    "the function itself."
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,6 +61,8 @@ class HostReads(TorchDispatchMode):
         if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
             self._refuse_tensors((args, kwargs))
         result = func(*args, **kwargs)
+        if all(tensor.device.type != "xla" for tensor in tensors_of((args, kwargs))):
+            result = pytree.tree_map_only(torch.Tensor, _host.tracked_views, result)
         on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(result))
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.drew = self.drew or on_host
