@@ -8,6 +8,7 @@
 
 #include "host/graphs.h"
 #include "host/object_check.h"
+#include "host/tensors.h"
 
 namespace torch_xla_donate::abi {
 
@@ -110,6 +111,9 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_shar
   const std::string shape = DescribeBuffer(*data->handle);
   if (shape.rfind("s32[3]", 0) != 0) {
     Mismatch("device data describes itself as '" + shape + "', expected a text that starts with s32[3]");
+  }
+  if (ElementTypeOf(*data->handle) != kElementTypeS32) {
+    Mismatch("device data does not keep its element type where it was expected");
   }
 }
 

@@ -35,11 +35,15 @@ struct HostAsync : Executor::Async {
   std::shared_ptr<HostCachedComputation> cached_computation;
 };
 
-// torch_xla::runtime::ComputationClient::Data: the first of the three virtual functions it adds, after torch's five.
-// Not in an unnamed namespace, because the compiler would then assume that no class overrides it.
+// torch_xla::runtime::ComputationClient::Data: the first of the three virtual functions it adds, after torch's five,
+// and the members after torch's part up to the first one of its xla::Shape. Not in an unnamed namespace, because the
+// compiler would then assume that no class overrides it.
 struct HostBuffer : lazy::BackendData {
   virtual std::string ToString() const = 0;
+  std::string device;
+  std::int32_t element_type;
 };
+inline constexpr std::int32_t kElementTypeS32 = 4;  // xla::S32 in xla_data.proto
 inline constexpr std::size_t kBufferVirtuals = 8;
 
 // torch_xla::XLAGraphExecutor: the members after torch's part, as far as needed here.

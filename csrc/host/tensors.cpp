@@ -18,6 +18,10 @@ lazy::BackendDataPtr BufferOf(const TensorData& tensor) {
   return lazy::getBackend()->GetComputationDataFromNode(tensor.ir_value.node.get());
 }
 
+std::int32_t ElementTypeOf(const lazy::BackendData& buffer) {
+  return static_cast<const HostBuffer&>(buffer).element_type;
+}
+
 void GiveArray(TensorData& tensor, lazy::BackendDataPtr array) {
   auto& host = static_cast<HostTensorData&>(tensor);
   host.handle = std::move(array);
@@ -131,6 +135,7 @@ void Prefetch(const std::vector<const at::Tensor*>& tensors) {
       buffers.push_back(data->handle.get());
       __builtin_prefetch(reinterpret_cast<const char*>(buffers.back()) - kCounters);
       __builtin_prefetch(buffers.back());
+      __builtin_prefetch(&static_cast<const HostBuffer*>(buffers.back())->element_type);
     }
   }
   for (const lazy::BackendData* buffer : buffers) {

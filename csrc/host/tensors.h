@@ -51,6 +51,10 @@ const TensorData* ValueOf(const c10::TensorImpl& tensor);
 // The device data that a lazy tensor holds, directly or as the only node of its graph; null if it holds none.
 lazy::BackendDataPtr BufferOf(const TensorData& tensor);
 
+// XLA's number of a buffer's element type. The tensor's dtype may be another one: torch_xla computes some indices, such
+// as those of cummax, in 32 bits.
+std::int32_t ElementTypeOf(const lazy::BackendData& buffer);
+
 // Sets the array that a step will write the tensor's value into, as torch_xla does when it schedules the step.
 void GiveArray(TensorData& tensor, lazy::BackendDataPtr array);
 

@@ -139,7 +139,7 @@ py::object Unflatten(const py::list& leaves, const py::tuple& tokens) {
 Signature SignatureOf(const py::list& leaves) {
   Signature signature;
   std::string key;
-  key.reserve(leaves.size() * 5 * sizeof(std::int64_t));
+  key.reserve(leaves.size() * 6 * sizeof(std::int64_t));
   std::vector<const at::Tensor*> tensors;
   tensors.reserve(leaves.size());
   for (std::size_t i = 0; i < leaves.size(); ++i) {
@@ -178,6 +178,7 @@ Signature SignatureOf(const py::list& leaves) {
       put(-1);
     } else {
       put(static_cast<std::int64_t>(first.emplace(resolved.buffer.get(), i).first->second));
+      put(abi::ElementTypeOf(*resolved.buffer));
     }
   }
   signature.key = py::bytes(key);

@@ -59,6 +59,7 @@ Replay::Replay(const py::list& structures, const py::list& leaves, std::vector<D
       leaf.kind = Leaf::Kind::kTensor;
       leaf.sizes.assign(tensor.sizes().begin(), tensor.sizes().end());
       leaf.dtype = tensor.scalar_type();
+      leaf.element_type = abi::ElementTypeOf(*resolved.buffer);
       leaf.device = tensor.device().index();
       leaf.requires_grad = tensor.requires_grad();
     } else if (PyFloat_CheckExact(item.ptr())) {
@@ -190,7 +191,8 @@ bool Replay::IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers
     held = {&other.tensor, &other.buffer, tensor.sizes()};
   }
   const lazy::BackendDataPtr& buffer = *held->buffer;
-  if (held->sizes != at::IntArrayRef(expected.sizes) || buffers.Of(buffer.get()) != AddressNumbers::kUnknown) {
+  if (held->sizes != at::IntArrayRef(expected.sizes) || abi::ElementTypeOf(*buffer) != expected.element_type ||
+      buffers.Of(buffer.get()) != AddressNumbers::kUnknown) {
     return false;
   }
   buffers.Add(buffer.get());

@@ -57,6 +57,7 @@ class Replay {
     py::object value;  // for kValue
     c10::SmallVector<std::int64_t, 4> sizes;
     at::ScalarType dtype = at::ScalarType::Undefined;
+    std::int32_t element_type = 0;  // of the buffer, by XLA's number
     c10::DeviceIndex device = 0;
     bool requires_grad = false;
     bool is_donated = false;

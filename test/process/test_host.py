@@ -351,7 +351,10 @@ def made_up_layouts(probe: torch.Tensor) -> dict[str, tuple[int, int]]:
         right = memory.word(place)
         shifted = {f"shifted by {shift}": right + shift for shift in (-16, -8, 4, 8, 16, 64)}
         found |= {f"{pointer}: {name}": (place, value) for name, value in (values | shifted).items() if value != right}
-    return found
+    # It follows the text of the device, which lies inside of its string.
+    place = buffer + memory.read(buffer, 256).index(b"CPU:0") + 16
+    assert memory.word(place) & 0xFFFFFFFF == 4  # xla::S32
+    return found | {"element type: s64": (place, memory.word(place) + 1)}
 
 
 @in_process

@@ -41,6 +41,10 @@ def pure(f, **options):
     return torch_xla_donate.compile(f, pure=True, **options)
 
 
+def openxla(f, **options):
+    return torch_xla_donate.compile(f, backend="openxla", **options)
+
+
 def give_away(f, **options):
     return pure(f, donate_argnums=0, **options)
 
@@ -222,6 +226,46 @@ def test_a_write_through_a_view_changes_what_a_factory_made(factory, make):
         x = (make(9) + first).view(3, 3).clone()
         torch_xla.sync()
         assert [t.tolist() for t in g(x)] == [t.tolist() for t in f(x.cpu())]
+
+
+def test_indices_that_torch_xla_computes_in_32_bits_stay_int64(make):
+    """Their buffers are s32. As arguments they have another graph than int64 tensors whose buffers are s64."""
+
+    def f(x, indices):
+        found = torch.cummax(x, 0)[1]
+        pooled = torch.nn.functional.max_pool1d(x[None, None], 2, return_indices=True)[1]
+        return x + 1, found + 2 * indices, pooled, indices / 2, indices
+
+    for options in ({}, {"donate_argnums": 0}):
+        x, x_on_cpu = make(4) + 1, torch.arange(4.0) + 1
+        uploaded, computed = torch.tensor([0, 1, 2, 3]).to("xla"), torch.cummax(x, 0)[1]
+        torch_xla.sync()
+        by_torch_compile = openxla(f, **options)
+        for g in (pure(f, **options), torch_xla_donate.compile(f, **options), by_torch_compile):
+            for indices in (uploaded, computed, uploaded, computed):
+                found, expected = g(x.clone(), indices), f(x_on_cpu, indices.cpu())
+                assert [t.tolist() for t in found] == [t.tolist() for t in expected]
+                # torch.compile itself gives the dtype of the buffer.
+                assert g is by_torch_compile or [t.dtype for t in found] == [t.dtype for t in expected]
+
+
+def test_indices_of_32_bits_replay_and_are_captured(make):
+    def f(state):
+        return {"x": state["x"] + 1, "indices": torch.cummax(state["x"], 0)[1] + state["indices"]}
+
+    x = make(4)
+    captured = torch.cummax(x, 0)[1]
+    state = {"x": x + 0, "indices": captured + 0}
+    expected = {"x": torch.arange(4.0), "indices": torch.arange(4)}
+    torch_xla.sync()
+    assert captured.dtype == torch.int64
+    assert pure(lambda t: (t[captured], captured * 2))(x)[1].dtype == torch.int64
+    g = give_away(f)
+    for _ in range(4):
+        state, expected = g(state), f(expected)
+    assert {name: (t.dtype, t.tolist()) for name, t in state.items()} == {
+        name: (t.dtype, t.tolist()) for name, t in expected.items()
+    }
 
 
 def test_a_captured_view_follows_its_base(make):

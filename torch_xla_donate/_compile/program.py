@@ -80,6 +80,7 @@ class TracedProgram:
                     leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
                 ]
                 outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
+                self._dtypes = [(i, leaf.dtype) for i, leaf in enumerate(outputs) if not _host.has_dtype_of_array(leaf)]
                 _refuse_other_devices(function, [*outputs, *recorder.captured.values()])
                 places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -198,6 +199,8 @@ class TracedProgram:
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
+        for i, dtype in self._dtypes:
+            outputs[i] = _host.with_dtype(outputs[i], dtype)
         results = [outputs[make] if isinstance(make, int) else make(outputs, leaves) for make in self._results]
         if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)

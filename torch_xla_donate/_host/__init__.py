@@ -66,6 +66,7 @@ from torch_xla_donate._host.tensors import (
     computed,
     forget_pending,
     give_own_buffer,
+    has_dtype_of_array,
     list_live_tensors,
     pending,
     op_sharding,
@@ -78,4 +79,5 @@ from torch_xla_donate._host.tensors import (
     shardings,
     tracked_views,
     transfers,
+    with_dtype,
 )
