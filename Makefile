@@ -43,12 +43,12 @@ support:  ## `make test` on each release, and the table of docs/safety.md that s
 test-fast: build  ## what an edit needs: the tests that start no process
 	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
 
-test-all: build $(VENV)/docs test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
+test-all: build $(VENV)/docs $(VENV)/upstream test-cpp  ## `make test`, then builds, benchmarks, soak and fuzz: hours. UPSTREAM=checkout of pytorch/xla
 	$(PYTEST) --hypothesis-profile=long $(PYTEST_ARGS)
 	$(MAKE) soak fuzz
 	$(if $(UPSTREAM),$(MAKE) test-upstream,@echo "not run: the files of pytorch/xla; give UPSTREAM=a checkout of it")
 
-test-nightly: build $(VENV)/docs  ## only the long tests: hours
+test-nightly: build $(VENV)/docs $(VENV)/upstream  ## only the long tests: hours
 	$(PYTEST) --hypothesis-profile=long -m nightly $(PYTEST_ARGS)
 
 test-upstream: build $(VENV)/upstream  ## the files of UPSTREAM=a checkout of pytorch/xla, with automatic donation and without this package

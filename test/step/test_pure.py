@@ -645,7 +645,7 @@ def test_scanned_layers_are_read_at_every_call_in_their_mode(make):
         with torch.no_grad():
             result, plain = run(x).cpu(), torch.nn.Sequential(*layers)(make(2, 4)).cpu()
         assert is_donated(x)
-        assert torch.allclose(result, plain, rtol=1e-4)
+        torch.testing.assert_close(result, plain, rtol=1e-4, atol=1e-3)  # random weights: large terms may cancel
     assert len(run._programs) == 1
 
 
