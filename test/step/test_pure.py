@@ -249,6 +249,18 @@ def test_indices_that_torch_xla_computes_in_32_bits_stay_int64(make):
                 assert g is by_torch_compile or [t.dtype for t in found] == [t.dtype for t in expected]
 
 
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "int16", "float64", "float8_e5m2", "complex128"])
+def test_arguments_and_results_keep_their_dtype(dtype, make):
+    """From a buffer of u16 alone torch_xla makes an int32 tensor."""
+    dtype = getattr(torch, dtype)
+    g, seen = give_away(lambda t, x: seen.append(t.dtype) or (t.clone(), x.to(dtype))), []
+    for _ in range(3):
+        t = make(4).to(dtype)
+        torch_xla.sync()
+        assert [found.dtype for found in g(t, make(4))] == [dtype, dtype]
+    assert set(seen) == {dtype}
+
+
 def test_indices_of_32_bits_replay_and_are_captured(make):
     def f(state):
         return {"x": state["x"] + 1, "indices": torch.cummax(state["x"], 0)[1] + state["indices"]}

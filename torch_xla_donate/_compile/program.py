@@ -36,6 +36,7 @@ class TracedProgram:
     """
 
     replay: _C.Replay | None = None
+    _retyped: list[int] | None = None  # the outputs that a run gives another dtype; None before the first run
 
     def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
@@ -80,7 +81,7 @@ class TracedProgram:
                     leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
                 ]
                 outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
-                self._dtypes = [(i, leaf.dtype) for i, leaf in enumerate(outputs) if not _host.has_dtype_of_array(leaf)]
+                self._dtypes = [leaf.dtype for leaf in outputs]
                 _refuse_other_devices(function, [*outputs, *recorder.captured.values()])
                 places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
                 tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -199,8 +200,10 @@ class TracedProgram:
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
         outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        for i, dtype in self._dtypes:
-            outputs[i] = _host.with_dtype(outputs[i], dtype)
+        if self._retyped is None:
+            self._retyped = [i for i, output in enumerate(outputs) if output.dtype != self._dtypes[i]]
+        for i in self._retyped:
+            outputs[i] = _host.with_dtype(outputs[i], self._dtypes[i])
         results = [outputs[make] if isinstance(make, int) else make(outputs, leaves) for make in self._results]
         if self._tokens is not None:  # the same in C++
             return _C.unflatten(results, self._tokens)

@@ -66,7 +66,6 @@ from torch_xla_donate._host.tensors import (
     computed,
     forget_pending,
     give_own_buffer,
-    has_dtype_of_array,
     list_live_tensors,
     pending,
     op_sharding,

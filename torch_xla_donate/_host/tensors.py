@@ -36,18 +36,13 @@ def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of this dtype with a materialised tensor's buffer, which may have another element type.
 
     torch_xla computes some int64 results, such as the indices of ``cummax``, as s32. What it makes from a buffer alone
-    has the dtype of the buffer.
+    has the dtype that it chooses for the element type, which is int64 for u32.
     """
     if tensor.dtype == dtype:
         return tensor
     other = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
     _C.give_array(other, tensor)
     return other
-
-
-def has_dtype_of_array(tensor: torch.Tensor) -> bool:
-    """Whether the array of an XLA tensor has, or will have, the element type of the tensor's dtype."""
-    return array_of(tensor).dtype == _element_type(tensor.dtype)
 
 
 def computed(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,19 +83,13 @@ def array_of(tensor: torch.Tensor) -> hlo.HloShape:
 _FLOAT8 = {torch.float8_e5m2: "f8e5m2", torch.float8_e4m3fn: "f8e4m3fn"}
 
 
-def _element_type(dtype: torch.dtype) -> str:
-    """XLA's name of a dtype."""
-    from torch_xla.core import xla_builder
-
-    # torch_xla's table does not have the float8 types.
-    return _FLOAT8.get(dtype) or str(xla_builder.Op.from_torch_type(dtype))  # type: ignore[no-untyped-call]
-
-
 def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) -> torch.Tensor:
     """An XLA tensor without memory. sharding: torch_xla's OpSharding, under SPMD."""
     from torch_xla.core import xla_builder
 
-    array = xla_builder.mkshape(_element_type(dtype), tuple(shape)).shape  # type: ignore[no-untyped-call]
+    # torch_xla's `create_placeholder_tensor` does the same, but does not know the float8 types.
+    name = _FLOAT8.get(dtype) or xla_builder.Op.from_torch_type(dtype)  # type: ignore[no-untyped-call]
+    array = xla_builder.mkshape(name, tuple(shape)).shape  # type: ignore[no-untyped-call]
     empty: torch.Tensor = xlac()._xla_create_placeholder_tensor(array)
     _C.note_placeholder(empty)
     if sharding is None:
