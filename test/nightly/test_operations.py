@@ -32,10 +32,10 @@ def samples(gradients: bool) -> Iterator[tuple[str, Callable[..., Any], list[Any
     for op in op_db:
         if torch.float32 not in op.supported_dtypes("cpu") or (gradients and not op.supports_autograd):
             continue
-        variants = (
-            [("", op.op)] if gradients or op.inplace_variant is None else [("", op.op), ("_", op.inplace_variant)]
-        )
-        for suffix, function in variants:
+        in_place = None if gradients else op.inplace_variant
+        for suffix, function in (("", op.op), ("_", in_place)):
+            if function is None:
+                continue
             for number, sample in enumerate(op.sample_inputs("cpu", torch.float32)):
                 if number == 3:
                     break
@@ -64,7 +64,8 @@ def call_of(function: Callable[..., Any], leaves: list[Any], structure: Any, gra
     return call
 
 
-def outcome(call: Callable[..., Any], leaves: list[Any]) -> tuple[str, str]:
+def outcomes(call: Callable[..., Any], leaves: list[Any]) -> Iterator[tuple[str, str]]:
+    """What holds if the process ends now; the last one is the outcome."""
     import torch_xla
 
     import torch_xla_donate
@@ -82,20 +83,27 @@ def outcome(call: Callable[..., Any], leaves: list[Any]) -> tuple[str, str]:
             return False
         return True
 
+    yield STOCK, "ended the process"
     try:
         expected = run(call)
-        if not is_same(expected, run(call)):
-            return RANDOM, ""
+        is_random = not is_same(expected, run(call))
     except Exception as error:
-        return STOCK, str(error)
+        yield STOCK, str(error)
+        return
+    if is_random:
+        yield RANDOM, ""
+        return
+    yield DIFFERS, "ended the process"
     pure = torch_xla_donate.compile(call, pure=True)
     try:
         found = [run(pure), run(pure)]
     except torch_xla_donate.DonationError as error:
-        return REFUSED, str(error)
+        yield REFUSED, str(error)
     except Exception as error:
-        return DIFFERS, repr(error)
-    return (SAME, "") if all(is_same(expected, one) for one in found) else (DIFFERS, f"{found}, not {expected}")
+        yield DIFFERS, repr(error)
+    else:
+        is_right = all(is_same(expected, one) for one in found)
+        yield (SAME, "") if is_right else (DIFFERS, f"{found}, not {expected}")
 
 
 def main(first: int, gradients: bool) -> None:
@@ -103,10 +111,10 @@ def main(first: int, gradients: bool) -> None:
 
     for number, (name, function, leaves, structure) in enumerate(samples(gradients)):
         if number >= first:
-            print(json.dumps([number, name, STOCK, "ended the process"]), flush=True)
-            found = outcome(call_of(function, leaves, structure, gradients), leaves)
-            print(json.dumps([number, name, *found]), flush=True)
-            if found[0] == STOCK:
+            kind = ""
+            for kind, text in outcomes(call_of(function, leaves, structure, gradients), leaves):
+                print(json.dumps([number, name, kind, text]), flush=True)
+            if kind == STOCK:
                 try:
                     torch_xla.sync()
                     assert (torch.arange(2).to("xla") + 1).tolist() == [1, 2]

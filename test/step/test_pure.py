@@ -251,7 +251,7 @@ def test_indices_that_torch_xla_computes_in_32_bits_stay_int64(make):
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "int16", "float64", "float8_e5m2", "complex128"])
 def test_arguments_and_results_keep_their_dtype(dtype, make):
-    """From a buffer of u16 alone torch_xla makes an int32 tensor."""
+    """From a buffer of u16 alone torch_xla makes an int16 tensor."""
     dtype = getattr(torch, dtype)
     g, seen = give_away(lambda t, x: seen.append(t.dtype) or (t.clone(), x.to(dtype))), []
     for _ in range(3):

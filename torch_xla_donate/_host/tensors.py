@@ -36,7 +36,7 @@ def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of this dtype with a materialised tensor's buffer, which may have another element type.
 
     torch_xla computes some int64 results, such as the indices of ``cummax``, as s32. What it makes from a buffer alone
-    has the dtype that it chooses for the element type, which is int64 for u32.
+    has the dtype that it chooses for the element type, such as int32 for u32.
     """
     if tensor.dtype == dtype:
         return tensor
