@@ -9,24 +9,30 @@ namespace torch_xla_donate {
 
 namespace {
 
-constexpr std::pair<at::ScalarType, const char*> kElements[] = {
-    {at::ScalarType::Bool, "pred"},
-    {at::ScalarType::Byte, "u8"},
-    {at::ScalarType::Char, "s8"},
-    {at::ScalarType::Short, "s16"},
-    {at::ScalarType::Int, "s32"},
-    {at::ScalarType::Long, "s64"},
-    {at::ScalarType::UInt16, "u16"},
-    {at::ScalarType::UInt32, "u32"},
-    {at::ScalarType::UInt64, "u64"},
-    {at::ScalarType::Half, "f16"},
-    {at::ScalarType::BFloat16, "bf16"},
-    {at::ScalarType::Float, "f32"},
-    {at::ScalarType::Double, "f64"},
-    {at::ScalarType::ComplexFloat, "c64"},
-    {at::ScalarType::ComplexDouble, "c128"},
-    {at::ScalarType::Float8_e4m3fn, "f8e4m3fn"},
-    {at::ScalarType::Float8_e5m2, "f8e5m2"},
+struct Element {
+  at::ScalarType dtype;
+  const char* name;
+  std::int32_t number;  // in xla_data.proto
+};
+constexpr Element kElements[] = {
+    // each mark looks its type up: the frequent ones first
+    {at::ScalarType::Float, "f32", 11},
+    {at::ScalarType::BFloat16, "bf16", 16},
+    {at::ScalarType::Bool, "pred", 1},
+    {at::ScalarType::Byte, "u8", 6},
+    {at::ScalarType::Char, "s8", 2},
+    {at::ScalarType::Short, "s16", 3},
+    {at::ScalarType::Int, "s32", 4},
+    {at::ScalarType::Long, "s64", 5},
+    {at::ScalarType::UInt16, "u16", 7},
+    {at::ScalarType::UInt32, "u32", 8},
+    {at::ScalarType::UInt64, "u64", 9},
+    {at::ScalarType::Half, "f16", 10},
+    {at::ScalarType::Double, "f64", 12},
+    {at::ScalarType::ComplexFloat, "c64", 15},
+    {at::ScalarType::ComplexDouble, "c128", 18},
+    {at::ScalarType::Float8_e4m3fn, "f8e4m3fn", 20},
+    {at::ScalarType::Float8_e5m2, "f8e5m2", 19},
 };
 
 // Returns the numbers between `open` and the next ']', or nullopt if the text has no such list.
@@ -100,9 +106,9 @@ std::int64_t PaddedElements(const std::vector<std::int64_t>& sizes, std::int64_t
 }  // namespace
 
 const char* ElementName(at::ScalarType dtype) {
-  for (const auto& [known, name] : kElements) {
-    if (known == dtype) {
-      return name;
+  for (const Element& element : kElements) {
+    if (element.dtype == dtype) {
+      return element.name;
     }
   }
   return c10::toString(dtype);
@@ -110,9 +116,18 @@ const char* ElementName(at::ScalarType dtype) {
 
 std::optional<at::ScalarType> ElementType(const std::string& array) {
   const std::string found = array.substr(0, array.find('['));
-  for (const auto& [dtype, name] : kElements) {
-    if (found == name) {
-      return dtype;
+  for (const Element& element : kElements) {
+    if (found == element.name) {
+      return element.dtype;
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<at::ScalarType> ElementType(std::int32_t number) {
+  for (const Element& element : kElements) {
+    if (element.number == number) {
+      return element.dtype;
     }
   }
   return std::nullopt;

@@ -16,6 +16,8 @@ namespace torch_xla_donate {
 const char* ElementName(at::ScalarType dtype);
 
 std::optional<at::ScalarType> ElementType(const std::string& array);
+// Of XLA's number of the type.
+std::optional<at::ScalarType> ElementType(std::int32_t number);
 
 // The text up to the layout: "f32[8,4]".
 std::string WithoutLayout(const std::string& array);

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <typeinfo>
 
+#include "host/array_text.h"
 #include "host/graphs.h"
 #include "host/object_check.h"
 #include "host/tensors.h"
@@ -112,7 +113,7 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_shar
   if (shape.rfind("s32[3]", 0) != 0) {
     Mismatch("device data describes itself as '" + shape + "', expected a text that starts with s32[3]");
   }
-  if (ElementTypeOf(*data->handle) != kElementTypeS32) {
+  if (ElementType(ElementTypeOf(*data->handle)) != at::kInt) {
     Mismatch("device data does not keep its element type where it was expected");
   }
 }

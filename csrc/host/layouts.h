@@ -43,7 +43,6 @@ struct HostBuffer : lazy::BackendData {
   std::string device;
   std::int32_t element_type;
 };
-inline constexpr std::int32_t kElementTypeS32 = 4;  // xla::S32 in xla_data.proto
 inline constexpr std::size_t kBufferVirtuals = 8;
 
 // torch_xla::XLAGraphExecutor: the members after torch's part, as far as needed here.

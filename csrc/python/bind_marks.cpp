@@ -126,7 +126,7 @@ class LeafBlock {
     if (abi::HasAliases(tensor)) {
       viewed.push_back(tensor);
     }
-    leaves_[count_++] = {*held, tensor.scalar_type(), static_cast<std::uint32_t>(index)};
+    leaves_[count_++] = {*held, static_cast<std::uint32_t>(index)};
     return "";
   }
 
@@ -139,7 +139,7 @@ class LeafBlock {
       if (const auto info = infos.Of(**leaf.held.buffer); info.has_value() && info->read_only) {
         return leaf.index;
       }
-      donors.Add(*leaf.held.buffer, leaf.held.sizes, leaf.dtype,
+      donors.Add(*leaf.held.buffer, leaf.held.sizes,
                  {*leaf.held.tensor, site, leaf.index, outputs.empty() ? nullptr : outputs[leaf.index],
                   abi::ShardingOf(**leaf.held.tensor)});
     }
@@ -151,7 +151,6 @@ class LeafBlock {
  private:
   struct Leaf {
     abi::HeldArray held;
-    at::ScalarType dtype;
     std::uint32_t index;
   };
   // A tensor with pending updates, and what it holds after them.
@@ -243,8 +242,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
     } else {
       by_tensor.emplace(leaf.tensor.get(), i);
     }
-    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), tensor.scalar_type(),
-                        static_cast<std::uint32_t>(i)});
+    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), static_cast<std::uint32_t>(i)});
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
@@ -322,8 +320,7 @@ Call MarkForCall(const std::vector<ArgumentToMark>& leaves, PyObject** items, st
   call.donors = std::make_shared<CallDonors>(leaves.size());
   std::vector<at::Tensor> viewed;
   for (const ArgumentToMark& leaf : leaves) {
-    call.donors->Add(leaf.buffer, leaf.sizes, leaf.dtype,
-                     {leaf.tensor, call.site, leaf.index, {}, abi::ShardingOf(*leaf.tensor)});
+    call.donors->Add(leaf.buffer, leaf.sizes, {leaf.tensor, call.site, leaf.index, {}, abi::ShardingOf(*leaf.tensor)});
     if (const at::Tensor& tensor = THPVariable_Unpack(items[leaf.index]); abi::HasAliases(tensor)) {
       viewed.push_back(tensor);
     }

@@ -57,7 +57,6 @@ struct ArgumentToMark {
   std::shared_ptr<abi::TensorData> tensor;
   lazy::BackendDataPtr buffer;
   at::IntArrayRef sizes;
-  at::ScalarType dtype;
   std::uint32_t index;
 };
 // Marks the donated leaves of a call as a scope. `items` has the tensor of each leaf at its index. Throws if one of

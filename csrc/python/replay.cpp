@@ -197,7 +197,7 @@ bool Replay::IsAlike(const at::Tensor& tensor, std::size_t index, AddressNumbers
   }
   buffers.Add(buffer.get());
   if (expected.is_donated) {
-    donated.push_back({*held->tensor, buffer, held->sizes, expected.dtype, static_cast<std::uint32_t>(index)});
+    donated.push_back({*held->tensor, buffer, held->sizes, static_cast<std::uint32_t>(index)});
   }
   return true;
 }

@@ -15,7 +15,9 @@
 #include <utility>
 #include <vector>
 
+#include "host/array_text.h"
 #include "host/graphs.h"
+#include "host/tensors.h"
 #include "registry/reasons.h"
 #include "registry/thread_safety.h"
 
@@ -56,9 +58,13 @@ enum class DonorState {
 // The buffer of a donor.
 struct DonorArray {
   explicit DonorArray(lazy::BackendDevice where) : device(std::move(where)) {}
-  DonorArray(const lazy::BackendDataPtr& of, at::IntArrayRef of_sizes, at::ScalarType of_dtype)
-      : buffer(of), key(of.get()), sizes(of_sizes.begin(), of_sizes.end()), dtype(of_dtype), device(of->device()) {
-    bytes = static_cast<std::int64_t>(c10::elementSize(of_dtype));
+  DonorArray(const lazy::BackendDataPtr& of, at::IntArrayRef of_sizes)
+      : buffer(of),
+        key(of.get()),
+        sizes(of_sizes.begin(), of_sizes.end()),
+        dtype(ElementType(abi::ElementTypeOf(*of)).value()),
+        device(of->device()) {
+    bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (const std::int64_t size : of_sizes) {
       bytes *= size;
     }
@@ -67,8 +73,8 @@ struct DonorArray {
   std::weak_ptr<lazy::BackendData> buffer;
   const lazy::BackendData* key = nullptr;  // of a marked donor: the address of the buffer; compared only
   c10::SmallVector<std::int64_t, 4> sizes;
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  std::int64_t bytes = 0;  // of the whole array, before any sharding
+  at::ScalarType dtype = at::ScalarType::Undefined;  // of the buffer, not of the tensor
+  std::int64_t bytes = 0;                            // of the whole array, before any sharding
   lazy::BackendDevice device;
   bool automatic = false;  // found by liveness: has no marks
 
@@ -103,8 +109,7 @@ struct Donor {
   explicit Donor(DonorArray of) : array(std::move(of)) {
     status.reported = array.automatic;  // no call has asked for it
   }
-  Donor(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, at::ScalarType dtype, Mark mark)
-      : array(buffer, sizes, dtype) {
+  Donor(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, Mark mark) : array(buffer, sizes) {
     status.marks.push_back(std::move(mark));
   }
 
@@ -124,12 +129,12 @@ class CallDonors {
  public:
   explicit CallDonors(std::size_t leaves) : leaves_(leaves) {}
 
-  void Add(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, at::ScalarType dtype, Mark mark) {
+  void Add(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, Mark mark) {
     if (blocks_.empty() || blocks_.back()->size() == kBlock) {
       blocks_.push_back(std::make_shared<std::vector<Donor>>());
       blocks_.back()->reserve(std::min(kBlock, leaves_ - made_));
     }
-    blocks_.back()->emplace_back(buffer, sizes, dtype, std::move(mark));
+    blocks_.back()->emplace_back(buffer, sizes, std::move(mark));
     ++made_;
   }
 

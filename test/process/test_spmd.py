@@ -20,7 +20,7 @@ from children import in_process, run_in_child
 from helpers import BACKENDS, each_backend
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-from torch_xla_donate import _C, DonationWarning, compile, donate_buffer, donation_report, hlo, is_donated
+from torch_xla_donate import _C, DonationWarning, _host, compile, donate_buffer, donation_report, hlo, is_donated
 
 DEVICES = (4, 8)
 # The mesh has 2 x 2 or 2 x 4 devices. Each dimension of the array is cut along these axes.
@@ -423,6 +423,16 @@ def test_compiled_functions_donate_sharded_arguments_or_say_why(dump_folder, opt
     for module in modules:
         assert len(module.donors) == 1
         assert module.aliased_bytes in (0, module.shape_of(module.donors[0]).bytes)
+
+
+@in_process(devices=4)
+def test_sharded_indices_that_torch_xla_computes_in_32_bits_keep_dtype_and_sharding():
+    g = compile(lambda x: (x + 1, torch.cummax(x, 1)[1]), donate_argnums=0, pure=True)
+    for _ in range(3):
+        y, indices = g(make((8, 16), ROWS))
+        assert indices.dtype == torch.int64
+        assert _host.sharding_spec(indices) == _host.sharding_spec(y) != ""
+        assert torch.equal(indices.cpu(), torch.arange(16).expand(8, 16))
 
 
 @in_process(devices=4)

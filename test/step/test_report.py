@@ -14,6 +14,7 @@ from helpers import whole_copy
 from torch_xla_donate import (
     _C,
     Reason,
+    _host,
     cancel_donation,
     compile,
     donate_buffer,
@@ -46,6 +47,23 @@ def test_a_report_without_donors_is_false(monkeypatch):
     assert not report
     assert (report.donors, report.donated_bytes, report.reused_fraction) == ((), 0, 0.0)
     assert str(report) == "No step has had a donor yet."
+
+
+def test_a_donor_has_the_element_type_of_its_buffer(make):
+    """Not of its tensor: torch_xla computes the indices of cummax, which are int64, as s32."""
+    names = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64"
+    names += " complex64 complex128 float8_e4m3fn float8_e5m2"
+    tensors = {name: torch.zeros(3).to(getattr(torch, name)).to("xla") for name in names.split()}
+    tensors["indices"] = torch.cummax(make(3), 0)[1]
+    torch_xla.sync()
+    arrays = {f"['{name}']": _host.array_of(tensor) for name, tensor in tensors.items()}
+    donate_buffer(tensors, strict="off")
+    _outs = [_host.computed(tensor) for tensor in tensors.values()]
+    torch_xla.sync()
+    donors = {donor.name: donor for donor in donation_report(steps=1).donors}
+    assert {name: donor.array for name, donor in donors.items()} == {name: str(a) for name, a in arrays.items()}
+    assert {name: donor.bytes for name, donor in donors.items()} == {name: a.bytes for name, a in arrays.items()}
+    assert (donors["['indices']"].array, donors["['indices']"].bytes) == ("s32[3]", 12)
 
 
 def test_donors_of_no_bytes_count(make):

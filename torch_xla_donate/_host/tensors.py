@@ -40,9 +40,17 @@ def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.dtype == dtype:
         return tensor
-    other = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
-    _C.give_array(other, tensor)
-    return other
+    return _tensor_of_array(tensor, dtype, op_sharding(tensor))
+
+
+def _tensor_of_array(source: torch.Tensor, dtype: torch.dtype, sharding: Any) -> torch.Tensor:
+    """A tensor of this dtype and sharding with the array of another one."""
+    # torch_xla shards only arrays with values, and pending tensors. So a pending one gets the array.
+    tensor = torch.zeros(source.shape, dtype=dtype, device=source.device)
+    if sharding is not None:
+        xlac()._xla_mark_sharding(tensor, sharding)
+    _C.give_array(tensor, source)
+    return tensor
 
 
 def computed(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,13 +100,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) 
     array = xla_builder.mkshape(name, tuple(shape)).shape  # type: ignore[no-untyped-call]
     empty: torch.Tensor = xlac()._xla_create_placeholder_tensor(array)
     _C.note_placeholder(empty)
-    if sharding is None:
-        return empty
-    # torch_xla shards only arrays with values, and pending tensors. So a pending one gets the placeholder's array.
-    sharded = torch.zeros(tuple(shape), dtype=dtype, device=empty.device)
-    xlac()._xla_mark_sharding(sharded, sharding)
-    _C.give_array(sharded, empty)
-    return sharded
+    return empty if sharding is None else _tensor_of_array(empty, dtype, sharding)
 
 
 def same_placeholder(tensor: torch.Tensor) -> torch.Tensor:
