@@ -54,6 +54,12 @@ def test_the_lines_that_store_a_variable_or_a_part_are_found_in_the_bytecode_of_
     assert lines("z", walk._PARTS) == [5, 6]
 
 
+def test_a_variable_that_only_a_function_assigns_has_the_line_of_that_function():
+    module = compile("def train():\n    global loss\n    loss = 1\ntrain()\n", "program.py", "exec")
+    assert walk.assigned_at("loss", module, 4) == 3
+    assert walk.assigned_at("train", module, 4) == 1
+
+
 def test_a_local_variable_and_the_line_that_sets_it(make):
     line = test_a_local_variable_and_the_line_that_sets_it.__code__.co_firstlineno
     w = make(7)

@@ -123,8 +123,11 @@ def _inner_stores(variable: str, code: types.CodeType) -> Iterator[int]:
 
 @functools.lru_cache(maxsize=256)
 def assigned_at(name: str, code: types.CodeType, line: int) -> int:
-    """The last line up to this one that assigns a variable; a later one, or the function's, if there is none."""
-    lines = list(stores_of(name, code))
+    """The last line up to this one that assigns a variable; a later one, or the function's, if there is none.
+
+    Of a variable that only functions inside assign (``global``), their last line.
+    """
+    lines = list(stores_of(name, code)) or list(_inner_stores(name, code))
     before = [number for number in lines if number <= line]
     return max(before, default=max(lines, default=code.co_firstlineno))
 
