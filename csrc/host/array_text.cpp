@@ -14,8 +14,8 @@ struct Element {
   const char* name;
   std::int32_t number;  // in xla_data.proto
 };
+// The frequent ones come first, because each mark looks its type up.
 constexpr Element kElements[] = {
-    // each mark looks its type up: the frequent ones first
     {at::ScalarType::Float, "f32", 11},
     {at::ScalarType::BFloat16, "bf16", 16},
     {at::ScalarType::Bool, "pred", 1},
@@ -34,6 +34,21 @@ constexpr Element kElements[] = {
     {at::ScalarType::Float8_e4m3fn, "f8e4m3fn", 20},
     {at::ScalarType::Float8_e5m2, "f8e5m2", 19},
 };
+
+// The element whose member has this value; null if there is none.
+template <typename Member, typename Value>
+const Element* FindElement(Member Element::* member, const Value& value) {
+  for (const Element& element : kElements) {
+    if (value == element.*member) {
+      return &element;
+    }
+  }
+  return nullptr;
+}
+
+std::optional<at::ScalarType> DtypeOf(const Element* element) {
+  return element == nullptr ? std::nullopt : std::optional(element->dtype);
+}
 
 // Returns the numbers between `open` and the next ']', or nullopt if the text has no such list.
 std::optional<std::vector<std::int64_t>> Numbers(const std::string& text, const std::string& open) {
@@ -106,31 +121,16 @@ std::int64_t PaddedElements(const std::vector<std::int64_t>& sizes, std::int64_t
 }  // namespace
 
 const char* ElementName(at::ScalarType dtype) {
-  for (const Element& element : kElements) {
-    if (element.dtype == dtype) {
-      return element.name;
-    }
-  }
-  return c10::toString(dtype);
+  const Element* element = FindElement(&Element::dtype, dtype);
+  return element == nullptr ? c10::toString(dtype) : element->name;
 }
 
 std::optional<at::ScalarType> ElementType(const std::string& array) {
-  const std::string found = array.substr(0, array.find('['));
-  for (const Element& element : kElements) {
-    if (found == element.name) {
-      return element.dtype;
-    }
-  }
-  return std::nullopt;
+  return DtypeOf(FindElement(&Element::name, array.substr(0, array.find('['))));
 }
 
 std::optional<at::ScalarType> ElementType(std::int32_t number) {
-  for (const Element& element : kElements) {
-    if (element.number == number) {
-      return element.dtype;
-    }
-  }
-  return std::nullopt;
+  return DtypeOf(FindElement(&Element::number, number));
 }
 
 std::string WithoutLayout(const std::string& array) { return array.substr(0, array.find(']') + 1); }

@@ -62,7 +62,7 @@ struct DonorArray {
       : buffer(of),
         key(of.get()),
         sizes(of_sizes.begin(), of_sizes.end()),
-        dtype(ElementType(abi::ElementTypeOf(*of)).value()),
+        dtype(ElementType(abi::ElementTypeOf(*of)).value()),  // torch_xla makes tensors of no other types
         device(of->device()) {
     bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (const std::int64_t size : of_sizes) {
