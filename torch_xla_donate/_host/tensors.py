@@ -105,9 +105,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) 
 
 def same_placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor of a placeholder's array."""
-    other = placeholder(tensor.shape, tensor.dtype)
-    _C.give_array(other, tensor)
-    return other
+    return _tensor_of_array(tensor, tensor.dtype, None)
 
 
 def op_sharding(tensor: torch.Tensor) -> Any:
