@@ -60,6 +60,16 @@ def test_a_variable_that_only_a_function_assigns_has_the_line_of_that_function()
     assert walk.assigned_at("train", module, 4) == 1
 
 
+def test_a_parameter_of_which_a_function_inside_writes_an_item_has_the_line_of_its_own_function():
+    def outer(x):
+        def write():
+            x[0] = 1
+
+        return write
+
+    assert walk.assigned_at("x", outer.__code__, outer.__code__.co_firstlineno + 4) == outer.__code__.co_firstlineno
+
+
 def test_a_local_variable_and_the_line_that_sets_it(make):
     line = test_a_local_variable_and_the_line_that_sets_it.__code__.co_firstlineno
     w = make(7)

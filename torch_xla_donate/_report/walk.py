@@ -71,7 +71,7 @@ class Name:
         """
         if self.code is None:
             return ""
-        inner = list(_inner_stores(self.variable, self.code))
+        inner = list(_inner_stores(self.variable, self.code, _PARTS))
         parts = stores_of(self.variable, self.code, _PARTS) if self.path else ()
         return f"{self.file}:{max([*inner, *parts], default=self.assigned())}"
 
@@ -113,12 +113,12 @@ def name_tensors() -> dict[int, Named]:
 _PARTS = ("STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR")
 
 
-def _inner_stores(variable: str, code: types.CodeType) -> Iterator[int]:
-    """The lines of functions inside that assign a variable of this code, or a part of it."""
+def _inner_stores(variable: str, code: types.CodeType, parts: tuple[str, ...] = ()) -> Iterator[int]:
+    """The lines of functions inside that assign a variable of this code, or by these instructions a part of it."""
     for const in code.co_consts:
         if isinstance(const, types.CodeType) and variable not in const.co_varnames:
-            yield from stores_of(variable, const, ("STORE_DEREF", "STORE_GLOBAL", *_PARTS))
-            yield from _inner_stores(variable, const)
+            yield from stores_of(variable, const, ("STORE_DEREF", "STORE_GLOBAL", *parts))
+            yield from _inner_stores(variable, const, parts)
 
 
 @functools.lru_cache(maxsize=256)
