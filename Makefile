@@ -21,6 +21,8 @@ export PJRT_DEVICE ?= CPU
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export NO_MKDOCS_2_WARNING := 1
+# Tests and benchmarks start hundreds of processes; without bytecode, each would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import functools
 import json
 import math
@@ -171,6 +172,8 @@ def main(tiny: bool, results: Path, variant: str | None) -> None:
         worker(variant, TINY_SIZE if tiny else SIZE)
         return
     rounds = 1 if tiny else 7
+    # pip writes bytecode for what it installs, so torch_xla and JAX have theirs; this clone may have none.
+    compileall.compile_dir(Path(torch_xla_donate.__file__).parent, quiet=1)
     found: dict[str, list[Any]] = {variant: [] for variant in VARIANTS}
 
     def call(variant: str) -> float:
