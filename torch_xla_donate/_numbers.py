@@ -94,10 +94,11 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     if name in ("div", "true_divide") and len(args) == 2 and type(args[0]) is Number:
         func, args = torch.Tensor.__rdiv__, args[::-1]  # as Python does
     dtype = first.dtype if name in _INTO_FIRST else torch.float64 if name == "float_power" else _result_type(tensors)
+    is_rounded = dtype in (torch.bfloat16, torch.float16) and name.rstrip("_") in _PRODUCTS and "out" not in kwargs
 
     def cast(leaf: Any) -> Any:
         is_number = type(leaf) is Number and leaf.is_floating_point()
-        return leaf.as_subclass(torch.Tensor).to(dtype) if is_number else leaf
+        return leaf.as_subclass(torch.Tensor).to(torch.float32 if is_rounded else dtype) if is_number else leaf
 
     args, kwargs = pytree.tree_map(cast, (args, kwargs))
     if name in _WITHOUT_PROMOTION:
@@ -109,9 +110,12 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             lambda leaf: leaf if any(leaf is each for each in unchanged) else leaf.to(dtype),
             (args, kwargs),
         )
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    return result.to(dtype) if is_rounded else result
 
 
+# With a tensor of 16-bit floats, torch rounds the result of these, and not the number.
+_PRODUCTS = {"mul", "multiply", "div", "divide", "true_divide"}
 # The factor that multiplies the second argument, or the product or quotient of the second and third.
 _SCALED = dict.fromkeys(("add", "sub", "subtract", "rsub", "addmm", "addmv", "addr", "addbmm", "baddbmm"), "alpha")
 _SCALED |= {"addcmul": "value", "addcdiv": "value"}

@@ -144,6 +144,20 @@ def test_dtypes_and_values_are_those_of_a_number(dtype):
         assert torch.allclose(found[name].cpu().double(), expected[name].double(), rtol=rtol, atol=rtol), name
 
 
+@pytest.mark.parametrize("value", [0.003, 65536.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_product_in_16_bits_rounds_the_result_and_not_the_number(dtype, value):
+    """float16 does not have 65536, by which a program scales its loss."""
+    names = "n * x", "x * n", "x / n", "x * (1 - n)", "mul_"
+    operations = {name: OPERATIONS[name] for name in names} | {"0-d": lambda x, n: n * x.max()}
+    x = torch.arange(1, 200).to(dtype) / 256
+    found = compile(lambda x, n: {name: f(x, n) for name, f in operations.items()}, pure=True)(x.to("xla"), value)
+    for name, f in operations.items():
+        expected = f(x, value)
+        assert found[name].dtype == expected.dtype == dtype
+        assert torch.equal(found[name].cpu(), expected), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
 def test_bits_are_those_of_the_function_that_is_not_pure(dtype):
     on_device = torch.tensor([1, 2, 3]).to(dtype).to("xla")
