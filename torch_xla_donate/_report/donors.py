@@ -75,7 +75,7 @@ class _Facts(NamedTuple):
     """Facts of a step's executable, by parameter number.
 
     output_of: the number of the output in the parameter's buffer.
-    copied: the bytes of the parameter that XLA copies first.
+    copied: the bytes of the parameter that XLA copies first. torch_xla also aliases tensors updated in place.
     """
 
     output_of: Mapping[int, int]

@@ -45,8 +45,8 @@ class Step:
         number: counted from 1 over steps with donors; None for a step without donors.
         donors: the number of its donors.
         crossed: the number of donors whose buffer went to another output than the one computed from them.
-        copied_bytes: bytes of the donated buffers that XLA copies before it overwrites them; None if unknown, because
-            the executable is gone or donated nothing.
+        copied_bytes: bytes of the donated buffers, tensors updated in place included, that XLA copies before it
+            overwrites them; None if unknown, because the executable is gone or donated nothing.
         compilations: the number of graphs that torch_xla compiled in this process for this step: since the step
             before, and for the reads (``print``, ``.item()``) between this step and the next. The first step with
             donors of the process also counts the graphs of all steps and reads before it.
@@ -193,9 +193,9 @@ def _row(donor: Donor) -> tuple[str, ...]:
 def _notes(found: DonationReport) -> list[str]:
     """The lines of a report below its table."""
     texts = []
-    lost = sum(step.number is None for step in found.steps)
-    if lost:
-        texts.append(f"{lost} of the last {len(found.steps)} steps had no donors.")
+    plain = sum(step.number is None for step in found.steps)
+    if plain:
+        texts.append(f"{plain} of the last {len(found.steps)} steps had no donors.")
     compiled = sum(step.compilations > 0 for step in found.steps)
     if compiled > 1:
         texts.append(f"torch_xla compiled {found.compilations} graphs, at {compiled} of {len(found.steps)} steps.")
