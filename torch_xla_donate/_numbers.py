@@ -94,7 +94,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     if name in ("div", "true_divide") and len(args) == 2 and type(args[0]) is Number:
         func, args = torch.Tensor.__rdiv__, args[::-1]  # as Python does
     dtype = first.dtype if name in _INTO_FIRST else torch.float64 if name == "float_power" else _result_type(tensors)
-    is_rounded = dtype in (torch.bfloat16, torch.float16) and name.rstrip("_") in _PRODUCTS and "out" not in kwargs
+    is_rounded = dtype in (torch.bfloat16, torch.float16) and name.rstrip("_") in _PRODUCTS
 
     def cast(leaf: Any) -> Any:
         is_number = type(leaf) is Number and leaf.is_floating_point()
@@ -111,7 +111,7 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
             (args, kwargs),
         )
     result = func(*args, **kwargs)
-    return result.to(dtype) if is_rounded else result
+    return result.to(dtype) if is_rounded and "out" not in kwargs else result
 
 
 # With a tensor of 16-bit floats, torch rounds the result of these, and not the number.

@@ -60,12 +60,18 @@ def test_a_variable_that_only_a_function_assigns_has_the_line_of_that_function()
     assert walk.assigned_at("train", module, 4) == 1
 
 
-def test_a_parameter_of_which_a_function_inside_writes_an_item_has_the_line_of_its_own_function():
+def test_a_parameter_that_no_function_inside_assigns_has_the_line_of_its_own_function():
+    """One writes an item of it, another has a variable of its name."""
+
     def outer(x):
         def write():
             x[0] = 1
 
-        return write
+        def other():
+            x = 1
+            return lambda: x
+
+        return write, other
 
     assert walk.assigned_at("x", outer.__code__, outer.__code__.co_firstlineno + 4) == outer.__code__.co_firstlineno
 

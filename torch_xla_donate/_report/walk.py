@@ -116,7 +116,7 @@ _PARTS = ("STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR")
 def _inner_stores(variable: str, code: types.CodeType, parts: tuple[str, ...] = ()) -> Iterator[int]:
     """The lines of functions inside that assign a variable of this code, or by these instructions a part of it."""
     for const in code.co_consts:
-        if isinstance(const, types.CodeType) and variable not in const.co_varnames:
+        if isinstance(const, types.CodeType) and variable not in (*const.co_varnames, *const.co_cellvars):
             yield from stores_of(variable, const, ("STORE_DEREF", "STORE_GLOBAL", *parts))
             yield from _inner_stores(variable, const, parts)
 
