@@ -253,7 +253,10 @@ class _Writer:
             return f"{name}.view_as({name})"
         if kind == "reshape" and x.dim() and x.numel():
             shape = (-1,) if a % 2 or x.shape[0] % 2 else (2, -1)
-            # Tensors on the device are contiguous, so that it makes a view where the CPU may have to copy.
+            # Tensors on the device are contiguous, so that it makes a view where the CPU may have to copy. A function
+            # gets the strides with each call, so there it makes a view of a copy.
+            if x.dim() > 1 and isinstance(self, _Body):
+                return f"{name}.clone().reshape({shape})"
             return f"{name}.reshape({shape})" if self.storage(x.reshape(shape)) == self.storage(x) else None
         # It copies on the CPU and is a view on the device, so a later write makes them differ.
         if kind == "expand" and x.dim() < 3 and not (self.writes and self.storage(x) in self.written_storages()):
