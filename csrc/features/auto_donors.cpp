@@ -23,8 +23,8 @@ namespace torch_xla_donate {
 
 namespace {
 
-// Of the executor that made this thread's last list, if automatic donation needed the list.
-thread_local void* arena_of_list = nullptr;
+// Whether automatic donation, or advice, needs this thread's last list.
+thread_local bool needs_list = false;
 
 // Why this process cannot donate automatically; null until a thread has computed it. A thread that needs the answer
 // meanwhile computes it, too. Without an answer, it could not donate, so the donors of its first steps would depend on
@@ -49,35 +49,32 @@ using OldValues = std::unordered_set<const abi::TensorData*>;
 // seed reads, which has no tensor. Returns nullopt if a view hides its buffer.
 std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
   Liveness liveness(step.Context().graph->parameters_data);
-  const auto hold = [&liveness](const abi::TensorData* data, const lazy::BackendData* listed) {
-    if (data == nullptr) {
-      liveness.Hold(listed);
-      return true;
+  const std::vector<std::shared_ptr<abi::TensorData>>& live = step.Live();
+  const std::size_t listed = step.List().Size();
+  const bool has_old_values = !old_values.empty();
+  for (std::size_t i = 0; i < live.size(); ++i) {
+    const abi::TensorData* const data = live[i].get();
+    if (has_old_values && old_values.count(data) != 0) {
+      continue;
     }
-    liveness.Hold(data->handle.get());
-    if (listed != data->handle.get()) {
-      liveness.Hold(listed);
+    const lazy::BackendData* const now = data == nullptr ? nullptr : data->handle.get();
+    const lazy::BackendData* const before = i < listed ? step.List().BufferOf(i) : now;
+    liveness.Hold(now);
+    if (before != now) {
+      liveness.Hold(before);
+    }
+    if (data == nullptr) {
+      continue;
     }
     // A tensor with a buffer keeps only the node of that buffer. The graph of an output has become the step's.
-    if (data->handle == nullptr && data->ir_value) {
+    if (now == nullptr && data->ir_value) {
       liveness.HoldGraph(data->ir_value);
     }
-    return !abi::HasView(*data);
-  };
-  const std::vector<std::shared_ptr<abi::TensorData>>& live = step.Live();
-  for (std::size_t i = 0; i < live.size(); ++i) {
-    const bool is_old = !old_values.empty() && old_values.count(live[i].get()) != 0;
-    if (!is_old && !hold(live[i].get(), step.List().BufferOf(i))) {
+    if (abi::HasView(*data)) {
       return std::nullopt;
     }
   }
-  const lazy::BackendDevice& device = step.Context().collection.device;
-  for (const auto& data : abi::TensorsSince(arena_of_list, device, step.List().Newest())) {
-    if (!hold(data.get(), nullptr)) {
-      return std::nullopt;
-    }
-  }
-  liveness.HoldGraph(abi::SeedOf(arena_of_list, device));
+  liveness.HoldGraph(abi::SeedOf(step.Arena(), step.Context().collection.device));
   return liveness;
 }
 
@@ -93,8 +90,8 @@ Reason Obstacle() {
 
 }  // namespace
 
-bool ListForAutoDonors(void* arena) {
-  arena_of_list = nullptr;
+bool ListForAutoDonors() {
+  needs_list = false;
   if (Watches(kInputs)) {
     TakeWatchedStep();  // of a step that has failed
   }
@@ -102,7 +99,7 @@ bool ListForAutoDonors(void* arena) {
     return false;
   }
   ProcessObstacle();  // makes a tensor, so it comes before the list
-  arena_of_list = arena;
+  needs_list = true;
   return true;
 }
 
@@ -113,7 +110,7 @@ void BeginPlan(const GraphContext& graph) noexcept {
 }
 
 void ProposeAutoDonors(DonorSet& step) {
-  if (arena_of_list == nullptr || DonationDisabled()) {
+  if (!needs_list || DonationDisabled()) {
     return;
   }
   step.Live();

@@ -13,7 +13,7 @@ namespace torch_xla_donate {
 // ---- Phases of a step ----
 
 // Returns whether automatic donation needs the list of live tensors.
-bool ListForAutoDonors(void* arena);
+bool ListForAutoDonors();
 void BeginPlan(const GraphContext& graph) noexcept;
 void ProposeAutoDonors(DonorSet& step);
 

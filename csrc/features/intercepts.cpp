@@ -32,7 +32,7 @@ void ForAllDeviceContexts(void* arena, const void* function, const lazy::Backend
 // Each live tensor passes the next two hooks in each step. The code for watched tensors is a separate function, so that
 // without watches the hook is a test and a jump.
 [[gnu::noinline]] void WatchedConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
-  ThreadStep::Get().TensorMade(data);
+  ThreadStep::Get().TensorMade(*data);
   lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
 }
 
@@ -42,6 +42,9 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 }
 
 [[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
+  if (ThreadStep::Get().IsNextListRead(*self)) {
+    return current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  }
   lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
   if (!ThreadStep::Get().IsListRead(*self, handle != nullptr) && handle != nullptr && !IsReplacing()) {
     CheckRead(handle.get());

@@ -42,7 +42,7 @@ void EndEagerMarks(GraphContext& context) {
 
 }  // namespace
 
-bool phases::ListBegins(void* arena, const lazy::BackendDevice* device) {
+bool phases::ListBegins(const lazy::BackendDevice* device) {
   if (AutoDonates() || (Watches(kMarks) && Marks::Get().HasPending(device))) {
     OutdatedTensors::Get().BringUpToDate(device);  // before the list, which must not have old values
   }
@@ -52,7 +52,7 @@ bool phases::ListBegins(void* arena, const lazy::BackendDevice* device) {
     Steps::Get().Sweep();
   }
   const bool has_marks = Watches(kRegistry);
-  const bool is_automatic = ListForAutoDonors(arena);
+  const bool is_automatic = ListForAutoDonors();
   Reach("ListBegins");
   return has_placeholders || has_marks || is_automatic;
 }

@@ -1,12 +1,11 @@
 // Numbers objects by their addresses.
 //
 // A step looks up each edge, parameter and live tensor, so this is an open table, at most half full. It takes a third
-// of the time of a general hash map, and one allocation, or none for a few addresses.
+// of the time of a general hash map, and one allocation.
 //
 // Threads: as a container. Errors: only std::bad_alloc, from the constructor.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -22,20 +21,18 @@ class AddressNumbers {
     while ((std::size_t{1} << bits_) < 2 * most) {
       ++bits_;
     }
-    if (bits_ > kInlineBits) {
-      more_.resize(std::size_t{1} << bits_);
-    }
+    slots_.resize(std::size_t{1} << bits_);
   }
   // The address gets the next number. An address that is there already keeps its first one, and null gets none.
   void Add(const void* address) noexcept {
-    Slot& slot = Slots()[Find(address)];
+    Slot& slot = slots_[Find(address)];
     if (slot.address == nullptr) {
       slot = {address, count_};
     }
     ++count_;
   }
   std::uint32_t Of(const void* address) const noexcept {
-    const Slot& slot = Slots()[Find(address)];
+    const Slot& slot = slots_[Find(address)];
     return slot.address == nullptr ? kUnknown : slot.number;
   }
 
@@ -47,7 +44,7 @@ class AddressNumbers {
   // The slot of the address, or the empty slot for it.
   std::size_t Find(const void* address) const noexcept {
     constexpr std::uint64_t kGoldenRatio = 0x9E3779B97F4A7C15;  // spreads addresses, which differ in few bits
-    const Slot* const slots = Slots();
+    const Slot* const slots = slots_.data();
     std::size_t place = (reinterpret_cast<std::uintptr_t>(address) * kGoldenRatio) >> (64 - bits_);
     while (slots[place].address != nullptr && slots[place].address != address) {
       place = (place + 1) & ((std::size_t{1} << bits_) - 1);
@@ -55,14 +52,9 @@ class AddressNumbers {
     return place;
   }
 
-  const Slot* Slots() const noexcept { return more_.empty() ? few_.data() : more_.data(); }
-  Slot* Slots() noexcept { return more_.empty() ? few_.data() : more_.data(); }
-
-  static constexpr unsigned kInlineBits = 4;
-  unsigned bits_ = 1;
+  unsigned bits_ = 4;  // a table of few addresses has room, so that a search for another one ends soon
   std::uint32_t count_ = 0;
-  std::array<Slot, std::size_t{1} << kInlineBits> few_;
-  std::vector<Slot> more_;
+  std::vector<Slot> slots_;
 };
 
 }  // namespace torch_xla_donate

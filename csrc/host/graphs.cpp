@@ -92,14 +92,13 @@ at::Device TorchDevice(const lazy::BackendDevice& device) {
 
 bool IsSpmd(const lazy::BackendDevice& device) { return device.toString().rfind("SPMD", 0) == 0; }
 
-std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id) {
+std::vector<std::shared_ptr<TensorData>> TensorsOf(void* arena, const lazy::BackendDevice& device) {
   std::vector<std::shared_ptr<TensorData>> result;
-  ForContextOf(arena, device, [&result, id](const Arena::DeviceContext& context) {
-    const auto first = context.tensors_data.upper_bound(id);
+  ForContextOf(arena, device, [&result](const Arena::DeviceContext& context) {
     // The destructor of a tensor takes the lock, so the only allocation comes before this thread owns one.
-    result.reserve(static_cast<std::size_t>(std::distance(first, context.tensors_data.end())));
-    for (auto it = first; it != context.tensors_data.end(); ++it) {
-      if (std::shared_ptr<TensorData> data = it->second.lock()) {
+    result.reserve(context.tensors_data.size());
+    for (const auto& [id, tensor] : context.tensors_data) {
+      if (std::shared_ptr<TensorData> data = tensor.lock()) {
         result.push_back(std::move(data));
       }
     }

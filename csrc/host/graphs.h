@@ -44,8 +44,8 @@ class InfosLocked {
   std::unique_lock<std::mutex> lock_;
 };
 
-// The live tensors of a device that are newer than the tensor of this id. `arena` is the executor's.
-std::vector<std::shared_ptr<TensorData>> TensorsSince(void* arena, const lazy::BackendDevice& device, std::int64_t id);
+// The live tensors of a device, in the order of their numbers. `arena` is the executor's.
+std::vector<std::shared_ptr<TensorData>> TensorsOf(void* arena, const lazy::BackendDevice& device);
 
 // The pending graph of the device's random seed; empty before the first random number since the last MarkStep.
 lazy::Value SeedOf(void* arena, const lazy::BackendDevice& device);

@@ -77,8 +77,12 @@ void BindRuns(py::module_& m) {
       "shared_with_listed",
       [](const Call& call) {
         const std::vector<Marks::PendingMark> marks = Marks::Get().OfCall(call.site.get());
-        const std::vector<Reason> obstacles = FindObstacles(marks, ThreadStep::Get().List().Tensors());
         std::vector<std::size_t> leaves;
+        if (marks.empty()) {
+          return leaves;
+        }
+        const lazy::BackendDevice& device = marks.front().donor->array.device;
+        const std::vector<Reason> obstacles = FindObstacles(marks, ThreadStep::Get().Live(device));
         for (std::size_t i = 0; i < marks.size(); ++i) {
           if (!obstacles[i].empty()) {
             leaves.push_back(marks[i].position);

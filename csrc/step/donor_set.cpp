@@ -123,9 +123,9 @@ void Claim::NoteExecutable(const abi::Executor::Async& run) const {
 // The executor has just cleared the graph of each output's tensor (a placeholder will follow). So an output is a live
 // tensor at one of the collection's indices that holds nothing. Leaves outputs_ empty if any of them does not match.
 void DonorSet::FindOutputs() {
-  live_ = list_.Tensors();
+  live_ = list_.Arrange(abi::TensorsOf(arena_, context_.collection.device));
   const std::vector<std::size_t>& indices = context_.collection.indices;
-  const auto tensor_at = [this](std::size_t index) { return index < live_.size() ? live_[index].get() : nullptr; };
+  const auto tensor_at = [this](std::size_t index) { return index < list_.Size() ? live_[index].get() : nullptr; };
   const auto is_output = [&tensor_at](std::size_t index) {
     const abi::TensorData* data = tensor_at(index);
     return data != nullptr && data->handle == nullptr && !data->ir_value;

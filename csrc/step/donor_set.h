@@ -33,7 +33,7 @@
 
 namespace torch_xla_donate {
 
-using LiveTensors = LiveTensorList<abi::TensorData, lazy::BackendData>;
+using LiveTensors = LiveTensorList<lazy::BackendData>;
 
 // Makes the next op on these tensors, or the next read, reach the hooks. Otherwise an op would use the tensor's graph
 // node, and a read the host's copy of the value.
@@ -85,13 +85,16 @@ class Claim {
 
 class DonorSet {
  public:
-  DonorSet(GraphContext& context, const LiveTensors& list) : context_(context), list_(list) {}
+  // `arena` is the executor's.
+  DonorSet(GraphContext& context, const LiveTensors& list, void* arena)
+      : context_(context), list_(list), arena_(arena) {}
 
   // Proposes the marked parameters, before everything below.
   void ProposeMarks();
 
   const LiveTensors& List() const { return list_; }
-  // The live tensors, in the executor's order.
+  void* Arena() const { return arena_; }
+  // The live tensors, in the executor's order, null for those that are gone; then those made since.
   const std::vector<std::shared_ptr<abi::TensorData>>& Live();
   // The graph and its gate, which Live() closes if the outputs cannot be found among the live tensors.
   const GraphContext& Context() const { return context_; }
@@ -132,6 +135,7 @@ class DonorSet {
 
   GraphContext& context_;
   const LiveTensors& list_;
+  void* const arena_;
   std::vector<Marks::PendingMark> marks_;
   std::vector<Reason> refusals_;  // by mark; empty if it may be donated
   bool offers_inputs_ = false;

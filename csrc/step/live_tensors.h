@@ -3,20 +3,23 @@
 // A step, dynamo and debug reports make such a list and read its tensors in order, each once. A step then reads each of
 // its outputs, which hold nothing, again. Any other read is the program's and ends the list.
 //
+// Each live tensor passes Add() and IsListRead() in each step, so an entry is a number and an address.
+//
 // A template, so that tests need no torch.
 //
-// Ownership: holds tensors weakly. Threads: belongs to one thread. Errors: throws none itself.
+// Ownership: owns no tensor. Threads: belongs to one thread. Errors: only std::bad_alloc.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace torch_xla_donate {
 
-template <typename Data, typename Buffer>
+template <typename Buffer>
 class LiveTensorList {
  public:
   // Clears the list. `kept` decides whether the next list is recorded. The value is fixed when that list begins, so a
@@ -24,29 +27,24 @@ class LiveTensorList {
   void Reset(bool kept) {
     kept_ = kept;
     entries_.clear();
-    newest_ = 0;
     read_ = read_again_ = 0;
   }
   bool IsKept() const { return kept_; }
 
-  // Appends a tensor, the buffer that it holds, and its number.
-  void Add(const std::shared_ptr<Data>& tensor, const Buffer* buffer, std::int64_t id) {
-    entries_.push_back({tensor, tensor.get(), buffer});
-    newest_ = std::max(newest_, id);
-  }
+  // Appends a tensor, by its number, and the buffer that it holds.
+  void Add(std::int64_t id, const Buffer* buffer) { entries_.push_back({id, buffer}); }
 
   // A tensor's handle is read. Returns whether the read belongs to the list. `computes_nothing()` returns whether the
   // tensor's whole graph is device data. The executor reads the handle of such a tensor twice.
   template <typename ComputesNothing>
-  bool IsListRead(const Data* tensor, bool holds_data, const ComputesNothing& computes_nothing) {
-    if (read_ < entries_.size() && tensor == entries_[read_].data) {
-      ++read_;
+  bool IsListRead(std::int64_t id, bool holds_data, const ComputesNothing& computes_nothing) {
+    if (IsNextRead(id)) {
       return true;
     }
     if (holds_data) {
       return false;
     }
-    if (read_ > 0 && tensor == entries_[read_ - 1].data && computes_nothing()) {
+    if (read_ > 0 && id == entries_[read_ - 1].id && computes_nothing()) {
       return true;
     }
     if (read_ == entries_.size()) {
@@ -55,34 +53,53 @@ class LiveTensorList {
     }
     return false;
   }
+  // The first question of IsListRead(), which nearly all reads answer.
+  bool IsNextRead(std::int64_t id) {
+    const bool is_next = read_ < entries_.size() && id == entries_[read_].id;
+    read_ += is_next ? 1 : 0;
+    return is_next;
+  }
 
   // Whether a graph with so many outputs belongs to the step that made the list. A partial sync that found the list of
   // another caller would have read each of its tensors twice.
   bool IsOfStep(std::size_t outputs) const { return kept_ && read_ == entries_.size() && read_again_ < 2 * outputs; }
 
-  // In the executor's order; null for freed tensors.
-  std::vector<std::shared_ptr<Data>> Tensors() const {
-    std::vector<std::shared_ptr<Data>> result;
-    result.reserve(entries_.size());
-    for (const Entry& entry : entries_) {
-      result.push_back(entry.tensor.lock());
+  std::size_t Size() const { return entries_.size(); }
+  // The buffer that the i-th tensor held when it was listed, only for comparison.
+  const Buffer* BufferOf(std::size_t i) const { return entries_[i].buffer; }
+
+  // Arranges the tensors that are alive now, which come in the order of their numbers, as the list is: first the listed
+  // ones, null for those that are gone, and then the others.
+  template <typename Data>
+  std::vector<std::shared_ptr<Data>> Arrange(std::vector<std::shared_ptr<Data>> live) const {
+    const auto is_listed = [](const Entry& entry, const std::shared_ptr<Data>& tensor) {
+      return entry.id == tensor->unique_id;
+    };
+    if (std::equal(entries_.begin(), entries_.end(), live.begin(), live.end(), is_listed)) {
+      return live;
+    }
+    std::vector<std::shared_ptr<Data>> result(entries_.size());
+    std::size_t i = 0;
+    for (std::shared_ptr<Data>& tensor : live) {
+      while (i < entries_.size() && entries_[i].id < tensor->unique_id) {
+        ++i;
+      }
+      if (i < entries_.size() && is_listed(entries_[i], tensor)) {
+        result[i] = std::move(tensor);
+      } else {
+        result.push_back(std::move(tensor));
+      }
     }
     return result;
   }
-  // The buffer that the i-th tensor held when it was listed, only for comparison.
-  const Buffer* BufferOf(std::size_t i) const { return entries_[i].buffer; }
-  // The highest number of a listed tensor.
-  std::int64_t Newest() const { return newest_; }
 
  private:
   struct Entry {
-    std::weak_ptr<Data> tensor;
-    const Data* data;      // the same address; compared only, never dereferenced
+    std::int64_t id;
     const Buffer* buffer;  // compared only, never dereferenced
   };
   bool kept_ = false;
   std::vector<Entry> entries_;
-  std::int64_t newest_ = 0;
   std::size_t read_ = 0;        // how many entries have been read
   std::size_t read_again_ = 0;  // how many reads have followed the list
 };

@@ -89,7 +89,7 @@ struct RunContext {
 namespace phases {
 
 // The executor is about to list the live tensors. Returns whether to record the list.
-bool ListBegins(void* arena, const lazy::BackendDevice* device);
+bool ListBegins(const lazy::BackendDevice* device);
 // The program makes a tensor while the hooks watch, outside a list.
 void TensorMade();
 void BeforeGraph(GraphContext& graph);

@@ -170,7 +170,7 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
   lazy::hash_t key = lazy::HashCombine(step.hash, HashOf(step.graph.parameter_sequence));
   key = lazy::HashCombine(key, HashOf(facts));
   // A plan for all devices would keep the choices of the device that is first.
-  key = lazy::HashCombine(key, lazy::Hash(step.device.toString()));
+  key = lazy::HashCombine(key, lazy::MHash(static_cast<std::int64_t>(step.device.type()), step.device.ordinal()));
   std::unique_lock<std::mutex> lock(mutex_);
   auto found = plans_.find(key);
   if (found == plans_.end() || found->second.sizes.bytes.size() != count ||

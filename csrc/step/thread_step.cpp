@@ -42,8 +42,9 @@ bool RunsAll(const abi::Executor::SyncTensorCollection& collection) {
 
 }  // namespace
 
-ThreadStep& ThreadStep::Get() {
+ThreadStep& ThreadStep::Make() {
   thread_local ThreadStep step;
+  current_ = &step;
   return step;
 }
 
@@ -62,19 +63,16 @@ ThreadStep::Listing::Listing(void* arena, const lazy::BackendDevice* device) {
   ThreadStep& step = Get();
   step.GiveUp();
   step.list_.Reset(false);
-  step.list_.Reset(phases::ListBegins(arena, device));
+  step.list_.Reset(phases::ListBegins(device));
+  step.arena_ = arena;
   step.phase_ = StepPhase::kListing;
 }
 
 ThreadStep::Listing::~Listing() { Get().phase_ = StepPhase::kListed; }
 
-void ThreadStep::TensorMade(const std::shared_ptr<abi::TensorData>& data) {
-  if (phase_ != StepPhase::kListing) {
-    phases::TensorMade();
-    list_.Reset(false);  // the program continues, so the owner of the list has finished
-  } else if (list_.IsKept()) {
-    list_.Add(data, data->handle.get(), data->unique_id);
-  }
+void ThreadStep::ProgramContinues() {
+  phases::TensorMade();
+  list_.Reset(false);  // its owner has finished
 }
 
 bool ThreadStep::IsListRead(const lazy::LazyTensor& tensor, bool holds_data) {
@@ -82,7 +80,7 @@ bool ThreadStep::IsListRead(const lazy::LazyTensor& tensor, bool holds_data) {
     return false;
   }
   const abi::TensorData& data = *tensor.data();
-  if (list_.IsListRead(&data, holds_data, [&data] { return abi::BufferOf(data) != nullptr; })) {
+  if (list_.IsListRead(data.unique_id, holds_data, [&data] { return abi::BufferOf(data) != nullptr; })) {
     return true;
   }
   list_.Reset(false);
@@ -123,7 +121,7 @@ ThreadStep::Graph::~Graph() {
 }
 
 void ThreadStep::ClaimDonors(GraphContext& context) {
-  DonorSet donors(context, list_);
+  DonorSet donors(context, list_, arena_);
   donors.ProposeMarks();  // marks come first
   phases::ProposeDonors(donors);
   if (donors.IsEmpty()) {

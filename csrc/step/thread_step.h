@@ -32,7 +32,8 @@ enum class StepPhase {
 
 class ThreadStep {
  public:
-  static ThreadStep& Get();
+  // Each live tensor passes this in each step, so that it reads one variable without a test whether it is initialised.
+  static ThreadStep& Get() { return current_ != nullptr ? *current_ : Make(); }
 
   // While the object lives, the executor lists the live tensors.
   class Listing {
@@ -42,8 +43,16 @@ class ThreadStep {
     Listing(const Listing&) = delete;
     Listing& operator=(const Listing&) = delete;
   };
-  void TensorMade(const std::shared_ptr<abi::TensorData>& data);
-  // A tensor's handle is read. Returns whether the read belongs to the list; if not, drops the list.
+  void TensorMade(const abi::TensorData& data) {
+    if (phase_ != StepPhase::kListing) {
+      ProgramContinues();
+    } else if (list_.IsKept()) {
+      list_.Add(data.unique_id, data.handle.get());
+    }
+  }
+  // A tensor's handle is read. The first function tells of nearly all reads that belong to the list, and the second of
+  // the others, which hold data or not. If a read does not belong to it, drops the list.
+  bool IsNextListRead(const lazy::LazyTensor& tensor) { return list_.IsNextRead(tensor.data()->unique_id); }
   bool IsListRead(const lazy::LazyTensor& tensor, bool holds_data);
 
   // While the object lives, the executor makes a graph.
@@ -68,16 +77,23 @@ class ThreadStep {
   // Ends a step or run that was claimed on this thread and not finished, because the host threw.
   void GiveUp(const Reason& why = ReasonCode::kGivenUp) noexcept;
 
-  // This thread's last list of live tensors; empty if it has been dropped.
-  const LiveTensors& List() const { return list_; }
+  // The live tensors of a device. Call it after the first list of this thread.
+  std::vector<std::shared_ptr<abi::TensorData>> Live(const lazy::BackendDevice& device) const {
+    return abi::TensorsOf(arena_, device);
+  }
   // The device of this thread's last step, or the device that the program has named since.
   std::optional<lazy::BackendDevice> last_device;
 
  private:
+  static ThreadStep& Make();
+  void ProgramContinues();
   void ClaimDonors(GraphContext& context);
 
+  static inline thread_local ThreadStep* current_ = nullptr;
+
   StepPhase phase_ = StepPhase::kIdle;
-  LiveTensors list_;
+  void* arena_ = nullptr;  // the executor's, of the last list
+  LiveTensors list_;       // empty if it has been dropped
   std::shared_ptr<Claim> claim_;   // from kClaimed until Start()
   std::optional<RunContext> run_;  // made by Prepare(), taken by Start()
   // The run that could not be prepared, and the error, which Start() raises.

@@ -6,26 +6,26 @@ namespace torch_xla_donate {
 namespace {
 
 struct Buffer {};
-struct Tensor {};
-using List = LiveTensorList<Tensor, Buffer>;
+struct Tensor {
+  std::int64_t unique_id;
+};
+using List = LiveTensorList<Buffer>;
 
 const auto kComputes = [] { return false; };
 const auto kIsDeviceData = [] { return true; };
 
-// A list of three tensors, of which the second holds a buffer.
+// A list of the tensors 7, 8 and 9, of which the second holds a buffer.
 struct Listed {
-  std::vector<std::shared_ptr<Tensor>> tensors{3};
   Buffer buffer;
   List list;
 
   Listed() {
     list.Reset(true);
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      tensors[i] = std::make_shared<Tensor>();
-      list.Add(tensors[i], i == 1 ? &buffer : nullptr, static_cast<std::int64_t>(i) + 7);
+    for (const std::int64_t id : {7, 8, 9}) {
+      list.Add(id, id == 8 ? &buffer : nullptr);
     }
   }
-  bool Ask(std::size_t i) { return list.IsListRead(tensors[i].get(), i == 1, kComputes); }
+  bool Ask(std::int64_t i) { return list.IsListRead(7 + i, i == 1, kComputes); }
 };
 
 }  // namespace
@@ -67,8 +67,8 @@ TEST(a_tensor_that_holds_data_is_a_read_once_the_list_has_ended) {
 TEST(a_tensor_whose_graph_is_device_data_is_asked_twice) {
   Listed step;
   CHECK(step.Ask(0));
-  CHECK(step.list.IsListRead(step.tensors[0].get(), false, kIsDeviceData));
-  CHECK(!step.list.IsListRead(step.tensors[0].get(), false, kComputes));
+  CHECK(step.list.IsListRead(7, false, kIsDeviceData));
+  CHECK(!step.list.IsListRead(7, false, kComputes));
 }
 
 TEST(a_list_that_is_not_kept_belongs_to_no_step) {
@@ -80,16 +80,26 @@ TEST(a_list_that_is_not_kept_belongs_to_no_step) {
   CHECK(!list.IsKept() && !list.IsOfStep(1));
 }
 
-TEST(tensors_come_in_the_executors_order_and_are_held_weakly) {
-  Listed step;
-  CHECK_EQ(step.list.Newest(), 9);
+TEST(a_list_knows_the_buffers_that_its_tensors_held) {
+  const Listed step;
+  CHECK_EQ(step.list.Size(), 3U);
   CHECK_EQ(step.list.BufferOf(1), &step.buffer);
   CHECK_EQ(step.list.BufferOf(2), static_cast<const Buffer*>(nullptr));
-  const Tensor* last = step.tensors[2].get();
-  step.tensors[1] = nullptr;
-  CHECK_EQ(step.list.Tensors().size(), 3U);
-  CHECK(step.list.Tensors()[1] == nullptr);
-  CHECK_EQ(step.list.Tensors()[2].get(), last);
+}
+
+TEST(live_tensors_are_arranged_as_the_list_with_those_that_it_lacks_at_the_end) {
+  const Listed step;
+  std::vector<std::shared_ptr<Tensor>> live;
+  for (const std::int64_t id : {3, 7, 9, 12}) {  // 8 is gone
+    live.push_back(std::make_shared<Tensor>(Tensor{id}));
+  }
+  const std::vector<std::shared_ptr<Tensor>> arranged = step.list.Arrange(live);
+  CHECK_EQ(arranged.size(), 5U);
+  CHECK_EQ(arranged[0], live[1]);
+  CHECK(arranged[1] == nullptr);
+  CHECK_EQ(arranged[2], live[2]);
+  CHECK_EQ(arranged[3], live[0]);
+  CHECK_EQ(arranged[4], live[3]);
 }
 
 }  // namespace torch_xla_donate
