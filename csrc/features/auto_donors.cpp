@@ -1,6 +1,7 @@
 // Offers the inputs that no live tensor can reach.
 #include "features/auto_donors.h"
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <optional>
@@ -44,11 +45,21 @@ const Reason& ProcessObstacle() {
 
 using OldValues = std::unordered_set<const abi::TensorData*>;
 
-// Holds the buffers that tensors held in the list, those they hold now, and those of newer tensors. A buffer that other
-// threads move meanwhile is in one of these sets until it is freed. Also holds what the pending graph of the random
-// seed reads, which has no tensor. Returns nullopt if a view hides its buffer.
+// Holds the buffers that tensors held in the list, those they hold now, and then those of newer tensors. A buffer that
+// other threads move meanwhile is in one of these sets until it is freed. Also holds what the pending graph of the
+// random seed reads, which has no tensor. Returns nullopt if a view hides its buffer.
 std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
   Liveness liveness(step.Context().graph->parameters_data);
+  std::int64_t newest = 0;
+  const auto hold = [&liveness, &newest](const abi::TensorData& data) {
+    newest = std::max(newest, data.unique_id);
+    liveness.Hold(data.handle.get());
+    // A tensor with a buffer keeps only the node of that buffer. The graph of an output has become the step's.
+    if (data.handle == nullptr && data.ir_value) {
+      liveness.HoldGraph(data.ir_value);
+    }
+    return !abi::HasView(data);
+  };
   const std::vector<std::shared_ptr<abi::TensorData>>& live = step.Live();
   const std::size_t listed = step.List().Size();
   const bool has_old_values = !old_values.empty();
@@ -57,24 +68,20 @@ std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
     if (has_old_values && old_values.count(data) != 0) {
       continue;
     }
-    const lazy::BackendData* const now = data == nullptr ? nullptr : data->handle.get();
-    const lazy::BackendData* const before = i < listed ? step.List().BufferOf(i) : now;
-    liveness.Hold(now);
-    if (before != now) {
-      liveness.Hold(before);
+    if (data != nullptr && !hold(*data)) {
+      return std::nullopt;
     }
-    if (data == nullptr) {
-      continue;
+    if (i < listed && (data == nullptr || step.List().BufferOf(i) != data->handle.get())) {
+      liveness.Hold(step.List().BufferOf(i));
     }
-    // A tensor with a buffer keeps only the node of that buffer. The graph of an output has become the step's.
-    if (now == nullptr && data->ir_value) {
-      liveness.HoldGraph(data->ir_value);
-    }
-    if (abi::HasView(*data)) {
+  }
+  const lazy::BackendDevice& device = step.Context().collection.device;
+  for (const auto& data : abi::TensorsOf(step.Arena(), device, newest)) {
+    if (!hold(*data)) {
       return std::nullopt;
     }
   }
-  liveness.HoldGraph(abi::SeedOf(step.Arena(), step.Context().collection.device));
+  liveness.HoldGraph(abi::SeedOf(step.Arena(), device));
   return liveness;
 }
 

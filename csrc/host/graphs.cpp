@@ -92,13 +92,15 @@ at::Device TorchDevice(const lazy::BackendDevice& device) {
 
 bool IsSpmd(const lazy::BackendDevice& device) { return device.toString().rfind("SPMD", 0) == 0; }
 
-std::vector<std::shared_ptr<TensorData>> TensorsOf(void* arena, const lazy::BackendDevice& device) {
+std::vector<std::shared_ptr<TensorData>> TensorsOf(void* arena, const lazy::BackendDevice& device, std::int64_t after) {
   std::vector<std::shared_ptr<TensorData>> result;
-  ForContextOf(arena, device, [&result](const Arena::DeviceContext& context) {
+  ForContextOf(arena, device, [&result, after](const Arena::DeviceContext& context) {
+    const auto& all = context.tensors_data;
+    const auto first = all.upper_bound(after);
     // The destructor of a tensor takes the lock, so the only allocation comes before this thread owns one.
-    result.reserve(context.tensors_data.size());
-    for (const auto& [id, tensor] : context.tensors_data) {
-      if (std::shared_ptr<TensorData> data = tensor.lock()) {
+    result.reserve(first == all.begin() ? all.size() : static_cast<std::size_t>(std::distance(first, all.end())));
+    for (auto it = first; it != all.end(); ++it) {
+      if (std::shared_ptr<TensorData> data = it->second.lock()) {
         result.push_back(std::move(data));
       }
     }

@@ -44,8 +44,10 @@ class InfosLocked {
   std::unique_lock<std::mutex> lock_;
 };
 
-// The live tensors of a device, in the order of their numbers. `arena` is the executor's.
-std::vector<std::shared_ptr<TensorData>> TensorsOf(void* arena, const lazy::BackendDevice& device);
+// The live tensors of a device whose numbers are higher than `after`, in the order of the numbers. `arena` is the
+// executor's.
+std::vector<std::shared_ptr<TensorData>> TensorsOf(void* arena, const lazy::BackendDevice& device,
+                                                   std::int64_t after = 0);
 
 // The pending graph of the device's random seed; empty before the first random number since the last MarkStep.
 lazy::Value SeedOf(void* arena, const lazy::BackendDevice& device);

@@ -74,7 +74,7 @@ void BindRuns(py::module_& m) {
       "Positions of a call's leaves whose buffers may have another holder or a pending reader. May have too many, "
       "never too few.");
   m.def(
-      "shared_with_listed",
+      "shared_with_live",
       [](const Call& call) {
         const std::vector<Marks::PendingMark> marks = Marks::Get().OfCall(call.site.get());
         std::vector<std::size_t> leaves;
@@ -91,8 +91,8 @@ void BindRuns(py::module_& m) {
         return leaves;
       },
       py::arg("call"),
-      "Positions of a call's leaves whose buffers an unmarked live tensor or a view holds. Call it right after a list "
-      "of live tensors.");
+      "Positions of a call's leaves, all of one device, whose buffers an unmarked live tensor or a view holds. Call it "
+      "after this thread's first list of live tensors.");
   m.def(
       "marked_by",
       [](const Call& call, const py::sequence& arguments) {

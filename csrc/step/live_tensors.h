@@ -3,7 +3,7 @@
 // A step, dynamo and debug reports make such a list and read its tensors in order, each once. A step then reads each of
 // its outputs, which hold nothing, again. Any other read is the program's and ends the list.
 //
-// Each live tensor passes Add() and IsListRead() in each step, so an entry is a number and an address.
+// Each live tensor passes Add() and IsNextRead() in each step, so an entry is a number and an address.
 //
 // A template, so that tests need no torch.
 //
@@ -53,7 +53,7 @@ class LiveTensorList {
     }
     return false;
   }
-  // The first question of IsListRead(), which nearly all reads answer.
+  // The first question of IsListRead(). Nearly all reads of a list pass it.
   bool IsNextRead(std::int64_t id) {
     const bool is_next = read_ < entries_.size() && id == entries_[read_].id;
     read_ += is_next ? 1 : 0;
@@ -68,8 +68,8 @@ class LiveTensorList {
   // The buffer that the i-th tensor held when it was listed, only for comparison.
   const Buffer* BufferOf(std::size_t i) const { return entries_[i].buffer; }
 
-  // Arranges the tensors that are alive now, which come in the order of their numbers, as the list is: first the listed
-  // ones, null for those that are gone, and then the others.
+  // Arranges the tensors that are alive now as the list is: first the listed ones, null for those that are gone, and
+  // then the others. Both come in the order of the numbers, as torch_xla lists the tensors of a device.
   template <typename Data>
   std::vector<std::shared_ptr<Data>> Arrange(std::vector<std::shared_ptr<Data>> live) const {
     const auto is_listed = [](const Entry& entry, const std::shared_ptr<Data>& tensor) {

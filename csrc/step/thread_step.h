@@ -32,7 +32,7 @@ enum class StepPhase {
 
 class ThreadStep {
  public:
-  // Each live tensor passes this in each step, so that it reads one variable without a test whether it is initialised.
+  // Each live tensor passes this in each step. A variable with a constructor would be looked up twice.
   static ThreadStep& Get() { return current_ != nullptr ? *current_ : Make(); }
 
   // While the object lives, the executor lists the live tensors.
@@ -50,8 +50,8 @@ class ThreadStep {
       list_.Add(data.unique_id, data.handle.get());
     }
   }
-  // A tensor's handle is read. The first function tells of nearly all reads that belong to the list, and the second of
-  // the others, which hold data or not. If a read does not belong to it, drops the list.
+  // A tensor's handle is read. Both return whether the read belongs to the list. The first knows it of nearly all that
+  // do. The second, called if the first returned false, drops the list if the read does not belong to it.
   bool IsNextListRead(const lazy::LazyTensor& tensor) { return list_.IsNextRead(tensor.data()->unique_id); }
   bool IsListRead(const lazy::LazyTensor& tensor, bool holds_data);
 
@@ -77,9 +77,9 @@ class ThreadStep {
   // Ends a step or run that was claimed on this thread and not finished, because the host threw.
   void GiveUp(const Reason& why = ReasonCode::kGivenUp) noexcept;
 
-  // The live tensors of a device. Call it after the first list of this thread.
+  // The live tensors of a device; none before this thread's first list.
   std::vector<std::shared_ptr<abi::TensorData>> Live(const lazy::BackendDevice& device) const {
-    return abi::TensorsOf(arena_, device);
+    return arena_ == nullptr ? std::vector<std::shared_ptr<abi::TensorData>>() : abi::TensorsOf(arena_, device);
   }
   // The device of this thread's last step, or the device that the program has named since.
   std::optional<lazy::BackendDevice> last_device;
@@ -92,8 +92,8 @@ class ThreadStep {
   static inline thread_local ThreadStep* current_ = nullptr;
 
   StepPhase phase_ = StepPhase::kIdle;
-  void* arena_ = nullptr;  // the executor's, of the last list
-  LiveTensors list_;       // empty if it has been dropped
+  void* arena_ = nullptr;          // the executor's, of the last list
+  LiveTensors list_;               // empty if it has been dropped
   std::shared_ptr<Claim> claim_;   // from kClaimed until Start()
   std::optional<RunContext> run_;  // made by Prepare(), taken by Start()
   // The run that could not be prepared, and the error, which Start() raises.

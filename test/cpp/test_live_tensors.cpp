@@ -1,4 +1,6 @@
 // The list of live tensors: the reads that belong to it, and the graph of its step.
+#include <initializer_list>
+
 #include "check.h"
 #include "step/live_tensors.h"
 
@@ -27,6 +29,14 @@ struct Listed {
   }
   bool Ask(std::int64_t i) { return list.IsListRead(7 + i, i == 1, kComputes); }
 };
+
+std::vector<std::shared_ptr<Tensor>> Tensors(std::initializer_list<std::int64_t> ids) {
+  std::vector<std::shared_ptr<Tensor>> tensors;
+  for (const std::int64_t id : ids) {
+    tensors.push_back(std::make_shared<Tensor>(Tensor{id}));
+  }
+  return tensors;
+}
 
 }  // namespace
 
@@ -87,12 +97,25 @@ TEST(a_list_knows_the_buffers_that_its_tensors_held) {
   CHECK_EQ(step.list.BufferOf(2), static_cast<const Buffer*>(nullptr));
 }
 
+TEST(the_next_read_is_known_before_its_handle) {
+  Listed step;
+  CHECK(step.list.IsNextRead(7) && step.list.IsNextRead(8));
+  CHECK(!step.list.IsNextRead(7));
+  CHECK(!step.list.IsListRead(8, true, kComputes));
+  CHECK(step.list.IsNextRead(9));
+  CHECK(!step.list.IsNextRead(9));
+  CHECK(step.list.IsOfStep(1));
+}
+
+TEST(live_tensors_of_the_list_alone_stay_as_they_are) {
+  const std::vector<std::shared_ptr<Tensor>> live = Tensors({7, 8, 9});
+  CHECK(Listed().list.Arrange(live) == live);
+  CHECK(List().Arrange(live) == live);
+}
+
 TEST(live_tensors_are_arranged_as_the_list_with_those_that_it_lacks_at_the_end) {
   const Listed step;
-  std::vector<std::shared_ptr<Tensor>> live;
-  for (const std::int64_t id : {3, 7, 9, 12}) {  // 8 is gone
-    live.push_back(std::make_shared<Tensor>(Tensor{id}));
-  }
+  const std::vector<std::shared_ptr<Tensor>> live = Tensors({3, 7, 9, 12});  // 8 is gone
   const std::vector<std::shared_ptr<Tensor>> arranged = step.list.Arrange(live);
   CHECK_EQ(arranged.size(), 5U);
   CHECK_EQ(arranged[0], live[1]);

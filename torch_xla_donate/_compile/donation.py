@@ -118,11 +118,11 @@ class RunDonation(_C.Scope):
         if _host.list_live_tensors():
             torch_xla.sync()  # pending work may read them
             _host.list_live_tensors()
-        shared = _C.shared_with_listed(self._call)
+        shared = _C.shared_with_live(self._call)
         if shared:
             torch_xla.sync()  # gives an unread clone a separate buffer
             _host.list_live_tensors()
-            shared = _C.shared_with_listed(self._call)
+            shared = _C.shared_with_live(self._call)
         for leaf in shared:
             self._refused[leaf] = _C.Reason("held_by_others")
 
