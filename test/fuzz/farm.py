@@ -24,6 +24,7 @@ from typing import IO, Any, NamedTuple
 import torch
 import torch._dynamo  # so that the children need not import it
 import torch_xla
+import torch_xla.core.xla_model as xm
 
 import torch_xla_donate
 from fuzz.states import (
@@ -86,7 +87,13 @@ def _look(tensor: torch.Tensor) -> tuple[str, Any]:
         return "consumed", text or donated
     except Exception as error:
         return "error", f"raises {type(error).__name__}: {error}"
-    return ("error", text) if text else ("error", "is_donated is True, and it can be read") if donated else found
+    if text:
+        return "error", text
+    if donated:  # until the end of a graph's first run, which shows whether XLA uses the buffer
+        xm.wait_device_ops()
+        if torch_xla_donate.is_donated(tensor):
+            return "error", "is_donated is True, and it can be read"
+    return found
 
 
 def _judge(expected: Expected, found: tuple[str, Any]) -> list[str]:
