@@ -313,6 +313,62 @@ def test_a_value_and_its_clone_are_two_results(make, is_argument):
     assert b.tolist() == [0, 1, 2]
 
 
+def value_then_clone(x):
+    y = x + 1
+    return y, y.clone(), y * 3
+
+
+def two_clones(x):
+    y = x + 1
+    return y.clone(), y.clone(), y * 3
+
+
+def argument_and_clone(x):
+    ones = torch.ones((3, 3), device=x.device)
+    ones[0] = 0
+    alias = x.detach()
+    return ones, x, alias, alias.clone()
+
+
+def argument_beside_a_constant(x):
+    ones = torch.ones((3, 3), device=x.device)
+    ones[0] = 0
+    return ones, x.detach()
+
+
+def updated_between_clones(x):
+    before = x.clone()
+    x.add_(1)
+    return before, x.clone(), x, x * 2
+
+
+def alias_of_an_updated_argument(x):
+    alias = x.detach()
+    clone = alias.clone()
+    x.mul_(2)
+    return alias, clone, x, x.clone(), x * 3
+
+
+@pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize(
+    "f",
+    [
+        value_then_clone,
+        two_clones,
+        argument_and_clone,
+        argument_beside_a_constant,
+        updated_between_clones,
+        alias_of_an_updated_argument,
+    ],
+)
+def test_results_with_one_value_are_not_taken_for_each_other(make, f, donated):
+    """torch_xla's bridge gives wrong values to the results after them, or raises."""
+    step = openxla(f, donate_argnums=donated)
+    for _ in range(2):
+        expected = [value.tolist() for value in f(torch.arange(3.0))]
+        assert [value.tolist() for value in step(make(3))] == expected
+
+
 def assert_as_on_the_cpu(run, compiled, plain):
     """`run(call, device)` gives the same with the compiled function as with the plain one on the CPU."""
     assert run(compiled, "xla") == run(plain, "cpu")

@@ -109,7 +109,7 @@ class Graph:
             # Operations without an XLA lowering split the graph. A later part may need a buffer that an earlier one
             # consumed.
             self._refusal = _C.Reason("host_operations")
-        return Variant(new_graph_name(), _host.results_apart(graph.run, self._model), graph.returned, graph.places)
+        return Variant(new_graph_name(), graph.run, graph.returned, graph.places)
 
 
 def _on_device_of(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

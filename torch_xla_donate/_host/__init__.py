@@ -48,7 +48,7 @@ from torch_xla_donate._host.load import (
     module_for,
     supported_versions,
 )
-from torch_xla_donate._host.repairs import results_apart, with_pure_copies
+from torch_xla_donate._host.repairs import with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,

@@ -16,6 +16,7 @@ from torch.nn.modules import module as modules
 from torch_xla_donate import _C
 from torch_xla_donate._host.interrupts import replaced
 from torch_xla_donate._host.load import xlac
+from torch_xla_donate._host.repairs import results_from, sources_of_results
 from torch_xla_donate._host.switches import OrderedParameters, compiling, donor_flags
 
 
@@ -53,34 +54,33 @@ def extract_graph(
 
     original: Any = dynamo_bridge.extract_graph_helper
     parts = 0
+    buffers: list[int] = []  # of the part's arguments
     place_of: dict[int, tuple[int | None, int | None]] = {}
     returned: set[int] = set()
 
     def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
-        nonlocal parts
+        nonlocal parts, buffers
         parts += 1
         torch_xla.sync(reset_scope=False)  # no pending work may run while the flags are set
         buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
         donated = donors if parts == 1 else []
         with OrderedParameters(donated) as parameters, donor_flags(donated):
             found = original(model, cache)
-        order = parameters.order
-        if order:
-            _match_by_buffer(found[5], buffers, [buffer for buffer, _ in order])
-        place_of.update((buffer, (place, output)) for place, (buffer, output) in enumerate(order))
+        _match_by_buffer(found[5], buffers, [buffer for buffer, _ in parameters.order])
+        place_of.update((buffer, (place, output)) for place, (buffer, output) in enumerate(parameters.order))
         return _without_arguments(found, model, cache)
 
     class Returns(dynamo_bridge.SpecialReturnHandler):  # type: ignore[misc]
-        def __init__(self, inputs: Any, outputs: Any, updated: Sequence[bool], constants: Any) -> None:
-            super().__init__(inputs, outputs, updated, constants)  # type: ignore[no-untyped-call]
-            self._aliases = _take_by_buffer(self, updated)
-            returned.update(_C.identity(inputs[place])[1] for place in self._aliases)
-            places = [place for _, place in self.trace_outputs_pos_to_inputs_pos if place < len(inputs)]
-            returned.update(_C.identity(inputs[place])[1] for place in places)
+        def __init__(self, inputs: Any, results: Any, updated: Sequence[bool], constants: Any) -> None:
+            super().__init__(inputs, results, updated, constants)  # type: ignore[no-untyped-call]
+            self._sources = sources_of_results(inputs, buffers, results, updated)
+            returned.update(buffers[place] for kind, place in self._sources if kind in ("input", "alias"))
 
         def addDumbReturn(self, inputs: Any, outputs: Any) -> Any:
-            aliases = [inputs[place].detach() for place in self._aliases]
-            return super().addDumbReturn([*inputs, *aliases], outputs)  # type: ignore[no-untyped-call]
+            results = results_from(self._sources, inputs, outputs)
+            for place, value in self.constant_outputs_and_indexes:
+                results.insert(place, value)
+            return results
 
     torch_xla.sync(reset_scope=False)
     torch_xla.core.xla_model.wait_device_ops()
@@ -125,28 +125,6 @@ def _match_by_buffer(matcher: Any, buffers: Sequence[int], order: Sequence[int])
     matcher.graph_input_tensor_ids = [ids[place] for place in read]
     matcher.graph_input_xla_values = [values[place] for place in read]
     matcher.arg_idxs = [arguments[place] for place in read]
-
-
-def _take_by_buffer(returns: Any, updated: Sequence[bool]) -> list[int]:
-    """Has the bridge return an input for each result that holds the input's buffer in another tensor object.
-
-    The executor does not compute such a result. The bridge compares only objects and would miss it. Returns the place
-    of the input of each such result; their aliases follow the inputs.
-
-    updated: whether the graph updates an input in place.
-    """
-    places, count = returns.trace_outputs_pos_to_inputs_pos, len(returns.trace_inputs)
-    known = {out for out, _ in places}
-    buffers = [0 if updated[place] else _C.identity(tensor)[1] for place, tensor in enumerate(returns.trace_inputs)]
-    position = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
-    aliases: list[int] = []
-    for out, tensor in enumerate(returns.deduped_trace_outputs):
-        source = None if out in known else position.get(_C.identity(tensor)[1])
-        if source is not None:
-            places.append((out, count + len(aliases)))
-            aliases.append(source)
-    places.sort()
-    return aliases
 
 
 class _AnySharding:

@@ -9,14 +9,13 @@ which the code came, because nobody has reported the defect.
 | `carried_in_order` | gradient_accumulation returns the carried tensors in another order | (#8608) | 2.8, 2.9 |
 | `accumulation_by_buffer` | under SPMD each iteration gets the first slice if the step has a scan | (#8608) | 2.9 |
 | `with_pure_copies` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
-| `results_apart` | a graph of torch.compile returns one tensor for a value and its clone | (#7902) | 2.9 |
+| `sources_of_results` | torch.compile takes a value and its clone for one result, later ones for others | (#7902) | 2.9 |
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import operator
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,42 +99,48 @@ def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(model, graph)
 
 
-def results_apart(run: Callable[..., Any], model: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Wraps a graph's run so that each result is a separate tensor, except results that are aliases in the graph.
+def sources_of_results(
+    inputs: Sequence[torch.Tensor], buffers: Sequence[int], results: Sequence[torch.Tensor], updated: Sequence[bool]
+) -> list[tuple[str, int]]:
+    """Where a run of a traced graph finds each result.
 
-    torch_xla's bridge returns one tensor for a value and its clone, also if the value is an argument. A donation of one
-    would consume the other.
+    torch_xla's executor computes an output for each tensor without a buffer, in the order of the results. Its bridge
+    takes a value and its clone for one output, so that each later result would be the one before it.
+
+    Args:
+        inputs: the tensors that the graph was traced with, after the trace.
+        buffers: their buffers before it.
+        results: the results of the trace.
+        updated: whether the graph updates the input in place.
+
+    Returns:
+        for each result "output" and its place among the outputs; "input" and the place of the input that it is;
+        "alias" and the place of the input whose buffer it holds; or "copy", if the graph also updates that input.
     """
-    inputs = model.graph.find_nodes(op="placeholder")
-    outputs = [_source_of_view(node) for node in model.graph.output_node().args[0]]  # type: ignore[union-attr]
-    merged: set[int] | None = None  # places of results; set by the first run and the same in each
-
-    def run_apart(*args: Any) -> Any:
-        nonlocal merged
-        found = run(*args)
-        results = found if isinstance(found, list | tuple) else [found]
-        if merged is None:
-            node_of = {id(value): node for node, value in zip(inputs, args)}
-            merged = {
-                place
-                for place, (node, value) in enumerate(zip(outputs, results))
-                if isinstance(value, torch.Tensor)
-                and node.op != "placeholder"
-                and node_of.setdefault(id(value), node) is not node
-            }
-        if not merged:
-            return found
-        results = [value.clone() if place in merged else value for place, value in enumerate(results)]
-        return results if isinstance(found, list | tuple) else results[0]
-
-    return run_apart
+    objects = {id(tensor): place for place, tensor in enumerate(inputs) if not updated[place]}
+    place_of = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
+    computed: dict[int, int] = {}
+    sources = []
+    for result in results:
+        data, buffer = _C.identity(result)
+        if id(result) in objects:
+            sources.append(("input", objects[id(result)]))
+        elif buffer in place_of:
+            place = place_of[buffer]
+            sources.append(("copy" if updated[place] else "alias", place))
+        else:
+            sources.append(("output", computed.setdefault(data, len(computed))))
+    return sources
 
 
-def _source_of_view(node: Any) -> Any:
-    """The node whose memory the result of a node shares in PyTorch; an alias of an input counts as a separate value."""
-    source = node
-    while isinstance(source, torch.fx.Node) and (
-        getattr(source.target, "is_view", False) or source.target is operator.getitem
-    ):
-        source = source.args[0]
-    return node if isinstance(source, torch.fx.Node) and source.op == "placeholder" else source
+def results_from(
+    sources: Sequence[tuple[str, int]], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The results of a run: its inputs and outputs as the sources tell."""
+    take: dict[str, Callable[[int], torch.Tensor]] = {
+        "output": lambda place: outputs[place],
+        "input": lambda place: inputs[place],
+        "alias": lambda place: inputs[place].detach(),
+        "copy": lambda place: inputs[place].clone(),
+    }
+    return [take[kind](place) for kind, place in sources]
