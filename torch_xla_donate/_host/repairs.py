@@ -9,7 +9,7 @@ which the code came, because nobody has reported the defect.
 | `carried_in_order` | gradient_accumulation returns the carried tensors in another order | (#8608) | 2.8, 2.9 |
 | `accumulation_by_buffer` | under SPMD each iteration gets the first slice if the step has a scan | (#8608) | 2.9 |
 | `with_pure_copies` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
-| `sources_of_results` | torch.compile takes a value and its clone for one result, later ones for others | (#7902) | 2.9 |
+| `sources_of_results` | torch.compile takes a value and its clone for one result, others get mixed up | (#7902) | 2.9 |
 """
 
 from __future__ import annotations
