@@ -369,6 +369,41 @@ def test_results_with_one_value_are_not_taken_for_each_other(make, f, donated):
         assert [value.tolist() for value in step(make(3))] == expected
 
 
+def result_beside_the_constant(x, s):
+    return x * 6.5, x + s
+
+
+def constant_is_a_result(x, s):
+    return x + s, torch.full((), 6.5, device=x.device), x * 2
+
+
+@pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("f", [result_beside_the_constant, constant_is_a_result])
+def test_an_argument_that_shares_a_constant_of_the_graph(make, f, donated):
+    """torch_xla has one buffer for both: the constant would follow the argument of later calls."""
+    step = openxla(f, donate_argnums=donated)
+    for number in (6.5, 2.5):
+        x, s = make(3), torch.full((), number, device="xla")
+        torch_xla.sync()
+        expected = [value.tolist() for value in f(torch.arange(3.0), torch.full((), number))]
+        assert [value.tolist() for value in step(x, s)] == expected
+
+
+def test_a_number_from_the_host_inside_a_graph(make):
+    """A run extracts the second part again for another number."""
+
+    def f(x, count):
+        number = count.item()
+        torch._check(number >= 0)
+        return x.clone(), x.clone(), x * number, x * number + 1
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        step = openxla(f, donate_argnums=())
+        for number in (2, 3, 2):
+            expected = [value.tolist() for value in f(torch.arange(3.0), torch.tensor(number))]
+            assert [value.tolist() for value in step(make(3), torch.tensor(number).to("xla"))] == expected
+
+
 def assert_as_on_the_cpu(run, compiled, plain):
     """`run(call, device)` gives the same with the compiled function as with the plain one on the CPU."""
     assert run(compiled, "xla") == run(plain, "cpu")

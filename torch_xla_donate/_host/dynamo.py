@@ -14,9 +14,8 @@ import torch_xla
 from torch.nn.modules import module as modules
 
 from torch_xla_donate import _C
-from torch_xla_donate._host.interrupts import replaced
 from torch_xla_donate._host.load import xlac
-from torch_xla_donate._host.repairs import results_from, sources_of_results
+from torch_xla_donate._host.repairs import TracedResults, copied_functions
 from torch_xla_donate._host.switches import OrderedParameters, compiling, donor_flags
 
 
@@ -52,52 +51,59 @@ def extract_graph(
     """Compiles a graph by torch_xla's dynamo bridge, with these arguments as its donors."""
     from torch_xla._dynamo import dynamo_bridge
 
-    original: Any = dynamo_bridge.extract_graph_helper
+    bridge = copied_functions(dynamo_bridge)
+    original = bridge["extract_graph_helper"]
     parts = 0
     buffers: list[int] = []  # of the part's arguments
     place_of: dict[int, tuple[int | None, int | None]] = {}
     returned: set[int] = set()
 
     def extract_part(model: Any, cache: dict[Any, Any]) -> Any:
+        """A run calls it again for another number that an operation on the host has computed."""
         nonlocal parts, buffers
         parts += 1
-        torch_xla.sync(reset_scope=False)  # no pending work may run while the flags are set
-        buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
-        donated = donors if parts == 1 else []
-        with OrderedParameters(donated) as parameters, donor_flags(donated):
-            found = original(model, cache)
+        with _C.Scope(compiling):
+            torch_xla.sync(reset_scope=False)  # no pending work may run while the flags are set
+            buffers = [_C.identity(tensor)[1] for tensor in model.xla_args if isinstance(tensor, torch.Tensor)]
+            donated = donors if parts == 1 else []
+            with OrderedParameters(donated) as parameters, donor_flags(donated):
+                found = original(model, cache)
         _match_by_buffer(found[5], buffers, [buffer for buffer, _ in parameters.order])
         place_of.update((buffer, (place, output)) for place, (buffer, output) in enumerate(parameters.order))
         return _without_arguments(found, model, cache)
 
-    class Returns(dynamo_bridge.SpecialReturnHandler):  # type: ignore[misc]
-        def __init__(self, inputs: Any, results: Any, updated: Sequence[bool], constants: Any) -> None:
-            super().__init__(inputs, results, updated, constants)  # type: ignore[no-untyped-call]
-            self._sources = sources_of_results(inputs, buffers, results, updated)
-            returned.update(buffers[place] for kind, place in self._sources if kind in ("input", "alias"))
+    class Returns:
+        """In place of the bridge's class of this interface."""
+
+        def __init__(self, inputs: Any, results: Any, updated: Sequence[bool], numbers: Any) -> None:
+            self._results = TracedResults(inputs, buffers, results, updated)
+            self._numbers = numbers  # sizes among the results, each with its place
+            returned.update(buffers[place] for place in self._results.inputs())
 
         def addDumbReturn(self, inputs: Any, outputs: Any) -> Any:
-            results = results_from(self._sources, inputs, outputs)
-            for place, value in self.constant_outputs_and_indexes:
-                results.insert(place, value)
+            results = self._results.of_run(inputs, outputs)
+            for place, number in self._numbers:
+                results.insert(place, number)
             return results
 
-    torch_xla.sync(reset_scope=False)
-    torch_xla.core.xla_model.wait_device_ops()
-    given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
-    with (
-        replaced(dynamo_bridge, "extract_graph_helper", extract_part, compiling),
-        replaced(dynamo_bridge, "SpecialReturnHandler", Returns, compiling),
-    ):
-        run = dynamo_bridge.extract_compiled_graph(model, tuple(arguments))
+    bridge["extract_graph_helper"], bridge["SpecialReturnHandler"] = extract_part, Returns
+    with _C.Scope(compiling):
+        # A constant of the graph may have the buffer of such an argument, and would follow the argument.
+        arguments = [
+            one.detach().clone() if isinstance(one, torch.Tensor) and _C.state(one) == "read_only" else one
+            for one in arguments
+        ]
+        torch_xla.sync(reset_scope=False)
+        torch_xla.core.xla_model.wait_device_ops()
+        given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
+        run = bridge["extract_compiled_graph"](model, tuple(arguments))
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts and operations on the host
         called = [node for node in run.graph.nodes if node.op.startswith("call_")]
         parts = max(parts, sum(node.target is not operator.getitem for node in called))
+    places = [place_of.get(_C.identity(donor)[1], (None, None)) for donor in donors]
+    donors = []  # which extract_part would keep alive
     return ExtractedGraph(
-        run,
-        parts,
-        frozenset(place for place, buffer in enumerate(given) if buffer in returned),
-        [place_of.get(_C.identity(donor)[1], (None, None)) for donor in donors],
+        run, parts, frozenset(place for place, buffer in enumerate(given) if buffer in returned), places
     )
 
 
@@ -146,8 +152,6 @@ def _without_arguments(found: tuple[Any, ...], model: Any, cache: dict[Any, Any]
     kept = list(found)
     kept[0] = _AnySharding()
     kept[1], kept[7] = (None,) * len(found[1]), [None] * len(found[7])
-    returns = found[6]
-    returns.trace_inputs = returns.trace_outputs = returns.deduped_trace_outputs = None
     model.xla_args = None
     scrubbed = tuple(kept)
     for key, value in cache.items():

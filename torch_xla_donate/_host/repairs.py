@@ -9,7 +9,7 @@ which the code came, because nobody has reported the defect.
 | `carried_in_order` | gradient_accumulation returns the carried tensors in another order | (#8608) | 2.8, 2.9 |
 | `accumulation_by_buffer` | under SPMD each iteration gets the first slice if the step has a scan | (#8608) | 2.9 |
 | `with_pure_copies` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
-| `sources_of_results` | torch.compile takes a value and its clone for one result, others get mixed up | (#7902) | 2.9 |
+| `TracedResults` | torch.compile takes a value and its clone for one result; later ones shift | (#7902) | 2.8, 2.9 |
 """
 
 from __future__ import annotations
@@ -58,13 +58,20 @@ def accumulation_by_buffer(host: types.ModuleType) -> Callable[..., Any]:
         known = {_C.identity(one)[1]: xlac()._xla_get_tensor_id(one) for one in inputs}
         return [known.get(_C.identity(one)[1], number) for number, one in zip(ids, tensors)], tensors
 
-    names = {**vars(host)}
+    names = copied_functions(host)
     names["torch_xla"] = _Instead(host.torch_xla, _XLAC=_Instead(xlac(), _get_tensors_xla_device_data_node=data_nodes))
-    for name in ("_gradient_accumulation_impl", "_gradient_accumulation", "gradient_accumulation"):
-        original = names[name]
-        names[name] = types.FunctionType(original.__code__, names, name, original.__defaults__, original.__closure__)
     copied: Callable[..., Any] = names["gradient_accumulation"]
     return copied
+
+
+def copied_functions(host: types.ModuleType) -> dict[str, Any]:
+    """The names of a module. Its functions are copies that look up the names here, so that other threads, and later
+    calls of the originals, do not see what changes."""
+    names = {**vars(host)}
+    for name, found in vars(host).items():
+        if isinstance(found, types.FunctionType) and found.__globals__ is vars(host):
+            names[name] = types.FunctionType(found.__code__, names, name, found.__defaults__, found.__closure__)
+    return names
 
 
 def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -99,9 +106,7 @@ def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return torch.fx.GraphModule(model, graph)
 
 
-def sources_of_results(
-    inputs: Sequence[torch.Tensor], buffers: Sequence[int], results: Sequence[torch.Tensor], updated: Sequence[bool]
-) -> list[tuple[str, int]]:
+class TracedResults:
     """Where a run of a traced graph finds each result.
 
     torch_xla's executor computes an output for each tensor without a buffer, in the order of the results. Its bridge
@@ -112,35 +117,46 @@ def sources_of_results(
         buffers: their buffers before it.
         results: the results of the trace.
         updated: whether the graph updates the input in place.
-
-    Returns:
-        for each result "output" and its place among the outputs; "input" and the place of the input that it is;
-        "alias" and the place of the input whose buffer it holds; or "copy", if the graph also updates that input.
     """
-    objects = {id(tensor): place for place, tensor in enumerate(inputs) if not updated[place]}
-    place_of = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
-    computed: dict[int, int] = {}
-    sources = []
-    for result in results:
-        data, buffer = _C.identity(result)
-        if id(result) in objects:
-            sources.append(("input", objects[id(result)]))
-        elif buffer in place_of:
-            place = place_of[buffer]
-            sources.append(("copy" if updated[place] else "alias", place))
-        else:
-            sources.append(("output", computed.setdefault(data, len(computed))))
-    return sources
 
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        buffers: Sequence[int],
+        results: Sequence[torch.Tensor],
+        updated: Sequence[bool],
+    ) -> None:
+        objects = {id(tensor): place for place, tensor in enumerate(inputs) if not updated[place]}
+        place_of = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
+        outputs: dict[int, int] = {}
+        #: "output" and its place among the outputs; "input" and the place of the input that it is, "alias" or "copy"
+        #: and that of the input whose buffer it holds; or "constant" and a tensor that torch_xla shares.
+        self._sources: list[tuple[str, Any]] = []
+        for result in results:
+            data, buffer = _C.identity(result)
+            if id(result) in objects:
+                self._sources.append(("input", objects[id(result)]))
+            elif buffer in place_of:
+                place = place_of[buffer]
+                self._sources.append(("copy" if updated[place] else "alias", place))
+            elif _C.state(result) == "read_only":
+                self._sources.append(("constant", result))
+            else:
+                self._sources.append(("output", outputs.setdefault(data, len(outputs))))
+        self._outputs = len(outputs)
 
-def results_from(
-    sources: Sequence[tuple[str, int]], inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The results of a run: its inputs and outputs as the sources tell."""
-    take: dict[str, Callable[[int], torch.Tensor]] = {
-        "output": lambda place: outputs[place],
-        "input": lambda place: inputs[place],
-        "alias": lambda place: inputs[place].detach(),
-        "copy": lambda place: inputs[place].clone(),
-    }
-    return [take[kind](place) for kind, place in sources]
+    def inputs(self) -> set[int]:
+        """The places of the inputs whose buffers or values are results."""
+        return {place for kind, place in self._sources if kind in ("input", "alias", "copy")}
+
+    def of_run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results of a run with these inputs and outputs."""
+        assert len(outputs) == self._outputs, "torch_xla computes other outputs than those of the trace"
+        take: dict[str, Callable[[Any], torch.Tensor]] = {
+            "output": lambda place: outputs[place],
+            "input": lambda place: inputs[place],
+            "alias": lambda place: inputs[place].detach(),
+            "copy": lambda place: inputs[place].clone(),
+            "constant": lambda constant: constant.clone(),
+        }
+        return [take[kind](source) for kind, source in self._sources]
