@@ -408,15 +408,17 @@ void BindMarks(py::module_& m) {
   m.def(
       "state",
       [](py::handle tensor) -> std::string {
-        if (const auto buffer = MarkedBuffer(TensorOf(tensor)); buffer != nullptr) {
-          if (Steps::Get().IsConsumed(buffer.get())) {
-            return "donated";
-          }
-          if (Marks::Get().IsPending(buffer.get())) {
-            return "marked";
-          }
+        const lazy::BackendDataPtr marked = MarkedBuffer(TensorOf(tensor));
+        if (marked != nullptr && Steps::Get().IsConsumed(marked.get())) {
+          return "donated";
         }
-        const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        // A compiled function marks such an argument, too, but never donates it.
+        if (resolved.state != abi::TensorState::kReadOnly && marked != nullptr &&
+            Marks::Get().IsPending(marked.get())) {
+          return "marked";
+        }
+        const char* obstacle = Obstacle(resolved);
         return *obstacle != '\0' ? obstacle : "materialized";
       },
       py::arg("tensor"),

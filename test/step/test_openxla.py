@@ -377,11 +377,12 @@ def constant_is_a_result(x, s):
     return x + s, torch.full((), 6.5, device=x.device), x * 2
 
 
-@pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("options", [{"backend": "openxla"}, {"pure": True}], ids=["openxla", "pure"])
+@pytest.mark.parametrize("donated", [(), 0, (0, 1)], ids=["kept", "donated", "both_donated"])
 @pytest.mark.parametrize("f", [result_beside_the_constant, constant_is_a_result])
-def test_an_argument_that_shares_a_constant_of_the_graph(make, f, donated):
+def test_an_argument_that_shares_a_constant_of_the_graph(make, f, donated, options):
     """torch_xla has one buffer for both: the constant would follow the argument of later calls."""
-    step = openxla(f, donate_argnums=donated)
+    step = compile(f, donate_argnums=donated, **options)
     for number in (6.5, 2.5):
         x, s = make(3), torch.full((), number, device="xla")
         torch_xla.sync()
