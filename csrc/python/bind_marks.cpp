@@ -408,21 +408,30 @@ void BindMarks(py::module_& m) {
   m.def(
       "state",
       [](py::handle tensor) -> std::string {
-        const lazy::BackendDataPtr marked = MarkedBuffer(TensorOf(tensor));
-        if (marked != nullptr && Steps::Get().IsConsumed(marked.get())) {
-          return "donated";
+        if (const auto buffer = MarkedBuffer(TensorOf(tensor)); buffer != nullptr) {
+          if (Steps::Get().IsConsumed(buffer.get())) {
+            return "donated";
+          }
+          if (Marks::Get().IsPending(buffer.get())) {
+            return "marked";
+          }
         }
-        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
-        // A compiled function marks such an argument, too, but never donates it.
-        if (resolved.state != abi::TensorState::kReadOnly && marked != nullptr &&
-            Marks::Get().IsPending(marked.get())) {
-          return "marked";
-        }
-        const char* obstacle = Obstacle(resolved);
+        const char* obstacle = Obstacle(abi::Resolve(TensorOf(tensor)));
         return *obstacle != '\0' ? obstacle : "materialized";
       },
       py::arg("tensor"),
       "'donated', 'marked', 'materialized', 'pending', 'read_only', 'viewed', 'dynamic' or 'not_xla'. Never waits.");
+  m.def(
+      "is_constant",
+      [](py::handle tensor) {
+        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
+        const lazy::BackendDataPtr buffer = data == nullptr ? nullptr : abi::BufferOf(*data);
+        const std::optional<abi::DataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
+        return info.has_value() && info->read_only;
+      },
+      py::arg("tensor"),
+      "Whether torch_xla shares the buffer with other tensors, also if a compiled function has marked it. Computes "
+      "nothing, so the tensor may be a view of a consumed one.");
   m.def(
       "is_donated",
       [](py::handle tensor) {

@@ -24,9 +24,7 @@ CONTEXTS = {
     "restored": lambda: _host.interrupts.Restored(),
     "postpone_notices": _report.postpone_notices,
     "a scan": lambda: _host.one_scan(),
-    "replaced": lambda: _host.interrupts.replaced(
-        dynamo_bridge, "extract_graph_helper", None, _host.switches.compiling
-    ),
+    "replaced": lambda: _host.interrupts.replaced(dynamo_bridge, "extract_graph_helper", None),
 }
 
 

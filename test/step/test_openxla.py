@@ -390,6 +390,33 @@ def test_an_argument_that_shares_a_constant_of_the_graph(make, f, donated, optio
         assert [value.tolist() for value in step(x, s)] == expected
 
 
+def test_a_donated_constant_may_be_cancelled_or_given_to_a_scan(make):
+    def cancelled(x, s):
+        cancel_donation(s)
+        return x + s
+
+    def scanned(s, xs):
+        return torch_xla_donate.scan(lambda carry, x: (carry + x, carry * x), s, xs, donate="init")
+
+    s = torch.full((), 6.5, device="xla")
+    assert compile(cancelled, donate_argnums=(0, 1), strict="error")(make(3), s).tolist() == [6.5, 7.5, 8.5]
+    carry, ys = compile(scanned, pure=True, donate_argnums=0)(s, make(3))
+    assert (carry.item(), ys.tolist()) == (9.5, [0, 6.5, 15])
+
+
+def test_a_result_that_is_a_view_of_a_consumed_argument(make):
+    def f(base, view, x):
+        return base - 2 * x, view, view.view_as(view)
+
+    step = openxla(f, donate_argnums=(0, 1))
+    base = make(4)
+    view = base.unsqueeze(0)
+    for expected in ([0, -1, -2, -3], [0, -3, -6, -9]):
+        base, view, again = step(base, view, make(4))
+        assert base.tolist() == expected
+        assert view.tolist() == again.tolist() == [[0, 1, 2, 3]]
+
+
 def test_a_number_from_the_host_inside_a_graph(make):
     """A run extracts the second part again for another number."""
 

@@ -58,7 +58,7 @@ class TracedProgram:
         with _host.tracing():
             call, leaves = proxies.make()
             recorder = _trace.Recorder(refuse, leaves)
-            recorder.inseparable = proxies.inseparable()
+            recorder.inseparable, recorder.donated_copies = proxies.inseparable(), proxies.donated_copies
             with _trace.Restoring(recorder):
                 refused, watched = _trace.host_reads_refused(refuse), _trace.current_watcher.replaced(recorder)
                 with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:

@@ -35,6 +35,7 @@ class ArgumentProxies:
     Attributes:
         values: the floats among the arguments; None if there are none.
         floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
+        donated_copies: the identities of copies of donated arguments.
     """
 
     def __init__(self, function: str, call: CallArguments, refuse: _trace.Refusal) -> None:
@@ -50,8 +51,9 @@ class ArgumentProxies:
         self.floats: dict[int, int] = {}
         self._spmd = bool(_host.runtime().is_spmd())
         # Constants of the function may share these buffers.
-        self._to_copy = {_C.identity(leaf)[1] for leaf in self._plain.values() if _C.state(leaf) == "read_only"}
+        self._to_copy = {_C.identity(leaf)[1] for leaf in self._plain.values() if _C.is_constant(leaf)}
         self._copies: dict[int, torch.Tensor] = {}
+        self.donated_copies: set[int] = set()
         self._to_move: list[torch.Tensor] = []
         self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
@@ -108,6 +110,8 @@ class ArgumentProxies:
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
         made = leaf.detach() if self._spmd else _host.same_buffer(source)
+        if source is not leaf and _C.state(leaf) == "marked":
+            self.donated_copies.add(_C.identity(made)[0])
         if isinstance(leaf, torch.nn.Parameter):
             made = torch.nn.Parameter(made, leaf.requires_grad)
         else:
@@ -130,7 +134,7 @@ class ArgumentProxies:
             if buffer in plain and not self._spmd:
                 self._to_copy.add(buffer)
                 found = True
-            elif buffer in given or _C.state(tensor) == "read_only":
+            elif buffer in given or _C.is_constant(tensor):
                 self._to_move.append(tensor)
                 found = True
         return found

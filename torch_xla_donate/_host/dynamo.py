@@ -68,9 +68,9 @@ def extract_graph(
             donated = donors if parts == 1 else []
             with OrderedParameters(donated) as parameters, donor_flags(donated):
                 found = original(model, cache)
-        _match_by_buffer(found[5], buffers, [buffer for buffer, _ in parameters.order])
-        place_of.update((buffer, (place, output)) for place, (buffer, output) in enumerate(parameters.order))
-        return _without_arguments(found, model, cache)
+            _match_by_buffer(found[5], buffers, [buffer for buffer, _ in parameters.order])
+            place_of.update((buffer, (place, output)) for place, (buffer, output) in enumerate(parameters.order))
+            return _without_arguments(found, model, cache)
 
     class Returns:
         """In place of the bridge's class of this interface."""
@@ -87,23 +87,27 @@ def extract_graph(
             return results
 
     bridge["extract_graph_helper"], bridge["SpecialReturnHandler"] = extract_part, Returns
-    with _C.Scope(compiling):
-        # A constant of the graph may have the buffer of such an argument, and would follow the argument.
-        arguments = [
-            one.detach().clone() if isinstance(one, torch.Tensor) and _C.state(one) == "read_only" else one
-            for one in arguments
-        ]
-        torch_xla.sync(reset_scope=False)
-        torch_xla.core.xla_model.wait_device_ops()
-        given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
-        run = bridge["extract_compiled_graph"](model, tuple(arguments))
+    # A constant of the graph may have the buffer of such an argument, and would follow the argument.
+    arguments = [
+        one.detach().clone() if isinstance(one, torch.Tensor) and _C.is_constant(one) else one for one in arguments
+    ]
+    torch_xla.sync(reset_scope=False)
+    torch_xla.core.xla_model.wait_device_ops()
+    given = [_C.identity(argument)[1] if isinstance(argument, torch.Tensor) else 0 for argument in arguments]
+    identities = [_C.identity(donor)[1] for donor in donors]
+    try:
+        with _C.Scope(compiling):
+            run = bridge["extract_compiled_graph"](model, tuple(arguments))
+    finally:
+        donors = []  # which extract_part would keep alive
     if isinstance(run, torch.fx.GraphModule):  # its nodes are compiled parts and operations on the host
         called = [node for node in run.graph.nodes if node.op.startswith("call_")]
         parts = max(parts, sum(node.target is not operator.getitem for node in called))
-    places = [place_of.get(_C.identity(donor)[1], (None, None)) for donor in donors]
-    donors = []  # which extract_part would keep alive
     return ExtractedGraph(
-        run, parts, frozenset(place for place, buffer in enumerate(given) if buffer in returned), places
+        run,
+        parts,
+        frozenset(place for place, buffer in enumerate(given) if buffer in returned),
+        [place_of.get(buffer, (None, None)) for buffer in identities],
     )
 
 

@@ -80,9 +80,9 @@ class Switched(_C.Scope, Generic[T]):
             self._write(original)
 
 
-def replaced(holder: Any, name: str, value: Any, lock: Any = None) -> Switched[Any]:
+def replaced(holder: Any, name: str, value: Any) -> Switched[Any]:
     """Replaces the value of an attribute inside the context. `holder` may belong to the thread."""
-    return Switched(functools.partial(getattr, holder, name), functools.partial(setattr, holder, name), value, lock)
+    return Switched(functools.partial(getattr, holder, name), functools.partial(setattr, holder, name), value)
 
 
 class PerThread(threading.local, Generic[T]):

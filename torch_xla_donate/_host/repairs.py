@@ -71,6 +71,7 @@ def copied_functions(host: types.ModuleType) -> dict[str, Any]:
     for name, found in vars(host).items():
         if isinstance(found, types.FunctionType) and found.__globals__ is vars(host):
             names[name] = types.FunctionType(found.__code__, names, name, found.__defaults__, found.__closure__)
+            names[name].__kwdefaults__ = found.__kwdefaults__
     return names
 
 
@@ -139,7 +140,7 @@ class TracedResults:
             elif buffer in place_of:
                 place = place_of[buffer]
                 self._sources.append(("copy" if updated[place] else "alias", place))
-            elif _C.state(result) == "read_only":
+            elif buffer and _C.is_constant(result):
                 self._sources.append(("constant", result))
             else:
                 self._sources.append(("output", outputs.setdefault(data, len(outputs))))

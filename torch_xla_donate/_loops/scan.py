@@ -160,7 +160,11 @@ def _donate_leaves(donations: list[_marks.Donation], result: Any) -> None:
     by = _trace.current_watcher.value
     if by is not None and _marks.current_body.value is None:
         # Donated arguments of the function are marked already. Another mark would wait for a step.
-        donations = [given for given in donations if _C.state(given.tensor) != "marked"]
+        donations = [
+            given
+            for given in donations
+            if _C.state(given.tensor) != "marked" and _C.identity(given.tensor)[0] not in by.donated_copies
+        ]
         for given in donations:
             if _C.state(given.tensor) == "materialized":
                 raise by.refuse(f"donates {given.name}, a tensor from outside, to a scan", "Name it in donate_argnums")

@@ -77,6 +77,7 @@ class Recorder(TorchFunctionMode):
         captured: tensors that the function uses and that are not arguments, by identity.
         given: the identities of the arguments.
         inseparable: ids of tensors that the function must not close over, because arguments have the same identity.
+        donated_copies: the identities of copies of donated arguments.
         seed_buffer: the buffer of the random seed, if a loop may have removed its id.
         reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
@@ -95,6 +96,7 @@ class Recorder(TorchFunctionMode):
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
         self.inseparable: set[int] = set()
+        self.donated_copies: set[int] = set()
         self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
         self.made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
