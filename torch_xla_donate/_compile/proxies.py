@@ -35,7 +35,7 @@ class ArgumentProxies:
     Attributes:
         values: the floats among the arguments; None if there are none.
         floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
-        donated_copies: the identities of copies of donated arguments.
+        donated_copies: the identities of copies of donated arguments, which have no marks.
     """
 
     def __init__(self, function: str, call: CallArguments, refuse: _trace.Refusal) -> None:
@@ -84,6 +84,11 @@ class ArgumentProxies:
     def make(self) -> tuple[CallArguments, list[Any]]:
         """The call to trace. Also the leaves of its arguments, with floats where the trace has numbers."""
         made = {i: self._proxy_of(leaf) for i, leaf in self._plain.items()}
+        self.donated_copies = {
+            _C.identity(made[i])[0]
+            for i, leaf in self._plain.items()
+            if _C.identity(leaf)[1] in self._copies and _C.state(leaf) == "marked"
+        }
         self._given = [] if self._spmd else [weakref.ref(leaf) for leaf in made.values()]
         call = self._call.replaced(lambda leaf: made.get(id(leaf), leaf))
         leaves, _ = leaves_of_call(call)
@@ -110,8 +115,6 @@ class ArgumentProxies:
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
         made = leaf.detach() if self._spmd else _host.same_buffer(source)
-        if source is not leaf and _C.state(leaf) == "marked":
-            self.donated_copies.add(_C.identity(made)[0])
         if isinstance(leaf, torch.nn.Parameter):
             made = torch.nn.Parameter(made, leaf.requires_grad)
         else:

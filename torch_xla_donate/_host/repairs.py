@@ -153,11 +153,13 @@ class TracedResults:
     def of_run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results of a run with these inputs and outputs."""
         assert len(outputs) == self._outputs, "torch_xla computes other outputs than those of the trace"
-        take: dict[str, Callable[[Any], torch.Tensor]] = {
-            "output": lambda place: outputs[place],
-            "input": lambda place: inputs[place],
-            "alias": lambda place: inputs[place].detach(),
-            "copy": lambda place: inputs[place].clone(),
-            "constant": lambda constant: constant.clone(),
-        }
-        return [take[kind](source) for kind, source in self._sources]
+        return [_TAKE[kind](source, inputs, outputs) for kind, source in self._sources]
+
+
+_TAKE: dict[str, Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]] = {
+    "output": lambda place, inputs, outputs: outputs[place],
+    "input": lambda place, inputs, outputs: inputs[place],
+    "alias": lambda place, inputs, outputs: inputs[place].detach(),
+    "copy": lambda place, inputs, outputs: inputs[place].clone(),
+    "constant": lambda constant, inputs, outputs: constant.clone(),
+}
