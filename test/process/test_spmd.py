@@ -17,7 +17,7 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process, run_in_child
-from helpers import BACKENDS, each_backend
+from helpers import BACKENDS, each_backend, each_trace
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from torch_xla_donate import _C, DonationWarning, _host, compile, donate_buffer, donation_report, hlo, is_donated
@@ -433,6 +433,21 @@ def test_sharded_indices_that_torch_xla_computes_in_32_bits_keep_dtype_and_shard
         assert indices.dtype == torch.int64
         assert _host.sharding_spec(indices) == _host.sharding_spec(y) != ""
         assert torch.equal(indices.cpu(), torch.arange(16).expand(8, 16))
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@each_trace
+@pytest.mark.parametrize("donated", [(), 0, (0, 1)], ids=["kept", "donated", "both_donated"])
+@in_process(devices=4)
+def test_an_argument_that_shares_a_constant_of_the_graph(options, donated):
+    """torch_xla has one buffer for both: the constant would follow the argument of later calls."""
+    step = compile(lambda x, s: (x * 6.5, x + s), donate_argnums=donated, **options)
+    for number in (6.5, 2.5):
+        x, s = make((8, 16), ROWS), torch.full((), number, device="xla")
+        torch_xla.sync()
+        product, total = step(x, s)
+        assert torch.equal(product.cpu(), values(8, 16) * 6.5)
+        assert torch.equal(total.cpu(), values(8, 16) + number)
 
 
 @in_process(devices=4)

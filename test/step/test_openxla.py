@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch_xla
-from helpers import UNUSABLE_IGNORED, last_reasons, whole_copy
+from helpers import UNUSABLE_IGNORED, each_trace, last_reasons, whole_copy
 from torch_xla._dynamo import config
 
 import torch_xla_donate
@@ -377,7 +377,7 @@ def constant_is_a_result(x, s):
     return x + s, torch.full((), 6.5, device=x.device), x * 2
 
 
-@pytest.mark.parametrize("options", [{"backend": "openxla"}, {"pure": True}], ids=["openxla", "pure"])
+@each_trace
 @pytest.mark.parametrize("donated", [(), 0, (0, 1)], ids=["kept", "donated", "both_donated"])
 @pytest.mark.parametrize("f", [result_beside_the_constant, constant_is_a_result])
 def test_an_argument_that_shares_a_constant_of_the_graph(make, f, donated, options):
