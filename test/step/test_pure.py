@@ -396,6 +396,13 @@ def test_detached_and_returned_arguments(make):
 # --- Autograd ---
 
 
+def test_derivatives_without_memory_are_zeros(make):
+    """Autograd has tensors of zeros without memory, which cannot become Python objects."""
+    hessian = pure(torch.func.hessian(lambda x: (x**3).sum()))
+    assert hessian(make(3)).tolist() == [[0, 0, 0], [0, 6, 0], [0, 0, 12]]
+    assert pure(torch.func.grad(lambda x: (torch.sgn(x) + x).sum()))(make(3)).tolist() == [1, 1, 1]
+
+
 def test_training_inside_computes_what_plain_torch_computes(make):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))

@@ -60,6 +60,9 @@ class HostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
             self._refuse_tensors((args, kwargs))
+        # Autograd's tensor of zeros without memory, as in second derivatives. It cannot become a Python object.
+        if func is torch.ops.aten._efficientzerotensor.default:
+            func = torch.ops.aten.zeros.default
         result = func(*args, **kwargs)
         if all(tensor.device.type != "xla" for tensor in tensors_of((args, kwargs))):
             result = pytree.tree_map_only(torch.Tensor, _host.tracked_views, result)
