@@ -84,6 +84,10 @@ def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     first: Any = args[0] if args else kwargs.get("input")
     if name in _FILLED or (name == "fill_" and type(first) is not Number):
         return _filled(func, args, kwargs, numbers)
+    if name in ("scatter", "scatter_") and len(args) == 4 and type(args[3]) is Number:
+        # torch takes a tensor there for the one that has an element for each index
+        args[3] = args[3].as_subclass(torch.Tensor).to(first.dtype).expand(args[2].shape)
+        return func(*args, **kwargs)
     if type(first) is Number and name.endswith("_") and hasattr(torch.Tensor, name.rstrip("_")):
         func = getattr(torch.Tensor, name := name.rstrip("_"))  # `lr *= x` binds the name to another value
     factor = _SCALED.get(name.rstrip("_"), "")

@@ -189,7 +189,9 @@ def test_a_float_is_converted_to_the_dtype_of_the_tensor_it_is_written_into(make
     def written(x, n):
         x = x.clone()
         x[0] = n
-        return x, torch.full_like(x, n), x.clone().fill_(n), torch.float_power(x, n / n)
+        at = torch.arange(1, device=x.device)
+        scattered = x.scatter(0, at, n), x.clone().scatter_(0, at, n)
+        return x, torch.full_like(x, n), x.clone().fill_(n), torch.float_power(x, n / n), *scattered
 
     for found in written(make(3).to(torch.int64), value):
         assert found[0].item() == value
