@@ -74,10 +74,11 @@ def ends_of_with(code: types.CodeType) -> frozenset[int]:
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt before the k-th instruction that the functions named execute."""
+    """Raises an error of a signal handler before the k-th instruction that the functions named execute."""
 
-    def __init__(self, at):
+    def __init__(self, at, error=KeyboardInterrupt):
         self._left = at
+        self._error = error
         self.where = None
 
     def _call(self, frame, event, argument):
@@ -96,7 +97,7 @@ class Interrupter:
             self._left -= 1
             if self._left < 0:
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno} at {frame.f_lasti}"
-                raise KeyboardInterrupt
+                raise self._error
         return self._instruction
 
     def run(self, function):
@@ -107,7 +108,7 @@ class Interrupter:
         sys.settrace(self._call)
         try:
             function()
-        except KeyboardInterrupt:
+        except self._error:
             pass
         finally:
             sys.settrace(before)
@@ -125,13 +126,17 @@ def collected_by_hand() -> Iterator[None]:
         gc.enable()
 
 
-def interrupt_everywhere(function: Callable[[], Any], check: Callable[[str | None], Any]) -> int:
+def interrupt_everywhere(
+    function: Callable[[], Any],
+    check: Callable[[str | None], Any],
+    error: type[BaseException] = KeyboardInterrupt,
+) -> int:
     """Runs it once for each instruction, and once more without an interrupt; how often it was interrupted."""
     before = state()
     Interrupter(sys.maxsize).run(function)  # Python 3.13.0 sends none the first time that code is traced
     with collected_by_hand():
         for at in range(100_000):
-            interrupter = Interrupter(at)
+            interrupter = Interrupter(at, error)
             interrupted = interrupter.run(function)
             gc.collect(0)  # a generator that was left suspended ends now
             after, where = state(), interrupter.where

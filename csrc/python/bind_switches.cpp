@@ -33,8 +33,9 @@ Reason MakeReason(const std::string& code, std::string details) {
 
 // A context that an interrupt cannot leave half entered or half left. Python checks for signals between calls and at
 // the start of each function. So it may interrupt a context manager written in Python before `with` knows that it has
-// been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If an interrupt or a lack of
-// memory stops `leave`, they call it again, so `leave` must allow that. `depth` shows it what is left to undo.
+// been entered, or before the first line of its __exit__. Here `with` calls C++ functions. If a signal handler's
+// exception or a lack of memory stops `leave`, they call it again, so `leave` must allow that. `depth` shows it what is
+// left to undo.
 struct Scope {
   // Unlike std::thread::id, no later thread gets it again.
   static std::uint64_t ThisThread() { return PyThreadState_GetID(PyThreadState_Get()); }
@@ -66,9 +67,6 @@ void Leave(const py::object& self, bool raised) {
       break;
     } catch (py::error_already_set& error) {
       failure.emplace(error);
-      if (error.matches(PyExc_Exception) && !error.matches(PyExc_MemoryError)) {
-        break;
-      }
     }
   }
   Scope& scope = self.cast<Scope&>();

@@ -573,8 +573,11 @@ def test_a_lock_that_cannot_be_released_raises():
         def release(self):
             raise ValueError("not released")
 
+    calls = []
+
     class Failing(_C.Scope):
         def leave(self, raised):
+            calls.append(raised)
             raise KeyError("not left")
 
     scope = _C.Scope(Lock())
@@ -584,6 +587,7 @@ def test_a_lock_that_cannot_be_released_raises():
     # The first error counts; the second one goes to sys.unraisablehook.
     with pytest.raises(KeyError, match="not left"), Failing(Lock()):
         pass
+    assert calls == [False] * 10  # an exception of a signal handler would not come again
 
 
 @in_process

@@ -66,16 +66,3 @@ def test_a_tensor_without_pending_work_is_not_updated():
 def test_a_scope_without_functions_of_its_own_does_nothing():
     with _C.Scope() as scope:
         assert isinstance(scope, _C.Scope)
-
-
-def test_an_error_while_a_scope_is_left_is_raised_once():
-    calls = []
-
-    class Failing(_C.Scope):
-        def leave(self, raised):
-            calls.append(raised)
-            raise ValueError("not left")
-
-    with pytest.raises(ValueError, match="not left"), Failing():
-        pass
-    assert calls == [False]

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at every instruction that enters or leaves a context of the package leaves nothing behind."""
+"""An exception of a signal handler at every instruction that enters or leaves a context of the package leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ CONTEXTS = {
 }
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_every_instruction_of_a_context(name):
+def test_every_instruction_of_a_context(name, error):
     def use(raises):
         try:
             with CONTEXTS[name]():
@@ -39,7 +40,7 @@ def test_every_instruction_of_a_context(name):
             pass
 
     for raises in (False, True):
-        assert interrupt_everywhere(functools.partial(use, raises), lambda where: None) > 0
+        assert interrupt_everywhere(functools.partial(use, raises), lambda where: None, error) > 0
 
 
 @pytest.mark.parametrize("name", [name for name in CONTEXTS if isinstance(CONTEXTS[name](), _modes.ThreadMode)])
