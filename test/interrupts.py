@@ -18,7 +18,6 @@ import torch
 from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 from torch_xla import _XLAC
-from torch_xla._dynamo import dynamo_bridge
 
 from torch_xla_donate import _C, _host, _marks, _report, _trace
 
@@ -26,7 +25,7 @@ from torch_xla_donate import _C, _host, _marks, _report, _trace
 FUNCTIONS: set[str] = {
     "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
     "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices",
-    "tracing", "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
+    "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
     "has_new_gradient", "compile_graph", "cancel", "_recreate_cm", "_mark", "read", "write", "one_scan",
     "compiling_graphs", "make_entry", "last_entry", "switch_on", "switch_off",
 }  # fmt: skip
@@ -52,7 +51,6 @@ def state() -> dict[str, Any]:
         "executes": _XLAC._get_allow_execution(),
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
         "graph name": _XLAC._get_current_graph_name(),
-        "bridge": (dynamo_bridge.extract_graph_helper, dynamo_bridge.SpecialReturnHandler),
         "locks": [lock._is_owned() for lock in (_host.switches.compiling, _host.loops._scanning)],
     }
 

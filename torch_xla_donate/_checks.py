@@ -8,6 +8,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from torch_xla_donate._errors import see
 
 
@@ -34,6 +36,7 @@ def kind_of_lazy_body(f: Callable[..., Any]) -> str:
     """The kind of a function whose call returns before its body runs: ``a generator function``. Empty for others."""
     while isinstance(f, functools.partial):
         f = f.func
+    f = f.forward if isinstance(f, torch.nn.Module) else f
     if not inspect.isroutine(f):
         f = type(f).__call__
     kinds = {

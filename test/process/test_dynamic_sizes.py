@@ -30,7 +30,6 @@ from torch_xla_donate import (
     hlo,
     is_donated,
 )
-from torch_xla_donate._report.reasons import SENTENCES
 
 DYNAMIC = {"XLA_EXPERIMENTAL": "nonzero:masked_select"}
 
@@ -130,7 +129,7 @@ def test_a_size_ends_automatic_donation(size_of, value):
         for skipped in (1, 2):
             t = t + 1
             torch_xla.sync(wait=True)
-            assert donation_report().auto_refusals == {SENTENCES[Reason.SYMBOLIC_SIZES]: skipped}
+            assert donation_report().auto_refusals == {Reason.SYMBOLIC_SIZES.sentence: skipped}
         assert int(size) == value
         donate_buffer(t)
         out = t + 1

@@ -1,4 +1,4 @@
-"""An exception of a signal handler at every instruction that enters or leaves a context of the package leaves nothing behind."""
+"""A signal at every instruction that enters or leaves a context of the package leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from interrupts import interrupt_everywhere, state
-from torch_xla._dynamo import dynamo_bridge
 
-from torch_xla_donate import _C, _host, _modes, _report, auto_donate, debug_nans, donation_disabled
+from torch_xla_donate import _C, _host, _marks, _modes, _report, auto_donate, debug_nans, donation_disabled
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 
@@ -24,7 +23,7 @@ CONTEXTS = {
     "restored": lambda: _host.interrupts.Restored(),
     "postpone_notices": _report.postpone_notices,
     "a scan": lambda: _host.one_scan(),
-    "replaced": lambda: _host.interrupts.replaced(dynamo_bridge, "extract_graph_helper", None),
+    "replaced": lambda: _marks.inside_call.replaced(True),
 }
 
 

@@ -31,18 +31,6 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-def _refuse_lazy_bodies(f: Callable[..., Any]) -> None:
-    """Raises TypeError for a function whose call returns before its body runs. The step would be empty."""
-    call: Any = f
-    while isinstance(call, functools.partial):
-        call = call.func
-    if kind := kind_of_lazy_body(call.forward if isinstance(call, torch.nn.Module) else call):
-        raise TypeError(
-            f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
-            f"that returns its results, and call that function here. {see('compile_errors')}"
-        )
-
-
 class CompiledFunction(Protocol[P, R_co]):
     """The type of a function made by `compile`: called like the function, and has `lower`."""
 
@@ -177,7 +165,11 @@ def compile(
             f"f is of type {type(f).__name__}, which cannot be called. Pass a function or a module. "
             f"{see('compile_errors')}"
         )
-    _refuse_lazy_bodies(f)
+    if kind := kind_of_lazy_body(f):  # its step would be empty
+        raise TypeError(
+            f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
+            f"that returns its results, and call that function here. {see('compile_errors')}"
+        )
     compiled = _make(f, options, backend, pure, strict, kwargs)
     compiled.stacklevel, compiled.remake = stacklevel, remake
     return ModuleProxy(compiled) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]

@@ -49,7 +49,7 @@ class Lowered:
             for arguments in (call.roles.donated, call.roles.kept)
         )
         floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
-        with _host.tracing(), _optimizers_restored([*call.args, *call.kwargs.values()]):
+        with _host.Tracing(), _optimizers_restored([*call.args, *call.kwargs.values()]):
             _host.show_shardings([leaf for leaf in [*donated, *kept] if is_materialised(leaf)])
             refuse = _trace.Refusal(function, is_pure=self._compiled.traces_floats)
             call, numbers = put_numbers(call, floats, refuse)
@@ -59,7 +59,8 @@ class Lowered:
                 with interrupts.Restored(), _trace.Restoring(recorder):
                     with _trace.host_reads_refused(refuse), recorder.reads, recorder:
                         _C.refuse_reads(True)
-                        results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
+                        result = self._compiled.body(*call.args, **call.kwargs)
+                        results, _ = _trees.flatten(result, f"the result of {function}")
                         _C.refuse_reads(False)
                     given_floats = {id(one) for one in numbers}
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
@@ -125,13 +126,13 @@ class Lowered:
         names = self._names()
         with self._traced() as (outputs, donors):
             text, buffers = _host.hlo_text(outputs, donors)
+            if not text:
+                raise ValueError(
+                    f"{self._compiled.function} computes nothing on the device, so it cannot be compiled for "
+                    f"{topology}. Return the results of the step. {see('tpu')}"
+                )
             with _host.size_rule(rule):
                 order = _host.parameter_order(outputs, donors, buffers)
-        if not text:
-            raise ValueError(
-                f"{self._compiled.function} computes nothing on the device, so it cannot be compiled for {topology}. "
-                f"Return the results of the step. {see('tpu')}"
-            )
         module = compile_module(hlo.parse(text), text, topology, order)
         named = [names.get(buffers[number], "") for number in order]
         return Executable(
@@ -202,13 +203,6 @@ class LoweringRecorder(_trace.Recorder):
     def replaced(self) -> list[torch.Tensor]:
         """The buffers of tensors with new values. torch_xla donates them automatically."""
         return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
-
-
-def _leaves_of_result(function: str, result: Any) -> list[Any]:
-    try:
-        return pytree.tree_leaves(result)
-    except RecursionError:
-        raise _trees.refuse_depth(f"the result of {function}") from None
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -50,7 +50,8 @@ class Graph:
         self._is_resumed = frame is not None and frame.code.co_name.startswith(_RESUMED)
         self._refusal = refusal
         self._unread = refusal or NOT_READ  # code that may read this graph's donors may also read other donors
-        self._variants: dict[Any, Variant] = {}
+        # Each with its name. It never runs if a result holds a donated buffer.
+        self._variants: dict[Any, tuple[str, _host.ExtractedGraph]] = {}
 
     def __call__(self, *args: Any) -> Any:
         with _on_device_of(args):
@@ -76,9 +77,9 @@ class Graph:
             # numbers and shardings. torch.compile guards none of these.
             found = signature_of(list(args))
             key = (positions, found.key, _trees.exact(found.others), _host.shardings(args))
-            variant = self._variants.get(key)
-            if variant is None:
-                variant = self._variants[key] = self._extract(args, positions)
+            if key not in self._variants:
+                self._variants[key] = new_graph_name(), self._extract(args, positions)
+            name, variant = self._variants[key]
             if donation is None:
                 return variant.run(*args)
             refused = bool(positions and self._refusal)
@@ -88,7 +89,7 @@ class Graph:
             return variant.run(*args)
         donors = positions or donation.undonated(args)
         places = variant.places if positions else [(None, None)] * len(donors)
-        with donation.consumed([args[i] for i in donors], variant.name, places):
+        with donation.consumed([args[i] for i in donors], name, places):
             return variant.run(*args)
 
     def _refuse_kept(self, donation: RunDonation, args: Sequence[Any]) -> None:
@@ -101,7 +102,7 @@ class Graph:
             return
         donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
 
-    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> Variant:
+    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> _host.ExtractedGraph:
         # Extraction rewrites its graph, and a later variant needs the original.
         model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
         graph = _host.extract_graph(model, args, [args[i] for i in positions])
@@ -109,7 +110,7 @@ class Graph:
             # Operations without an XLA lowering split the graph. A later part may need a buffer that an earlier one
             # consumed.
             self._refusal = _C.Reason("host_operations")
-        return Variant(new_graph_name(), graph.run, graph.returned, graph.places)
+        return graph
 
 
 def _on_device_of(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -121,19 +122,6 @@ def _on_device_of(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]
             f'graph runs on one device. Move them to one device, or use backend="lazy". {see("torch_compile")}'
         )
     return _host.on_device(devices)
-
-
-class Variant(NamedTuple):
-    """A graph, compiled for a set of donated positions. It never runs if a result holds a donated buffer.
-
-    returned: the positions whose buffers are results.
-    places: for each donated position the number of its parameter, and of the output computed from it.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    returned: frozenset[int]
-    places: list[tuple[int | None, int | None]]
 
 
 class OpenxlaCompiled(Compiled):

@@ -56,18 +56,17 @@ def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Shardin
         TypeError, ValueError: as for `placeholder`. TypeError also for a lazy parameter, a nested or a sparse tensor.
     """
     made = Placeholders()
-    memo: dict[int, Any] = {}
     leaves, names = _trees.flatten(tree, "tree")
     shardings: dict[int, Any] = {}
 
     def add(leaf: torch.Tensor, found: Any) -> None:
         shardings[id(leaf)] = found
-        memo[id(leaf)] = new = made(leaf, found)
+        new = made(leaf, found)
         if leaf.is_leaf and leaf.grad is not None:
-            new.grad = memo[id(leaf.grad)] = made(leaf.grad, found)
+            new.grad = made(leaf.grad, found)
 
     for number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in made.by_id:
             _check_dense(leaf, names.name(number))
             given = sharding(names.name(number), leaf) if sharding is not None else None
             add(leaf, _op_sharding(tuple(leaf.shape), given) if given is not None else _kept(leaf, sharding))
@@ -75,22 +74,22 @@ def placeholder_like(tree: T, *, sharding: Callable[[str, torch.Tensor], Shardin
         if isinstance(optimizer, torch.optim.Optimizer):
             for parameter, state in optimizer.state.items():
                 for leaf in state.values():
-                    if isinstance(leaf, torch.Tensor) and id(leaf) not in memo and not _is_counter(leaf):
+                    if isinstance(leaf, torch.Tensor) and id(leaf) not in made.by_id and not _is_counter(leaf):
                         add(leaf, shardings.get(id(parameter)) if leaf.shape == parameter.shape else None)
-    return copy.deepcopy(tree, memo)
+    return copy.deepcopy(tree, made.by_id)
 
 
 class Placeholders:
     """Makes placeholders for tensors. Tensors that share a buffer get placeholders that share one."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, torch.Tensor] = {}
+        self.by_id: dict[int, torch.Tensor] = {}
         self._by_buffer: dict[int, tuple[int, torch.Tensor]] = {}
 
     def __call__(self, leaf: torch.Tensor, op_sharding: Any = None) -> torch.Tensor:
-        if id(leaf) not in self._by_id:
-            self._by_id[id(leaf)] = self._make(leaf, op_sharding)
-        return self._by_id[id(leaf)]
+        if id(leaf) not in self.by_id:
+            self.by_id[id(leaf)] = self._make(leaf, op_sharding)
+        return self.by_id[id(leaf)]
 
     def _make(self, leaf: torch.Tensor, op_sharding: Any) -> torch.Tensor:
         identity, buffer = _C.identity(leaf) if leaf.device.type == "xla" else (0, 0)

@@ -55,7 +55,7 @@ class TracedProgram:
         offered: Sequence[int],
     ) -> bool:
         """Returns True if an argument shares its buffer with another input, which the graph cannot distinguish."""
-        with _host.tracing():
+        with _host.Tracing():
             call, leaves = proxies.make()
             recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable, recorder.donated_copies = proxies.inseparable(), proxies.donated_copies
@@ -241,7 +241,7 @@ def _refuse_other_devices(function: str, tensors: Sequence[torch.Tensor]) -> Non
 
 def _refuse_gradients(function: str, results: Sequence[Any], recorder: _trace.Recorder) -> None:
     for leaf in results:
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and not recorder.is_outside(leaf):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None and id(leaf) not in recorder.outside_ids:
             raise DonationError(
                 f"{function} is declared pure, but returns {_trees.dtype_and_shape(leaf)} with a gradient history, "
                 "which a replay does not have. Call backward() inside, return .detach(), or use torch.no_grad(). "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -15,15 +15,6 @@ from torch_xla_donate._compile.arguments import Argument, CallArguments
 from torch_xla_donate._compile.donation import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
-
-
-class _Content(NamedTuple):
-    """An argument in the trace, with its leaves and its structure before the trace."""
-
-    argument: Argument
-    value: Any
-    leaves: list[Any]
-    structure: Any
 
 
 class ArgumentProxies:
@@ -58,7 +49,8 @@ class ArgumentProxies:
         self._made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._given: list[weakref.ref[torch.Tensor]] = []
         self._buffers: set[int] = set()
-        self._contents: list[_Content] = []
+        # Of each argument in the trace: its value, and its leaves and structure before the trace.
+        self._contents: list[tuple[Argument, Any, list[Any], Any]] = []
         self.separate()
 
     def _refuse_views(self, leaves: Sequence[Any]) -> None:
@@ -98,8 +90,7 @@ class ArgumentProxies:
         self._given += [weakref.ref(one) for one in numbers]
         arguments = call.roles.nonstatic
         self._contents = [
-            _Content(argument, value, *pytree.tree_flatten(value))
-            for argument, value in zip(arguments, call.values(arguments))
+            (argument, value, *pytree.tree_flatten(value)) for argument, value in zip(arguments, call.values(arguments))
         ]
         return call, leaves
 

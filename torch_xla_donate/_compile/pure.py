@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch_xla
@@ -18,18 +18,14 @@ from torch_xla_donate._errors import see
 _CLOSED_OVER = _C.Reason("closed_over")
 
 
-class _Call:
+class _Call(NamedTuple):
     """The flattened arguments of a call, their signature, and what else its program depends on (`_state`)."""
 
-    def __init__(
-        self, arguments: CallArguments, state: Hashable, leaves: list[Any], structures: Sequence[Hashable]
-    ) -> None:
-        self.arguments, self.state, self.leaves, self.structures = arguments, state, leaves, structures
-        self.sign()
-
-    def sign(self) -> None:
-        found = signature_of(self.leaves)
-        self.signature, self.pending, self.others, self.devices = found.key, found.pending, found.others, found.devices
+    arguments: CallArguments
+    state: Hashable
+    leaves: list[Any]
+    structures: Sequence[Hashable]
+    signature: _C.Signature
 
 
 class PureCompiled(Compiled):
@@ -63,11 +59,12 @@ class PureCompiled(Compiled):
         if repeated is not None:
             return repeated[0]
         leaves, parts = leaves_of_call(arguments)
-        call = _Call(arguments, state, leaves, [structure for _, structure in parts])
-        with self.on_device(arguments, call.devices):
-            if call.pending:
+        signature = signature_of(leaves)
+        with self.on_device(arguments, signature.devices):
+            if signature.pending:
                 torch_xla.sync()
-                call.sign()
+                signature = signature_of(leaves)
+            call = _Call(arguments, state, leaves, [structure for _, structure in parts], signature)
             if not arguments.roles.donated:
                 return self._run_once(call, None)
             with RunDonation(self, arguments, parts, where) as donation:
@@ -113,9 +110,9 @@ class PureCompiled(Compiled):
                 call.state,
                 _host.current_device(),
                 *call.structures,
-                call.signature,
+                call.signature.key,
                 donation.choice() if donation is not None else None,
-                self._values(call.others),
+                self._values(call.signature.others),
                 _host.shardings(call.leaves),
             )
             program = self._programs.get(key)

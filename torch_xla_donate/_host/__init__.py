@@ -14,6 +14,7 @@ if not _config.IS_OFF:
 from torch_xla_donate._host.computations import call_computation, calling, computation_text, is_computation
 from torch_xla_donate._host.dynamo import (
     CapturedFrame,
+    ExtractedGraph,
     captured_frame,
     compute_pending,
     extract_graph,
@@ -60,7 +61,7 @@ from torch_xla_donate._host.settings import (
     runtime,
     functions_of_a_step,
 )
-from torch_xla_donate._host.switches import current_device, graph_name, is_refused_execution, on_device, tracing
+from torch_xla_donate._host.switches import current_device, graph_name, is_refused_execution, on_device, Tracing
 from torch_xla_donate._host.tensors import (
     array_of,
     computed,

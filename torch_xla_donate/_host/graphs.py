@@ -112,8 +112,6 @@ def parameter_order(
     outputs: Sequence[torch.Tensor], donors: Sequence[torch.Tensor], buffers: Sequence[int]
 ) -> list[int]:
     """The places of these parameters in the order that a step gives them, as in `compile_graph`."""
-    if not outputs:
-        return []
     with OrderedParameters(donors) as parameters:
         xlac()._get_graph_hash(list(outputs))
     place = {buffer: number for number, buffer in enumerate(buffers)}

@@ -18,18 +18,13 @@ from torch_xla_donate import _C
 T = TypeVar("T")
 
 
-def restore(holder: Any, *names: str) -> None:
-    """Registers attributes for `Restored`. The holder is a module, or an object with attributes of the thread."""
-    _restored.extend((holder, name) for name in names)
-
-
-_restored: list[tuple[Any, str]] = []
 _FLAGS = (
     "_is_in_torch_dispatch_mode",
     "_is_in_non_infra_torch_dispatch_mode",
     "_is_in_any_mode_without_ignore_compile_internals",
 )
-restore(_python_dispatch, *(flag for flag in _FLAGS if hasattr(_python_dispatch, flag)))  # torch 2.8 has two of them
+# What `Restored` restores: attributes of a module, or of an object that belongs to the thread. torch 2.8 has two flags.
+_restored: list[tuple[Any, str]] = [(_python_dispatch, flag) for flag in _FLAGS if hasattr(_python_dispatch, flag)]
 
 
 class Restored(_C.Scope):
@@ -80,11 +75,6 @@ class Switched(_C.Scope, Generic[T]):
             self._write(original)
 
 
-def replaced(holder: Any, name: str, value: Any) -> Switched[Any]:
-    """Replaces the value of an attribute inside the context. `holder` may belong to the thread."""
-    return Switched(functools.partial(getattr, holder, name), functools.partial(setattr, holder, name), value)
-
-
 class PerThread(threading.local, Generic[T]):
     """A value of each thread, which begins as a copy of the given one."""
 
@@ -93,13 +83,13 @@ class PerThread(threading.local, Generic[T]):
 
     def replaced(self, value: T) -> Switched[T]:
         """A context in which this thread has another value."""
-        return replaced(self, "value", value)
+        return Switched(lambda: self.value, functools.partial(setattr, self, "value"), value)
 
 
 def per_thread(value: T) -> PerThread[T]:
     """A value of each thread that `Restored` restores."""
     made = PerThread(value)
-    restore(made, "value")
+    _restored.append((made, "value"))
     return made
 
 

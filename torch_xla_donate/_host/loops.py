@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch_xla_donate import _C, _numbers
 from torch_xla_donate._errors import see
 from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
-from torch_xla_donate._host.repairs import accumulation_by_buffer, carried_in_order
+from torch_xla_donate._host.repairs import accumulation_by_buffer, carried_in_order, copied_functions
 from torch_xla_donate._host.settings import runtime
 from torch_xla_donate._host.tensors import placeholder
 from torch_xla_donate._locks import make_lock
@@ -36,12 +35,9 @@ def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **o
     """Calls a copy of torch_xla's scan_layers with another scan. Other threads may run the original."""
     from torch_xla.experimental import scan_layers as host
 
-    original = host.scan_layers
-    copied = types.FunctionType(
-        original.__code__, {**vars(host), "scan": scan}, original.__name__, original.__defaults__, original.__closure__
-    )
-    copied.__kwdefaults__ = original.__kwdefaults__
-    return copied(layers, *args, **options)
+    names = copied_functions(host)
+    names["scan"] = scan
+    return names["scan_layers"](layers, *args, **options)
 
 
 def is_traced(leaf: object) -> bool:
@@ -74,7 +70,7 @@ def accumulate(
     """
     from torch_xla.experimental import gradient_accumulation as host
 
-    if _C.refuses_runs():  # inside `tracing`
+    if _C.refuses_runs():  # inside `Tracing`
         iterable_tensors = tuple(map(_sliced_without_a_run, iterable_tensors))
     loop: Callable[..., Any] = accumulation_by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
     reads_refused = _C.refuse_reads(False)  # the loop syncs tensors without a value

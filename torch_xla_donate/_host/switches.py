@@ -54,12 +54,14 @@ class OrderedParameters(_C.Scope):
 
 
 class Tracing(_C.Scope):
-    """Records operations without running them."""
+    """Runs pending work, then records operations inside without running them. Restores the random seed."""
 
-    def __init__(self, lock: Any, seed: int) -> None:
-        super().__init__(lock)
-        self._seed = seed
+    def __init__(self) -> None:
+        super().__init__(compiling)
+        self._seed = xlac()._xla_get_rng_seed()
         self._before: tuple[bool, str] | None = None
+        torch_xla.sync()
+        xm.wait_device_ops()
 
     def enter(self) -> None:
         eager = in_eager_mode()
@@ -80,16 +82,8 @@ class Tracing(_C.Scope):
         xm.set_rng_state(self._seed)
 
 
-def tracing() -> contextlib.AbstractContextManager[Any]:
-    """Runs pending work, then records operations inside without running them. Restores the random seed."""
-    seed = xlac()._xla_get_rng_seed()
-    torch_xla.sync()
-    torch_xla.core.xla_model.wait_device_ops()
-    return Tracing(compiling, seed)
-
-
 def is_refused_execution(error: RuntimeError) -> bool:
-    """Whether `tracing` has refused to run a graph."""
+    """Whether `Tracing` has refused to run a graph."""
     return "Unexpected execution" in str(error)
 
 

@@ -65,7 +65,8 @@ def other_holders(known: Mapping[int, int], named: Mapping[int, Named]) -> tuple
     Returns:
         For each buffer the tensors whose graphs of autograd save it, and the buffers that something else refers to.
     """
-    tensors = [leaf for leaf in gc.get_objects() if _is_tensor(leaf)]
+    # isinstance() would call a proxy's __class__.
+    tensors = [leaf for leaf in gc.get_objects() if issubclass(type(leaf), torch.Tensor) and leaf.device.type == "xla"]
     counted, objects = Counter[int](), Counter[int]()
     for probe in [object()]:
         ours = sys.getrefcount(probe)  # of a list, a loop and this function
@@ -86,11 +87,6 @@ def other_holders(known: Mapping[int, int], named: Mapping[int, Named]) -> tuple
         if not is_all or not (known[buffer] or names):
             unknown.add(buffer)
     return found, unknown
-
-
-def _is_tensor(leaf: object) -> bool:
-    # isinstance() would call a proxy's __class__.
-    return issubclass(type(leaf), torch.Tensor) and leaf.device.type == "xla"  # type: ignore[attr-defined, no-any-return]
 
 
 class _Graphs:

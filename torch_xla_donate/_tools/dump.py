@@ -34,15 +34,6 @@ class DumpedStep(NamedTuple):
     signature: int
     digest: bytes
 
-    @classmethod
-    def of(cls, before: ModuleText | None, after: ModuleText | None) -> DumpedStep:
-        """The step of these texts. One of them may be None."""
-        compiled = after or before
-        assert compiled is not None, "a step has a text"
-        path = None if before is None else before.module.path
-        digest = hashlib.blake2b(compiled.text.encode(), digest_size=16).digest()
-        return cls(summarize(before, after), path, signature_of(compiled.module), digest)
-
 
 def read_steps(files: Sequence[tuple[str, Path]], skipped: list[SkippedFile]) -> list[DumpedStep]:
     """The steps of the (stage, path) of one number: one, or several if several processes dumped to the folder.
@@ -57,10 +48,14 @@ def read_steps(files: Sequence[tuple[str, Path]], skipped: list[SkippedFile]) ->
             skipped.append(SkippedFile(str(path), str(error).removeprefix(f"{path}: ")))
             continue
         found.setdefault(read.module.name, {})[stage] = read
-    return [
-        DumpedStep.of(stages.get("before_optimizations"), stages.get("after_optimizations"))
-        for stages in found.values()
-    ]
+    steps = []
+    for stages in found.values():
+        before, after = stages.get("before_optimizations"), stages.get("after_optimizations")
+        (*_, compiled) = (text for text in (before, after) if text is not None)
+        digest = hashlib.blake2b(compiled.text.encode(), digest_size=16).digest()
+        original = None if before is None else before.module.path
+        steps.append(DumpedStep(summarize(before, after), original, signature_of(compiled.module), digest))
+    return steps
 
 
 def read_text(path: Path) -> ModuleText:

@@ -81,6 +81,7 @@ class Recorder(TorchFunctionMode):
         seed_buffer: the buffer of the random seed, if a loop may have removed its id.
         reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
+        outside_ids: ids of the arguments, and of the tensors that the function closes over; not of aliases of these.
         made: the tensors that the trace has made, with their lines. They must be gone after the trace.
     """
 
@@ -100,7 +101,7 @@ class Recorder(TorchFunctionMode):
         self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
         self.made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
-        self._outside_ids = {id(leaf) for leaf in self._arguments}
+        self.outside_ids = {id(leaf) for leaf in self._arguments}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,10 +141,6 @@ class Recorder(TorchFunctionMode):
         finally:
             self.reads.numbers = []
 
-    def uses(self, modules: Iterable[torch.nn.Module]) -> None:
-        for module in modules:
-            self.modules.note(module)
-
     def _watch(self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_of((args, kwargs))
         used = [(tensor, *self._read(tensor)) for tensor in tensors]
@@ -162,10 +159,10 @@ class Recorder(TorchFunctionMode):
                 raise self._updated(tensor, identity)
             # A write through a view changes its base.
             base = tensor._base if tensor.device.type == "xla" and not buffer else None
-            if base is not None and id(base) in self._outside_ids and _C.identity(base)[0] not in self._outside():
+            if base is not None and id(base) in self.outside_ids and _C.identity(base)[0] not in self._outside():
                 raise self._updated(base, 0)
         for tensor in tensors_of(result):
-            if id(tensor) in self._outside_ids:
+            if id(tensor) in self.outside_ids:
                 continue
             self._results[id(tensor)] = tensor
             if tensor.device.type == "xla":
@@ -208,13 +205,13 @@ class Recorder(TorchFunctionMode):
                 self._snapshots.append(TensorSnapshot(tensor))
             if known is None or isinstance(tensor, torch.nn.Parameter):
                 self.captured[identity] = tensor
-                self._outside_ids.add(id(tensor))
+                self.outside_ids.add(id(tensor))
         return identity, buffer
 
     def _check_attribute(self, func: Any, args: Sequence[Any]) -> None:
         """Refuses attributes of a tensor from outside, which a replay neither reads nor writes again."""
         tensor = args[0] if args else None
-        if not isinstance(tensor, torch.Tensor) or id(tensor) not in self._outside_ids:
+        if not isinstance(tensor, torch.Tensor) or id(tensor) not in self.outside_ids:
             return
         owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
         if owner == _GRAD and name == "__get__":
@@ -244,10 +241,6 @@ class Recorder(TorchFunctionMode):
                     "Use torch.autograd.grad, or call backward() on .detach().requires_grad_() of it",
                     where,
                 )
-
-    def is_outside(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is an argument, or one that the function closes over. An alias of such a tensor is not."""
-        return id(tensor) in self._outside_ids
 
     def note_returned(self, results: Iterable[Any]) -> None:
         """Captures tensors from outside that the function only returns, since no operation reads them."""

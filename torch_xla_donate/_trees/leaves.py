@@ -34,15 +34,6 @@ def with_paths(tree: Any) -> tuple[list[Any], TreePaths]:
     return leaves, TreePaths(root)
 
 
-def flatten_module(module: torch.nn.Module) -> tuple[list[Any], FixedNames]:
-    """Parameters and buffers. A tied tensor appears once for each of its names."""
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return [tensor for _, tensor in named], FixedNames([name for name, _ in named])
-
-
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], FixedNames]:
     """Parameters and state on the device. Counters on the host (``step``) have no buffer to donate."""
     leaves: list[Any] = []
@@ -62,11 +53,10 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], Fixe
 
 def _open(leaf: Any) -> tuple[list[Any], FixedNames] | None:
     """The tensors of a module or an optimizer; None for any other leaf."""
-    if isinstance(leaf, torch.nn.Module):
-        return flatten_module(leaf)
-    if isinstance(leaf, torch.optim.Optimizer):
-        return flatten_optimizer(leaf)
-    return None
+    if isinstance(leaf, torch.nn.Module):  # a tied tensor appears once for each of its names
+        named = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
+        return [tensor for _, tensor in named], FixedNames([name for name, _ in named])
+    return flatten_optimizer(leaf) if isinstance(leaf, torch.optim.Optimizer) else None
 
 
 _COLLECTIONS = (torch.nn.Module, torch.optim.Optimizer)

@@ -30,7 +30,6 @@ _WORD = re.compile(r"[A-Za-z_][\w.\-]*", re.ASCII)
 _KIND = re.compile(r"(may|must)-alias(?![\w.\-])", re.ASCII)
 _NAME = re.compile(r"%?([^\s,({]+)")
 _NUMBER = re.compile(r"[0-9]{1,18}(?![0-9])")
-_BRACKETS = "{}()[]"
 _MARK = re.compile(r'[,\s"{}()\[\]]|/\*')
 # The pattern has no closing quote: re would retry a failed match from every quote.
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
@@ -181,7 +180,7 @@ class _Parser:
         self.position = array.end()
         layout = array[3] or ""
         if not layout and self.text.startswith("{", self.position):
-            self.skip_group()
+            self.skip_value(is_group=True)
             layout = self.text[array.end() : self.position]
         return HloShape(dtype, tuple(dims), tuple(dynamic), (), layout)
 
@@ -228,44 +227,31 @@ class _Parser:
         if not _has(parameters[number], donor.parameter_index):
             self.fail(f"an index within parameter {number}, {brief(parameters[number])}", offset)
 
-    def skip_value(self) -> None:
-        """Goes to the end of a value: to a comma, a blank or a closing bracket that is in no bracket or string."""
+    def skip_value(self, is_group: bool = False) -> None:
+        """Goes to the end of a value: to a comma, a blank or a closing bracket that is in no bracket or string.
+
+        is_group: the value begins with a bracket, and ends behind the one that closes it.
+        """
+        opened, depth = 0, 0
         while mark := _MARK.search(self.text, self.position):
             self.position = mark.start()
-            if mark[0] in ", \t\n)}]":
+            if not depth and mark[0] in ", \t\n)}]":
                 return
-            self.skip_mark(mark[0])
-        self.position = len(self.text)
-
-    def skip_group(self) -> None:
-        """Goes behind the bracket that closes the one at the position."""
-        opened = self.position
-        depth = 0
-        while mark := _MARK.search(self.text, self.position):
-            self.position = mark.start()
-            if mark[0] in "{([":
-                depth += 1
-            elif mark[0] in "})]":
-                depth -= 1
-            if mark[0] in _BRACKETS:
-                self.position += 1
-                if not depth:
-                    return
+            if mark[0] == "/*":
+                self.skip_to("*/", self.text.find("*/", self.position + 2))
+            elif mark[0] == '"':
+                string = _STRING.match(self.text, self.position)
+                end = len(self.text) if string is None else string.end()
+                self.skip_to('"', end if self.text.startswith('"', end) else -1)
             else:
-                self.skip_mark(mark[0])
-        self.fail(f"a closing bracket for {self.text[opened]!r} at offset {opened}", len(self.text))
-
-    def skip_mark(self, mark: str) -> None:
-        if mark in "{([":
-            self.skip_group()
-        elif mark == "/*":
-            self.skip_to("*/", self.text.find("*/", self.position + 2))
-        elif mark == '"':
-            string = _STRING.match(self.text, self.position)
-            end = len(self.text) if string is None else string.end()
-            self.skip_to('"', end if self.text.startswith('"', end) else -1)
-        else:
-            self.position += 1
+                opened = opened if depth else self.position
+                depth += (mark[0] in "{([") - (mark[0] in "})]")
+                self.position += 1
+                if is_group and not depth:
+                    return
+        self.position = len(self.text)
+        if depth:
+            self.fail(f"a closing bracket for {self.text[opened]!r} at offset {opened}")
 
     def skip_to(self, closing: str, offset: int) -> None:
         if offset < 0:
