@@ -54,9 +54,6 @@ def test_the_first_call_after_loading_donates_the_optimizer(tmp_path):
         moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         return [*model.parameters(), *moments]
 
-    def values(model, optimizer):
-        return [tensor.tolist() for tensor in tensors(model, optimizer)]
-
     def step(model, optimizer, batch):
         model(batch).square().mean().backward()
         optimizer.step()
@@ -69,7 +66,7 @@ def test_the_first_call_after_loading_donates_the_optimizer(tmp_path):
     torch_xla.sync()
     xm.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint")
     step(model, optimizer, batch)
-    expected = values(model, optimizer)
+    expected = [tensor.tolist() for tensor in tensors(model, optimizer)]
     # WHEN another process would load it, and give both up in its first step
     model, optimizer = made()
     saved = torch.load(tmp_path / "checkpoint")
@@ -80,5 +77,5 @@ def test_the_first_call_after_loading_donates_the_optimizer(tmp_path):
     before = {pointer(tensor) for tensor in tensors(model, optimizer)}
     donating(model, optimizer, batch)
     # THEN the values are the same, in the same memory
-    assert values(model, optimizer) == expected
+    assert [tensor.tolist() for tensor in tensors(model, optimizer)] == expected
     assert {pointer(tensor) for tensor in tensors(model, optimizer)} == before

@@ -41,14 +41,10 @@ def loop(value, *marks):
 
 def test_steps_beyond_the_kept_ones_count(make):
     """The first step is not donated, and 20 others are."""
-
-    @expect_donated(0.999)
-    def run(value):
+    block = expect_donated(0.999)
+    with pytest.warns(DonationWarning, match="no output"), pytest.raises(DonationError) as raised, block:  # noqa: PT012
         lose(make(7))
-        return loop(value, *[True] * 20)
-
-    with pytest.warns(DonationWarning, match="no output"), pytest.raises(DonationError) as raised:
-        run(make(100))
+        loop(make(100), *[True] * 20)
     assert len(donation_report().steps) == 8
     assert donation_report().reused_fraction == 1.0
     text = str(raised.value)

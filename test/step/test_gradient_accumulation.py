@@ -57,7 +57,6 @@ def test_an_iterable_tensor_is_donated_to_an_output_of_its_size(make):
         return model(x).sum() * 0, a * 2 + x.sum()
 
     model, data, carried = model_of(), make(3, 2, 4), make(3, 2, 4)
-    torch_xla.sync()
     before = pointer(data)
     _, result = gradient_accumulation(step, (data,), model, carried, donate="iterable_tensors")
     torch_xla.sync()
@@ -216,7 +215,6 @@ def test_a_pending_carry_is_computed_first(make):
 def test_a_compiled_function_is_a_part_of_the_step(make, options):
     """It does not donate its arguments."""
     model, data, carried = model_of(), make(3, 2, 4), make(5)
-    torch_xla.sync()
     loss, _ = gradient_accumulation(lambda x, t: (model(x).pow(2).mean(), t + 1), (data,), model, carried)
     gradient, expected = model.weight.grad.tolist(), loss.item()
     model.zero_grad()
@@ -242,7 +240,6 @@ RUNS = {
 def test_a_step_that_runs_a_graph_is_refused_and_loses_nothing(make, read):
     # torch_xla's own loop goes on with what came out, as a constant: a wrong loss, and gradients of one iteration.
     model, data, carried, other = model_of(), make(3, 2, 4), make(5), make(4)
-    torch_xla.sync()
     other.add_(5)  # pending, as are the gradients of before
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) * 2
@@ -265,7 +262,6 @@ def test_a_step_that_runs_a_graph_is_refused_and_loses_nothing(make, read):
 
 def test_a_step_may_read_materialised_tensors(make):
     model, data, seen = model_of(), make(3, 2, 4), []
-    torch_xla.sync()
 
     def step(x):
         seen.append(x.tolist())

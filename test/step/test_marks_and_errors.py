@@ -103,14 +103,15 @@ def test_an_error_after_the_step_is_too_late(make):
 
 
 def test_an_error_takes_back_the_marks_of_its_block_only(make):
-    """A buffer that was marked before the block is safe as well."""
-    outer, inner, twice = make(3), make(5), make(6)
+    """Also those of `into` and of modules. A buffer that was marked before the block is safe as well."""
+    module, outer, inner, twice = torch.nn.Linear(3, 3).to("xla"), make(3), make(5), make(6)
+    new = inner * 2
     donate_buffer([outer, twice])
-    with pytest.raises(ValueError, match="no"), donate_buffer([inner, twice]):
+    with pytest.raises(ValueError, match="no"), donate_buffer(inner, into=new), donate_buffer([module, twice]):
         raise ValueError("no")
-    _results = outer + 1, inner + 1, twice + 1
+    _results = outer + 1, twice + 1, module.weight + 1
     torch_xla.sync()
-    assert [is_donated(t) for t in (outer, inner, twice)] == [True, False, False]
+    assert [is_donated(t) for t in (outer, inner, twice, module.weight)] == [True, False, False, False]
 
 
 def test_the_context_holds_no_tensor(make):
@@ -124,23 +125,16 @@ def test_the_context_holds_no_tensor(make):
         raise ValueError("no")
 
 
-def test_an_error_takes_back_marks_of_into_and_of_modules(make):
-    module = torch.nn.Linear(3, 3).to("xla")
-    torch_xla.sync()
-    w = make(4)
-    new = w * 2
-    with pytest.raises(ValueError, match="no"), donate_buffer(w, into=new), donate_buffer(module):
-        raise ValueError("no")
-    torch_xla.sync()
-    assert not is_donated(w) and not is_donated(module.weight)
-
-
 def test_after_an_update_in_place_the_remedy_is_not_a_sync(make):
-    w = make(3)
+    """Unless the tensor never had memory."""
+    w, pending = make(3), make(3) + 1
     w.mul_(2).add_(1)
+    pending.mul_(2)
     with pytest.raises(DonationError, match=r"updated in place since the last step.*automatically. Remove") as error:
         donate_buffer(w)
     assert "torch_xla.sync()" not in str(error.value)
+    with pytest.raises(DonationError, match=r"has no buffer yet.*Call torch_xla.sync\(\) first"):
+        donate_buffer(pending)
     torch_xla.sync()
 
 
@@ -157,13 +151,6 @@ def test_a_write_through_a_view_is_marked_before_it(make):
     assert cache.tolist() == [7.0, 8.0, 2.0]
     assert pointer(cache) == place
     assert donation_report(steps=1).reused_fraction == 1.0
-
-
-def test_a_result_that_never_had_memory_asks_for_a_sync(make):
-    pending = make(3) + 1
-    pending.mul_(2)
-    with pytest.raises(DonationError, match=r"has no buffer yet.*Call torch_xla.sync\(\) first"):
-        donate_buffer(pending)
 
 
 def test_less_than_everything_is_never_100_percent(make):

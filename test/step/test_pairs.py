@@ -7,15 +7,7 @@ import torch
 import torch_xla
 from helpers import BACKENDS, pointer
 
-from torch_xla_donate import (
-    DonationWarning,
-    auto_donate,
-    compile,
-    donate_buffer,
-    donation_report,
-    is_donated,
-    scan,
-)
+from torch_xla_donate import DonationWarning, auto_donate, compile, donate_buffer, donation_report, is_donated, scan
 
 
 def arrays(count: int, *shape: int) -> list[torch.Tensor]:

@@ -41,10 +41,6 @@ def pure(f, **options):
     return torch_xla_donate.compile(f, pure=True, **options)
 
 
-def openxla(f, **options):
-    return torch_xla_donate.compile(f, backend="openxla", **options)
-
-
 def give_away(f, **options):
     return pure(f, donate_argnums=0, **options)
 
@@ -240,7 +236,7 @@ def test_indices_that_torch_xla_computes_in_32_bits_stay_int64(make):
         x, x_on_cpu = make(4) + 1, torch.arange(4.0) + 1
         uploaded, computed = torch.tensor([0, 1, 2, 3]).to("xla"), torch.cummax(x, 0)[1]
         torch_xla.sync()
-        by_torch_compile = openxla(f, **options)
+        by_torch_compile = torch_xla_donate.compile(f, backend="openxla", **options)
         for g in (pure(f, **options), torch_xla_donate.compile(f, **options), by_torch_compile):
             for indices in (uploaded, computed, uploaded, computed):
                 found, expected = g(x.clone(), indices), f(x_on_cpu, indices.cpu())
@@ -487,19 +483,11 @@ READS = {
 }
 
 
-def updating(update, outside):
-    def f(x):
-        update(x if outside is None else outside)
-        return x * 2
-
-    return f
-
-
 @pytest.mark.parametrize("captured", [False, True])
 def test_updating_tensors_from_outside_is_refused_at_its_line(make, captured):
+    w, x = make(4), make(4)
     for name, update in UPDATES.items():
-        w, x = make(4), make(4)
-        g = give_away(updating(update, w if captured else None))
+        g = give_away(lambda x, update=update: (update(w if captured else x), x * 2)[1])
         refusal = r"at \S*test_pure.py:\d+ it updates (an argument|a tensor) from outside"
         assert re.search(refusal, error_of(DonationError, g, x)), name
         assert x.tolist() == w.tolist() == [0, 1, 2, 3], name
@@ -693,17 +681,13 @@ def test_gradient_accumulation_is_refused_by_name(make):
     assert carried.tolist() == [0, 1, 2]
 
 
-def renamed(state):
-    state[True] = state.pop(1)
-
-
 def test_changing_a_container_among_the_arguments_is_refused(make):
     for name, change in {
         "tensor": lambda state: state.update(w=state["w"] + 1),
         "number": lambda state: state.update(n=state["n"] + 1),
         "list": lambda state: state["log"].append(state["w"]),
         "removed": lambda state: state.pop("n"),
-        "type of a key": renamed,
+        "type of a key": lambda state: state.update({True: state.pop(1)}),
     }.items():
         state = {"w": make(3), "n": 0, "log": [], 1: "one"}
         g = give_away(lambda state, change=change: (change(state), state["w"] * 2)[1])

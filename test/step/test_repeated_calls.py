@@ -38,16 +38,11 @@ def update(state, gradient, rate, *, name="sgd"):
     return {"w": state["w"] - rate * gradient[0], "n": state["n"], "name": name}
 
 
-def start(make, value=1):
-    return {"w": make(4) * value, "n": 3}
-
-
 @pytest.fixture
 def step(make, general):
     """A compiled update that has run twice, its state, and its gradient."""
     f = torch_xla_donate.compile(update, donate_argnums=0, pure=True)
-    state, gradient = start(make), [make(4)]
-    torch_xla.sync()
+    state, gradient = {"w": make(4), "n": 3}, [make(4)]
     for _ in range(2):
         state = f(state, gradient, 0.5)
     general.clear()

@@ -239,15 +239,12 @@ def test_the_report_says_which_output_took_which_donor(make):
     _outs = [second * 2 + kept, first.sum(), first + 1]
     torch_xla.sync()
     report = donation_report(steps=1)
-    aliases = {alias.parameter_number: alias.output_index[0] for alias in hlo.parse(graph_of(report)).aliases}
+    (graph,) = [step["graph"] for step in _C.steps() if step["number"] == report.donors[0].step]
+    module = hlo.parse(_C.graph_text(graph))
+    aliases = {alias.parameter_number: alias.output_index[0] for alias in module.aliases}
     assert {donor.parameter: donor.output for donor in report.donors} == aliases
     for donor in report.donors:
         assert f"{donor.parameter} → {donor.output}" in str(report)
-
-
-def graph_of(report):
-    (step,) = [step for step in _C.steps() if step["number"] == report.donors[0].step]
-    return _C.graph_text(step["graph"])
 
 
 def compilations(count):

@@ -12,16 +12,7 @@ import torch_xla
 from helpers import BACKENDS, UNUSABLE_IGNORED, compiles
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import (
-    _C,
-    DonatedBufferError,
-    DonationError,
-    _trees,
-    compile,
-    donate_buffer,
-    hlo,
-    is_donated,
-)
+from torch_xla_donate import _C, DonatedBufferError, DonationError, _trees, compile, donate_buffer, hlo, is_donated
 
 pytestmark = [*UNUSABLE_IGNORED, pytest.mark.usefixtures("no_graphs_kept")]
 
@@ -52,16 +43,12 @@ def whole_copy(w):
     return torch.empty_like(w).copy_(w)
 
 
-def frozen_parameter(w):
-    return torch.nn.Parameter(w.detach(), requires_grad=False)
-
-
 # Other tensor objects of one buffer.
 OTHERS = {
     "same object": lambda w: w,
     "detach": torch.Tensor.detach,
     "data": lambda w: w.data,
-    "parameter": frozen_parameter,
+    "parameter": lambda w: torch.nn.Parameter(w.detach(), requires_grad=False),
     "whole copy": whole_copy,
     "detach of data": lambda w: w.data.detach(),
 }
@@ -79,22 +66,9 @@ FORMS = {
 }
 
 
-@pytest.fixture
-def tied(make):
-    def make_tied(other):
-        w = make(4)
-        with torch.no_grad():
-            second = OTHERS[other](w)
-        torch_xla.sync(wait=True)
-        assert _C.identity(second)[1] == _C.identity(w)[1]
-        return w, second
-
-    return make_tied
-
-
 @pytest.mark.parametrize("form", FORMS)
 @BACKEND
-def test_a_returned_argument_that_shares_its_buffer_is_kept(tied, backend, form):
+def test_a_returned_argument_that_shares_its_buffer_is_kept(make, backend, form):
     """One place is returned in this form, while the function computes with the other one. Each is, in turn."""
     returned = FORMS[form]
     with torch.no_grad():
@@ -102,10 +76,12 @@ def test_a_returned_argument_that_shares_its_buffer_is_kept(tied, backend, form)
             g = give_away(
                 lambda a, b, c, place=place: (returned((a, b)[place]), (b, a)[place] + 1, c * 2), backend, (0, 1, 2)
             )
-            for other in OTHERS:
-                free = torch.ones(3).to("xla")
-                torch_xla.sync()
-                result, new, _ = g(*tied(other), free)
+            for other, second_of in OTHERS.items():
+                w, free = make(4), make(3)
+                second = second_of(w)
+                torch_xla.sync(wait=True)
+                assert _C.identity(second)[1] == _C.identity(w)[1]
+                result, new, _ = g(w, second, free)
                 assert is_donated(free), other
                 assert (result.tolist(), new.tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4]), other
 

@@ -58,13 +58,7 @@ def written_by_slices_before(t):
 
 
 STATES = (as_made, updated_before, written_by_slices_before)
-
-
-def no_mode():
-    return contextlib.nullcontext()
-
-
-MODES = (no_mode, torch.no_grad, torch.inference_mode)
+MODES = (contextlib.nullcontext, torch.no_grad, torch.inference_mode)
 
 
 def in_state(make, state):
@@ -216,16 +210,6 @@ def test_gradients_flow_through_views_between_mark_and_step(make):
     assert torch.equal(views[0].cpu(), views[1])
 
 
-def result_and_its_view(s):
-    x = s[0] + 1
-    return [x, x.t()]
-
-
-def view_and_its_result(s):
-    x = s[1] + 1
-    return [x.t(), x]
-
-
 def updated_in_place(s):
     s[0].add_(1)
     return [s[0], s[0].t()]
@@ -238,8 +222,8 @@ def written_by_slices(s):
 
 BODIES = {
     "both updated": lambda s: [s[0] + 1, s[1] + 1],
-    "a result and its view": result_and_its_view,
-    "a view and its result": view_and_its_result,
+    "a result and its view": lambda s: [x := s[0] + 1, x.t()],
+    "a view and its result": lambda s: [(x := s[1] + 1).t(), x],
     "views alone": lambda s: [s[0].t(), s[1].t()],
     "views of the view": lambda s: [s[1].t() + 1, s[1][:] + 1],
     "updated in place": updated_in_place,

@@ -9,13 +9,7 @@ import torch
 import torch_xla
 from helpers import UNUSABLE_IGNORED, lacking
 
-from torch_xla_donate import (
-    _C,
-    DonatedBufferError,
-    auto_donate,
-    donate_buffer,
-    is_donated,
-)
+from torch_xla_donate import _C, DonatedBufferError, auto_donate, donate_buffer, is_donated
 
 pytestmark = UNUSABLE_IGNORED
 

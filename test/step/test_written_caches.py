@@ -21,36 +21,8 @@ def write_row(c, i, k):
     c[i] = k
 
 
-def write_column(c, i, k):
-    c[:, i % 4] = k[0]
-
-
 def add_to_row(c, i, k):
     c[i] += k
-
-
-def write_chain(c, i, k):
-    c.view(-1)[4 * i : 4 * i + 4] = k
-
-
-def write_view_of_view(c, i, k):
-    c.view(3, 2, 4)[i // 2][i % 2] = k
-
-
-def write_transposed(c, i, k):
-    c.t()[:, i] = k
-
-
-def write_by_index(c, i, k):
-    c[1:].index_put_((torch.tensor([i % 5], device=c.device),), k.unsqueeze(0))
-
-
-def write_data(c, i, k):
-    c.data[i] = k
-
-
-def write_detached(c, i, k):
-    c.detach()[i] = k
 
 
 def write_twice(c, i, k):
@@ -61,22 +33,22 @@ def write_twice(c, i, k):
 #: Writes of a key of four numbers to a cache.
 WRITES = {
     "row": write_row,
-    "column": write_column,
+    "column": lambda c, i, k: c.__setitem__((slice(None), i % 4), k[0]),
     "add to a row": add_to_row,
     "multiply a column": lambda c, i, k: c[:, i % 4].mul_(k[1]),
     "slice": lambda c, i, k: c[i : i + 1].copy_(k.unsqueeze(0)),
-    "chain": write_chain,
-    "view of a view": write_view_of_view,
-    "transposed": write_transposed,
-    "by index": write_by_index,
+    "chain": lambda c, i, k: c.view(-1).__setitem__(slice(4 * i, 4 * i + 4), k),
+    "view of a view": lambda c, i, k: c.view(3, 2, 4)[i // 2].__setitem__(i % 2, k),
+    "transposed": lambda c, i, k: c.t().__setitem__((slice(None), i), k),
+    "by index": lambda c, i, k: c[1:].index_put_((torch.tensor([i % 5], device=c.device),), k.unsqueeze(0)),
     "masked": lambda c, i, k: c[i].masked_fill_(k > 1, 3.0),
     "fill": lambda c, i, k: c[i].fill_(float(i)),
     "foreach": lambda c, i, k: torch._foreach_add_([c[i], c[(i + 1) % ROWS]], [k, k]),
     "out=": lambda c, i, k: torch.add(k, k, out=c[i]),
     "unbound": lambda c, i, k: c.unbind(0)[i].copy_(k),
     "split": lambda c, i, k: c.split(2)[i // 2].add_(k),
-    "data": write_data,
-    "detached": write_detached,
+    "data": lambda c, i, k: c.data.__setitem__(i, k),
+    "detached": lambda c, i, k: c.detach().__setitem__(i, k),
     "twice": write_twice,
 }
 
