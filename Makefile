@@ -75,7 +75,7 @@ faults: build  ## fail each allocation of the hooks in turn, throw and interrupt
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DTORCH_XLA_DONATE_OUTPUT=$(CURDIR)/build-faults/module \
 	  -DTORCH_XLA_DONATE_ASSERTIONS=ON -DTORCH_XLA_DONATE_FAULTS=ON > build/faults.log
 	$(BIN)/cmake --build build-faults > build/faults.log || { cat build/faults.log; exit 1; }
-	$(BIN)/python test/faults/run.py
+	cd test && ../$(BIN)/python -m faults.run
 
 # Separate builds, too. SANITIZE="thread --only step" runs a part of it.
 sanitize: build  ## tests under AddressSanitizer, UBSan and ThreadSanitizer: hours. Needs GCC, x86-64 or arm64, and setarch

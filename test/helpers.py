@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -81,6 +82,24 @@ def _shown(stdout: str, stderr: str) -> str:
     return f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
 
 
+def run_in_a_fork(function: Callable[..., object], *args: object) -> int:
+    """Calls a function in a fork of this process; the exit code: 1 if it raises or returns False."""
+    sys.stdout.flush()
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = 1
+    try:
+        code = int(function(*args) is False)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def import_from(folder: str, name: str) -> ModuleType:
     """A module of a folder of this repository that is no package, such as examples."""
     sys.path.insert(0, str(ROOT / folder))
@@ -140,10 +159,7 @@ def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A materialised XLA tensor: 0, 1, 2, ... in the shape given."""
     import torch_xla
 
-    count = 1
-    for size in shape:
-        count *= size
-    tensor = torch.arange(count).to(dtype).reshape(shape).to("xla")
+    tensor = torch.arange(torch.Size(shape).numel()).to(dtype).reshape(shape).to("xla")
     torch_xla.sync(wait=True)
     return tensor
 

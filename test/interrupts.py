@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import dis
 import functools
@@ -11,7 +10,7 @@ import gc
 import operator
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,17 +112,6 @@ class Interrupter:
         return self.where is not None
 
 
-@contextlib.contextmanager
-def collected_by_hand() -> Iterator[None]:
-    """Objects made inside stay in the youngest generation, which is collected quickly."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 def interrupt_everywhere(
     function: Callable[[], Any],
     check: Callable[[str | None], Any],
@@ -132,7 +120,9 @@ def interrupt_everywhere(
     """Runs it once for each instruction, and once more without an interrupt; how often it was interrupted."""
     before = state()
     Interrupter(sys.maxsize).run(function)  # Python 3.13.0 sends none the first time that code is traced
-    with collected_by_hand():
+    gc.collect()
+    gc.disable()  # objects made inside stay in the youngest generation, which is collected quickly
+    try:
         for at in range(100_000):
             interrupter = Interrupter(at, error)
             interrupted = interrupter.run(function)
@@ -142,6 +132,8 @@ def interrupt_everywhere(
             check(where)
             if not interrupted:
                 return at
+    finally:
+        gc.enable()
     raise AssertionError("it does not end")
 
 

@@ -23,7 +23,6 @@ import re
 import signal
 import subprocess
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -35,8 +34,8 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from helpers import BACKENDS, ROOT, make, run_in_a_fork
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torch_xla_donate._C"
 PHASES = (
     "ListBegins",
@@ -77,13 +76,6 @@ class Attempt(NamedTuple):
 
     run: Callable[[], Any]
     check: Callable[[], None]
-
-
-def make(*sizes: int) -> torch.Tensor:
-    """0, 1, 2, ... with a buffer."""
-    t = counted(*sizes).to("xla")
-    torch_xla.sync()
-    return t
 
 
 def same(t: torch.Tensor, expected: torch.Tensor) -> None:
@@ -197,7 +189,6 @@ def logged() -> Attempt:
     return marks()
 
 
-BACKENDS: dict[str, dict[str, Any]] = {"lazy": {}, "pure": {"pure": True}, "openxla": {"backend": "openxla"}}
 SCENARIOS: dict[str, Callable[[], Attempt]] = {
     **{f.__name__: f for f in (marks, unusable, moved, automatic, disabled, marking, reporting, logged)},
     **{backend: functools.partial(compiled, backend) for backend in BACKENDS},
@@ -304,10 +295,6 @@ def fail_allocations(scenario: Callable[[], Attempt], faults: Faults) -> int:
     return count
 
 
-def fault_at_phases(scenario: Callable[[], Attempt], faults: Faults) -> int:
-    return sum(attempt_at(scenario, faults, phase, action) for phase in PHASES for action in (THROW, INTERRUPT))
-
-
 def attempt_at(scenario: Callable[[], Attempt], faults: Faults, phase: str, action: int) -> bool:
     try:
         # A signal is raised in Python's next bytecode, and needs no report.
@@ -390,7 +377,7 @@ def run_scenario(name: str, file: Path) -> None:
         return
     scenario = SCENARIOS[name]
     attempt(scenario, lambda: None, lambda: False)  # compiles
-    phases = fault_at_phases(scenario, faults)
+    phases = sum(attempt_at(scenario, faults, phase, action) for phase in PHASES for action in (THROW, INTERRUPT))
     allocations = fail_allocations(scenario, faults)
     assert allocations > 0, "no allocation has failed"
     print(f"{name:<10} ok: {allocations} allocations failed, {phases} phases threw", flush=True)
@@ -399,19 +386,8 @@ def run_scenario(name: str, file: Path) -> None:
 def main() -> int:
     (file,) = (ROOT / "build-faults" / "module").glob("_C*.so")
     names = sys.argv[1:] or ["cancel", *SCENARIOS]
-    failed = []
-    for name in names:
-        child = os.fork()  # cheap, as torch_xla is imported; its runtime has not started
-        if child == 0:
-            try:
-                run_scenario(name, file)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        if os.waitpid(child, 0)[1] != 0:
-            failed.append(name)
+    # cheap, as torch_xla is imported; its runtime has not started
+    failed = [name for name in names if run_in_a_fork(run_scenario, name, file) != 0]
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

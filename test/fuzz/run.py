@@ -108,15 +108,6 @@ def _run(program: Program, device: str, sharded: bool) -> dict[str, Any]:
     return result
 
 
-def differences(without: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """The changes of a program's results by automatic donation."""
-    told = [] if all(found["outside"]) else ["memory seen from outside has changed"]
-    for key in without:
-        if found[key] != without[key]:
-            told.append(f"{key}: {found[key]} with automatic donation, {without[key]} without")
-    return told
-
-
 def compare(program: Program, sharded: bool) -> None:
     """AssertionError if automatic donation changes anything that the program computes."""
     counts["programs"] += 1
@@ -138,7 +129,10 @@ def compare(program: Program, sharded: bool) -> None:
         counts["of_stock"] += 1
     with torch_xla_donate.auto_donate():
         found = _run(program, "xla", sharded)
-    told = differences(without, found)
+    told = [] if all(found["outside"]) else ["memory seen from outside has changed"]
+    for key in without:
+        if found[key] != without[key]:
+            told.append(f"{key}: {found[key]} with automatic donation, {without[key]} without")
     assert not told, "\n".join(told)
 
 

@@ -176,14 +176,10 @@ def test_of_two_inputs_the_one_that_sharding_lets_through_is_donated():
 # --- Several devices ---
 
 
-def launch_loops():
-    torch_xla.launch(loops_with_and_without_donation)
-
-
 @pytest.mark.parametrize("devices", ["2", "3"])
 def test_each_device_of_a_process_has_donors_of_its_own(devices):
     """Threads that step at the same time, each with its loop, its kept tensors, and a cache that stays in place."""
-    done = run_in_child(launch_loops, env={"CPU_NUM_DEVICES": devices})
+    done = run_in_child(torch_xla.launch, loops_with_and_without_donation, env={"CPU_NUM_DEVICES": devices})
     assert sorted(done.stdout.splitlines()) == [f"{rank} 1" for rank in range(int(devices))]
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch_xla
 from children import Ended, run_file, run_in_child
-from helpers import ROOT, console, needs_jax
+from helpers import ROOT, console, needs_jax, run_in_a_fork
 
 EXAMPLES = ROOT / "examples"
 STEPS = 6
@@ -116,22 +115,14 @@ def train_in_forks(script: str, *args: str) -> None:
 
 def run_one_in_a_fork(command: Sequence[str], dump: Path, progress: object, task: object) -> int:
     """In place of the function of this name in examples/_show.py."""
-    if pid := os.fork():
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    code = 1
-    try:
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
-        torch_xla._setup_xla_flags()  # as torch_xla does when it is imported
-        sys.argv = [*command[1:]]
-        runpy.run_path(command[1], run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = int(ended.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    return run_in_a_fork(run_one, command, dump)
+
+
+def run_one(command: Sequence[str], dump: Path) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+    torch_xla._setup_xla_flags()  # as torch_xla does when it is imported
+    sys.argv = [*command[1:]]
+    runpy.run_path(command[1], run_name="__main__")
 
 
 class Training:

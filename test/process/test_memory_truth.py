@@ -95,11 +95,8 @@ def test_the_bytes_are_those_of_torch_xlas_own_compiler(function):
     lowered = compile(function, donate_argnums=0).lower(placeholder((256, 256), torch.float32))
     own, other = lowered.compile().memory_analysis(), hlo.compile_for(lowered.as_text(), "cpu").memory
     table = 8 if function is not flipped_and_shifted else 0
-    assert (own.argument_bytes, own.alias_bytes, own.temp_bytes) == (
-        other.argument_bytes,
-        other.alias_bytes,
-        other.temp_bytes,
-    )
+    for name in ("argument_bytes", "alias_bytes", "temp_bytes"):
+        assert getattr(own, name) == getattr(other, name), name
     assert own.output_bytes == other.output_bytes + table
 
 

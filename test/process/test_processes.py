@@ -37,7 +37,8 @@ TWO_DEVICES = {"CPU_NUM_DEVICES": "2"}
     ids=["spawn", "fork", "debug"],
 )
 def test_every_device_of_a_launch_donates_its_own_buffers(tmp_path, options, devices):
-    child = run_in_child(launch_own_buffers, options, env={"CPU_NUM_DEVICES": str(devices)}, dump=tmp_path)
+    env = {"CPU_NUM_DEVICES": str(devices)}
+    child = run_in_child(torch_xla.launch, ranks.donate_own_buffers, kwargs=options, env=env, dump=tmp_path)
     found = sorted(json.loads(line) for line in child.stdout.splitlines())
     assert [rank for rank, _, _ in found] == list(range(devices))
     assert len({process for _, process, _ in found}) == 1  # on CPU; a thread for each device
@@ -46,10 +47,6 @@ def test_every_device_of_a_launch_donates_its_own_buffers(tmp_path, options, dev
     assert len(steps) == devices
     for step in steps:
         assert len(step.after.aliases) == len(step.before.donors) == 1
-
-
-def launch_own_buffers(options: dict[str, object]) -> None:
-    torch_xla.launch(ranks.donate_own_buffers, **options)
 
 
 def test_each_process_of_torchrun_donates_its_own_buffers():

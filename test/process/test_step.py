@@ -17,7 +17,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
-from helpers import assert_a_step_donates, compiles, make, run_script
+from helpers import assert_a_step_donates, compiles, make, run_in_a_fork, run_script
 from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
@@ -232,28 +232,11 @@ def test_threads_mark_cancel_report_and_step_at_once():
     threads.run(40)
 
 
-def succeeds_in_a_fork(function: Callable[[], None]) -> bool:
-    """Forks this process, runs the function in the new one; true if it returned there."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            function()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitpid(child, 0)[1] == 0
-
-
 @in_process
 def test_a_fork_before_the_runtime_starts_can_donate():
     assert not torch_xla._XLAC._xla_runtime_is_initialized()
-    assert succeeds_in_a_fork(assert_a_step_donates)
+    assert run_in_a_fork(assert_a_step_donates) == 0
     assert_a_step_donates()
-
-
-def assert_one_mark_is_pending() -> None:
-    assert _C.sizes()["pending"] == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -274,16 +257,12 @@ def test_the_registry_survives_a_fork_while_other_threads_use_it():
         thread.start()
     all_read.wait()
     try:
-        assert all(succeeds_in_a_fork(assert_one_mark_is_pending) for _ in range(20))
+        assert not any(run_in_a_fork(lambda: _C.sizes()["pending"] == 1) for _ in range(20))
     finally:
         stop.set()
         for thread in threads:
             thread.join()
     cancel_donation(t)
-
-
-def acquire_every_lock() -> None:
-    assert all(lock.acquire(blocking=False) for lock in _locks._locks)
 
 
 def the_lock_is_still_ours() -> None:
@@ -296,7 +275,7 @@ def the_lock_is_still_ours() -> None:
 @in_process
 def test_after_a_fork_locks_of_other_threads_are_free_and_ones_own_stay():
     with switches.compiling:
-        assert succeeds_in_a_fork(the_lock_is_still_ours)
+        assert run_in_a_fork(the_lock_is_still_ours) == 0
     assert switches.compiling in _locks._locks
     held, ended = threading.Event(), threading.Event()
 
@@ -311,7 +290,7 @@ def test_after_a_fork_locks_of_other_threads_are_free_and_ones_own_stay():
     holder.start()
     held.wait()
     try:
-        assert succeeds_in_a_fork(acquire_every_lock)
+        assert run_in_a_fork(lambda: all(lock.acquire(blocking=False) for lock in _locks._locks)) == 0
         assert not switches.compiling.acquire(blocking=False)
     finally:
         ended.set()
@@ -457,14 +436,11 @@ ERRORS = {signal.SIGINT: KeyboardInterrupt, signal.SIGALRM: TimeoutError, signal
 
 
 def install_handlers() -> None:
-    def handler(error):
-        def handle(number, frame):
-            raise error(number)
+    def handle(number, frame):
+        raise ERRORS[number](number)
 
-        return handle
-
-    for number, error in ERRORS.items():
-        signal.signal(number, handler(error))
+    for number in ERRORS:
+        signal.signal(number, handle)
 
 
 def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException | None:

@@ -30,12 +30,16 @@ def array(rows: int = 3) -> torch.Tensor:
     return made
 
 
-def marked() -> Any:
+def step() -> tuple[torch.Tensor, torch.Tensor]:
     old = array()
     new = old * 2
     txd.donate_buffer(old)
     torch_xla.sync()
-    return new
+    return old, new
+
+
+def marked() -> Any:
+    return step()[1]
 
 
 def in_mode(mode: Any) -> Any:
@@ -110,7 +114,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         "HloModule step, input_output_alias={ {}: (0, {}, may-alias) }, "
         "entry_computation_layout={(f32[8]{0})->f32[8]{0}}\n"
     ),
-    "testing.assert_donated": lambda: testing.assert_donated(consumed()),
+    "testing.assert_donated": lambda: testing.assert_donated(step()[0]),
     "testing.assert_not_donated": lambda: testing.assert_not_donated(array()),
     "testing.assert_reused": lambda: [marked(), testing.assert_reused(0.1, steps=1)],
     "testing.no_unusable_donation": lambda: in_mode(testing.no_unusable_donation()),
@@ -118,23 +122,11 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 
-def consumed() -> torch.Tensor:
-    old = array()
-    txd.donate_buffer(old)
-    new = old + 1
-    torch_xla.sync()
-    del new
-    return old
-
-
-def plain(value: Any) -> Any:
-    """The value without tensors: their numbers instead."""
+def values(name: str) -> Any:
+    """What the call gives, with numbers in place of tensors."""
+    value = CALLS[name]()
     torch_xla.sync()
     return torch.utils._pytree.tree_map(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, value)
-
-
-def values(name: str) -> Any:
-    return plain(CALLS[name]())
 
 
 def functions() -> dict[str, Any]:

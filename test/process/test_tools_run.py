@@ -96,19 +96,15 @@ def test_a_module_sees_what_python_shows_it(script: Path, monkeypatch: pytest.Mo
     assert json.loads(found.stdout)["argv"] == [str(script), "--epochs", "3"]
 
 
-@pytest.mark.parametrize(("statement", "code"), [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)])
+@pytest.mark.parametrize(
+    ("statement", "code"),
+    [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1), ("os.kill(os.getpid(), signal.SIGTERM)", -15)],
+)
 def test_the_exit_code_is_the_scripts(tmp_path: Path, statement: str, code: int):
     path = tmp_path / "script.py"
-    path.write_text(f"import sys\n{statement}\n")
+    path.write_text(f"import os, signal, sys\nprint('before', flush=True)\n{statement}\n")
     assert directly(str(path)).returncode == code
-    run_command("run", str(path), exit_code=code)
-
-
-def test_a_script_dies_of_its_signal(tmp_path: Path):
-    path = tmp_path / "script.py"
-    path.write_text("import os, signal\nprint('before', flush=True)\nos.kill(os.getpid(), signal.SIGTERM)\n")
-    assert directly(str(path)).returncode == -15
-    assert run_command("run", str(path), exit_code=-15).stdout == "before\n"
+    assert run_command("run", str(path), exit_code=code).stdout == "before\n"
 
 
 def test_auto_donates_only_if_asked(tmp_path: Path):

@@ -262,14 +262,10 @@ def test_an_index_outside_a_shape_is_an_index_error() -> None:
         shape.at((1,))
 
 
-def with_parameters(count: int) -> str:
-    shapes = ", ".join(f"/*index={i}*/bf16[{i + 1},128]{{1,0:T(8,128)(2,1)}}" for i in range(count))
-    donors = ", ".join(f"({i}, {{}})" for i in range(count))
-    return header(f"({shapes})->({shapes})", f"buffer_donor={{ {donors} }}")
-
-
 def test_ten_thousand_parameters_are_read() -> None:
-    module = hlo.parse(with_parameters(10_000))
+    shapes = ", ".join(f"/*index={i}*/bf16[{i + 1},128]{{1,0:T(8,128)(2,1)}}" for i in range(10_000))
+    donors = ", ".join(f"({i}, {{}})" for i in range(10_000))
+    module = hlo.parse(header(f"({shapes})->({shapes})", f"buffer_donor={{ {donors} }}"))
     assert len(module.parameters) == len(module.results) == len(module.donors) == 10_000
     assert module.donated_bytes == 2 * 128 * 10_000 * 10_001 // 2
 
