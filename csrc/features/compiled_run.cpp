@@ -2,7 +2,6 @@
 #include "features/compiled_run.h"
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 #include "features/reuse_warnings.h"
@@ -20,8 +19,7 @@ namespace torch_xla_donate {
 namespace {
 
 struct AnnouncedRun {
-  std::shared_ptr<const CallSite> call;
-  std::vector<RunDonor> donors;
+  std::vector<Steps::Offer> offers;
   std::string graph;
 };
 
@@ -34,48 +32,26 @@ struct NextRun {
 };
 thread_local NextRun next_run;
 
-std::vector<lazy::BackendDataPtr> BuffersOf(const std::vector<RunDonor>& donors) {
-  std::vector<lazy::BackendDataPtr> buffers;
-  buffers.reserve(donors.size());
-  for (const RunDonor& donor : donors) {
-    buffers.push_back(donor.buffer);
-  }
-  return buffers;
-}
-
 // torch_xla may have to run other pending work first. That run has other parameters.
 bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
   const auto& parameters = run.run.parameters_data;
-  return std::all_of(announced.donors.begin(), announced.donors.end(), [&parameters](const RunDonor& donor) {
-    return !donor.parameter.has_value() ||
-           (*donor.parameter < parameters.size() && parameters[*donor.parameter] == donor.buffer);
+  return std::all_of(announced.offers.begin(), announced.offers.end(), [&parameters](const Steps::Offer& offer) {
+    return !offer.parameter.has_value() ||
+           (*offer.parameter < parameters.size() && parameters[*offer.parameter].get() == offer.donor->array.key);
   });
 }
 
 // The marks are armed, so no other thread can cancel or claim them.
 void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
-  const std::vector<lazy::BackendDataPtr> buffers = BuffersOf(announced.donors);
-  std::vector<DonorPtr> marked = Marks::Get().DonorsOf(buffers, announced.call.get());
-  std::vector<Steps::Offer> offers;
-  offers.reserve(marked.size());
-  for (std::size_t i = 0; i < marked.size(); ++i) {
-    if (marked[i] != nullptr) {
-      const RunDonor& donor = announced.donors[i];
-      offers.push_back({std::move(marked[i]), donor.parameter, donor.preferred_output, std::nullopt, /*armed=*/true});
-    }
-  }
-  if (offers.empty()) {
-    return;
-  }
   run.recorded = true;
   if (DonationDisabled()) {  // the graph has been compiled without these donors
     std::vector<Refusal> refused;
     std::vector<DonorPtr> donors;
-    for (const Steps::Offer& offer : offers) {
+    for (const Steps::Offer& offer : announced.offers) {
+      Marks::Disarm(*offer.donor);
       refused.push_back({offer.donor, DisabledReason(), /*notify=*/false});
       donors.push_back(offer.donor);
     }
-    Marks::Get().Disarm(buffers);
     const StepPtr step = Steps::Get().Claim({}, std::move(refused)).step;
     if (ReportsReuse() && step != nullptr) {
       NoteUndonated(run, step->number, donors);
@@ -83,7 +59,7 @@ void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
     return;
   }
   auto claim = std::make_shared<Claim>();
-  claim->CommitCompiled(run, offers, announced.graph);
+  claim->CommitCompiled(run, announced.offers, announced.graph);
   run.claim = std::move(claim);
 }
 
@@ -105,14 +81,11 @@ void OrderForDonors(GraphContext& context) {
   GraphArrays arrays = facts.Measure();
   arrays.movable.assign(context.roots.size(), false);
   const DonorPairs pairs = facts.PlanFor(arrays).pairs;
-  std::unordered_map<const lazy::BackendData*, std::optional<std::size_t>> output_of;
+  const std::vector<std::size_t> new_number = PermuteParameters(pairs.parameter_order, graph, context.collection);
+  next_run.ordered.resize(count);
   for (std::size_t i = 0; i < count; ++i) {
-    output_of.emplace(graph.parameters_data[i].get(), pairs.preferred_output[i]);
-  }
-  PermuteParameters(pairs.parameter_order, graph, context.collection);
-  next_run.ordered.clear();
-  for (const lazy::BackendDataPtr& parameter : graph.parameters_data) {
-    next_run.ordered.push_back({parameter.get(), output_of[parameter.get()]});
+    const std::size_t place = new_number.empty() ? i : new_number[i];
+    next_run.ordered[place] = {graph.parameters_data[place].get(), pairs.preferred_output[i]};
   }
 }
 
@@ -144,19 +117,23 @@ std::vector<OrderedParameter> TakeOrder() {
 
 bool IsExtracting() { return next_run.ordered_donors.has_value(); }
 
-bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph) {
+bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
+                     std::vector<Steps::Offer> offers, std::string graph) {
   ThreadStep::Get().GiveUp();
-  AnnouncedRun run{std::move(call), std::move(donors), std::move(graph)};
-  if (!Marks::Get().Arm(BuffersOf(run.donors), run.call.get())) {
-    return false;
+  std::vector<DonorPtr> donors = Marks::Get().Arm(buffers, call);
+  for (std::size_t i = 0; i < donors.size(); ++i) {
+    offers[i].donor = std::move(donors[i]);
+    offers[i].armed = true;
   }
-  next_run.announced = std::move(run);
-  return true;
+  next_run.announced = donors.empty() ? std::nullopt : std::optional(AnnouncedRun{std::move(offers), std::move(graph)});
+  return !donors.empty();
 }
 
 void DisarmRun() {
   if (const auto announced = std::exchange(next_run.announced, std::nullopt)) {
-    Marks::Get().Disarm(BuffersOf(announced->donors));
+    for (const Steps::Offer& offer : announced->offers) {
+      Marks::Disarm(*offer.donor);
+    }
   }
   ThreadStep::Get().GiveUp();
 }

@@ -12,6 +12,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "registry/steps.h"
 #include "step/phases.h"
 
 namespace torch_xla_donate {
@@ -30,11 +31,9 @@ bool IsExtracting();
 // This thread's next run of a compiled graph consumes the given buffers, which the call has marked. The graph must have
 // been compiled with exactly these donors. Until DisarmRun() nothing can cancel the marks. Returns false, and does
 // nothing, if one of them has been cancelled since.
-struct RunDonor {
-  lazy::BackendDataPtr buffer;
-  std::optional<std::size_t> parameter, preferred_output;  // as in Donor
-};
-bool DonateToNextRun(std::shared_ptr<const CallSite> call, std::vector<RunDonor> donors, std::string graph);
+// `offers` has the places of each in the graph.
+bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
+                     std::vector<Steps::Offer> offers, std::string graph);
 void DisarmRun();
 
 // The registry already has a step for this thread's next run, because its donors were refused before.

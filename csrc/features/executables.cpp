@@ -10,6 +10,7 @@
 #include "host/process_mutex.h"
 #include "registry/tallies.h"
 #include "registry/weak_keys.h"
+#include "step/donor_set.h"
 
 namespace torch_xla_donate {
 
@@ -17,8 +18,8 @@ namespace {
 
 using Executable = std::shared_ptr<const abi::HostCachedComputation>;
 
-// Whether the process logs runs, and has ever opened a record or inspected a run.
-std::atomic<bool> logs{false}, has_records{false}, has_inspections{false};
+// Whether the process logs runs, and has ever opened a record.
+std::atomic<bool> logs{false}, has_records{false};
 
 struct Note {
   std::uint64_t number;
@@ -45,8 +46,6 @@ Record& TheRecord() {
 }
 
 struct Recording {
-  bool inspecting = false;
-  std::optional<abi::CompiledGraph> inspected;
   std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones
   std::vector<StackFrame> stack;
 };
@@ -88,25 +87,23 @@ void Log(const RunContext& context, const Executable& executable) {
 }  // namespace
 
 void NoteExecutable(RunContext& context) {
-  if (!logs.load(std::memory_order_relaxed) && !has_records.load(std::memory_order_relaxed) && !context.stopped) {
-    return;
-  }
-  if (context.stopped) {
-    recording.inspected = abi::DescribeGraph(*abi::ExecutableOf(context.run));
-    throw InspectedRun("the graph was described, not run");
-  }
-  const bool is_logged = logs.load(std::memory_order_relaxed);
-  const bool is_recorded = !recording.records.empty() && context.runs_all;
-  if (!is_logged && !is_recorded) {
+  const bool is_logged = logs.load(std::memory_order_relaxed) && !context.stopped;
+  const bool is_recorded =
+      has_records.load(std::memory_order_relaxed) && !recording.records.empty() && context.runs_all;
+  if (!is_logged && !is_recorded && context.claim == nullptr) {
     return;
   }
   try {  // the run must not depend on its record
     const Executable executable = abi::ExecutableOf(context.run);
+    if (context.claim != nullptr) {
+      context.claim->NoteExecutable(executable);
+    }
     if (is_recorded) {
       const std::lock_guard<std::mutex> lock(TheRecord().mutex);
       for (const auto& record : recording.records) {
         auto& graphs = record->graphs_;
-        if (std::find(graphs.begin(), graphs.end(), executable) == graphs.end()) {
+        if (record->stops_runs == context.stopped &&
+            std::find(graphs.begin(), graphs.end(), executable) == graphs.end()) {
           graphs.push_back(executable);
         }
       }
@@ -115,21 +112,20 @@ void NoteExecutable(RunContext& context) {
       Log(context, executable);
     }
   } catch (const std::exception& error) {
+    if (context.stopped) {
+      throw;
+    }
     Tallies::Get().NoteError(error.what());
+  }
+  if (context.stopped) {
+    throw InspectedRun("the graph was described, not run");
   }
 }
 
-void InspectNextRun() {
-  has_inspections = true;
-  recording.inspecting = true;
-  recording.inspected = std::nullopt;
-}
-
-bool IsInspected() { return has_inspections.load(std::memory_order_relaxed) && recording.inspecting; }
-
-std::optional<abi::CompiledGraph> TakeInspected() {
-  recording.inspecting = false;
-  return std::exchange(recording.inspected, std::nullopt);
+bool IsInspected() {
+  const auto stops = [](const auto& record) { return record->stops_runs; };
+  return has_records.load(std::memory_order_relaxed) &&
+         std::any_of(recording.records.begin(), recording.records.end(), stops);
 }
 
 void GraphRecord::Open() {

@@ -26,15 +26,14 @@ namespace torch_xla_donate {
 struct InspectedRun : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// Describes and stops this thread's next run of a compiled graph. The hook at MultiWait::Completer reads its text and
-// memory and throws, which torch_xla treats as a run that failed to start.
-void InspectNextRun();
-// Ends InspectNextRun(); nullopt if no run came.
-std::optional<abi::CompiledGraph> TakeInspected();
-
 // The graphs that a thread runs while the record is open, each once and without those of reads. Records may overlap.
+//
+// A record may stop the runs: the hook at MultiWait::Completer notes the graph and throws, which torch_xla treats as a
+// run that failed to start.
 class GraphRecord : public std::enable_shared_from_this<GraphRecord> {
  public:
+  explicit GraphRecord(bool stops) : stops_runs(stops) {}
+  const bool stops_runs;
   void Open();
   // Ends the last Open() of this thread, and keeps the graphs.
   void Close();
@@ -70,7 +69,7 @@ std::size_t NotedExecutables();
 
 // A thread without locks waits, so Python's stack can be read.
 void NoteStack();
-// Whether InspectNextRun() will stop the run.
+// Whether a record stops the run.
 bool IsInspected();
 void NoteExecutable(RunContext& run);
 // Has Python record the logged runs.

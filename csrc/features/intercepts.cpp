@@ -25,8 +25,8 @@ Original run_post_order, async_constructor, lazy_tensor_constructor, current_dat
 // ---- The intercepts of a step, in its order ----
 
 void ForAllDeviceContexts(void* arena, const void* function, const lazy::BackendDevice* device) {
-  const ThreadStep::Listing listing(arena, device);
-  for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device);
+  ThreadStep::Get().List(arena, device,
+                         [&] { for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device); });
 }
 
 // Each live tensor passes the next two hooks in each step. The code for watched tensors is a separate function, so that
@@ -58,17 +58,14 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
-  ThreadStep::Graph graph(*self, roots, *collection);
-  Executor::PostOrderData result = [&] {
+  return ThreadStep::Get().Order(*self, roots, *collection, [&] {
     try {
       return run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
     } catch (const std::exception&) {  // such as a deleted buffer; the program's error names the mark
       ThrowIfReadsConsumed(roots);
       throw;
     }
-  }();
-  graph.Known(result);
-  return result;
+  });
 }
 
 void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {

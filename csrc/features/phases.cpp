@@ -63,11 +63,9 @@ void phases::TensorMade() {
 }
 
 void phases::BeforeGraph(GraphContext& graph) {
-  DropDryRun();
   BeginPlan(graph);
   try {
-    CloseGate(graph);  // before the token, so that its reason is reported; if it throws, the step may keep the token
-    DropCollectivesToken(graph);
+    CloseGate(graph);
     Reach("BeforeGraph");
   } catch (const std::exception& error) {
     Tallies::Get().NoteError(error.what());
@@ -84,11 +82,6 @@ void phases::GraphKnown(GraphContext& graph) noexcept {
 void phases::ProposeDonors(DonorSet& donors) {
   ProposeAutoDonors(donors);
   Reach("ProposeDonors");
-}
-
-void phases::DryRunEnded(DryRun dry_run) {
-  KeepDryRun(std::move(dry_run));
-  Reach("DryRunEnded");
 }
 
 void phases::AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device) {

@@ -1,9 +1,8 @@
-// Keeps the result of a dry run until its step runs, and the warnings that follow from it.
+// The warnings that follow from a dry run.
 #include "features/reuse_warnings.h"
 
 #include <c10/util/ScopeExit.h>
 
-#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -27,15 +26,11 @@ struct Reused {
 };
 
 struct Reuse {
-  std::optional<DryRun> dry_run;  // until its step runs
-  std::uint64_t last_step = 0;    // the last step, if it would have consumed a buffer
+  std::uint64_t last_step = 0;  // the last step, if it would have consumed a buffer
   std::vector<Reused> reused;
   bool reporting = false;  // inside the callback, which may use tensors
 };
 thread_local Reuse reuse;
-
-// Whether any thread has had a dry run. Until then, steps have nothing to drop and to end.
-std::atomic<bool> has_dry_runs{false};
 
 // The donors that XLA would have used for these outputs.
 std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, const DryRun& dry_run) {
@@ -58,7 +53,6 @@ std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, 
 }
 
 void Remember(RunContext& run, const DryRun& dry_run) {
-  has_dry_runs.store(true, std::memory_order_relaxed);
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, dry_run);
   Steps::Get().NoteUndonated(donors, dry_run.step);
   ForgetCachedValues(Steps::Get().TensorsOf(donors));
@@ -93,7 +87,7 @@ void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::Bac
 }
 
 void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors) {
-  DryRun dry_run{nullptr, step, {}};
+  DryRun dry_run{step, {}};
   for (const DonorPtr& donor : donors) {
     if (const lazy::BackendDataPtr buffer = donor->array.buffer.lock()) {
       dry_run.parameters.emplace_back(SizeOf(abi::DescribeBuffer(*buffer), /*unsharded=*/false), donor);
@@ -105,9 +99,6 @@ void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorP
 void AllowReuseOfLastStep() { Steps::Get().ForgetUndonated(reuse.last_step); }
 
 void EndReuse() {
-  if (!has_dry_runs.load(std::memory_order_relaxed)) {
-    return;
-  }
   ForgetReused();
   reuse.last_step = 0;
 }
@@ -122,24 +113,9 @@ void ForgetReused() {
   reuse.reused.clear();
 }
 
-void DropDryRun() {
-  if (has_dry_runs.load(std::memory_order_relaxed)) {
-    reuse.dry_run.reset();
-  }
-}
-
-void KeepDryRun(DryRun dry_run) {
-  has_dry_runs.store(true, std::memory_order_relaxed);
-  reuse.dry_run = std::move(dry_run);
-}
-
 void NoteDryRun(RunContext& run) {
-  if (!has_dry_runs.load(std::memory_order_relaxed)) {
-    return;
-  }
-  const std::optional<DryRun> dry_run = std::exchange(reuse.dry_run, std::nullopt);
-  if (dry_run.has_value() && dry_run->collection == run.collection) {
-    Remember(run, *dry_run);
+  if (run.dry_run.has_value()) {
+    Remember(run, *run.dry_run);
   }
 }
 

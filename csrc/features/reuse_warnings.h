@@ -31,9 +31,6 @@ void AllowReuseOfLastStep();
 void EndReuse();
 // The next operation on the tensors of reported operations is reported, too.
 void ForgetReused();
-void DropDryRun();
-// Keeps the result until its step runs.
-void KeepDryRun(DryRun dry_run);
 void NoteDryRun(RunContext& run);
 
 }  // namespace torch_xla_donate

@@ -120,30 +120,24 @@ void CloseGate(GraphContext& graph) {
   } else if (DonationDisabled()) {
     graph.gate.Refuse(DisabledReason(), /*notify_user=*/false);
   }
-  if (Reason reason = SwitchedOffReason(); !reason.empty()) {
-    graph.gate.Refuse(std::move(reason), /*notify_user=*/false);
-  }
-}
-
-void DropCollectivesToken(GraphContext& graph) {
-  if (!graph.is_step) {
-    return;
-  }
-  Reason why = ReasonCode::kDeviceLocked;
-  if (graph.collection.unlocker.empty()) {
+  Reason kept;  // why the token stays
+  if (!graph.collection.unlocker.empty()) {
+    kept = ReasonCode::kDeviceLocked;
+  } else {
     try {
       if (callbacks::ForgetCollectives(abi::TorchDevice(graph.collection.device).str())) {
         SetSwitchedOff(ReasonCode::kAutoSharding);
       }
-      if (Reason found = SwitchedOffReason(); !found.empty()) {
-        graph.gate.Refuse(std::move(found), /*notify_user=*/false);
-      }
-      return;
     } catch (const std::exception& error) {
-      why = {ReasonCode::kTokenKept, error.what()};
+      kept = {ReasonCode::kTokenKept, error.what()};
     }
   }
-  graph.gate.Refuse(std::move(why), /*notify_user=*/true);
+  if (Reason reason = SwitchedOffReason(); !reason.empty()) {
+    graph.gate.Refuse(std::move(reason), /*notify_user=*/false);
+  }
+  if (!kept.empty()) {
+    graph.gate.Refuse(std::move(kept), /*notify_user=*/true);
+  }
 }
 
 }  // namespace torch_xla_donate

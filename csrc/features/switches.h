@@ -51,14 +51,13 @@ Reason SwitchedOffReason();
 
 // ---- Phases of a step ----
 
-// Closes the gate of a step that donates nothing.
-void CloseGate(GraphContext& graph);
-// Drops the token that orders a step's collectives before the step's donors are chosen; else closes the gate.
+// Closes the gate of a step that donates nothing. First drops the token that orders a step's collectives; the gate
+// closes if it stays.
 //
 // The token depends on the inputs of the step, so a collective of a later step would read them through it.
 // torch_xla.sync() drops the token after the step closures; a plain sync of the live tensors keeps it. Here the graph
 // of the step is complete, so the token is not needed. The executor does not hold a lock yet that a thread with the GIL
 // could wait for.
-void DropCollectivesToken(GraphContext& graph);
+void CloseGate(GraphContext& graph);
 
 }  // namespace torch_xla_donate

@@ -20,14 +20,13 @@ namespace {
 
 thread_local bool is_replacing = false;
 
-bool HoldsConsumed(const at::Tensor& tensor) {
-  const lazy::BackendDataPtr buffer = abi::Resolve(tensor).buffer;
-  return buffer != nullptr && IsGone(buffer.get());
-}
-
 at::Tensor EmptyLike(const at::Tensor& tensor) { return at::empty(tensor.sizes(), tensor.options()); }
 
-bool IsToReplace(const at::Tensor& tensor) { return tensor.defined() && tensor.is_xla() && HoldsConsumed(tensor); }
+// Whether a tensor of torch_xla holds a consumed buffer.
+bool IsToReplace(const at::Tensor& tensor) {
+  const lazy::BackendDataPtr buffer = tensor.defined() && tensor.is_xla() ? abi::Resolve(tensor).buffer : nullptr;
+  return buffer != nullptr && IsGone(buffer.get());
+}
 
 // The result of zero takes only shape, dtype and device from its argument.
 struct Zero {

@@ -74,11 +74,6 @@ void WaitForHandOver(const lazy::BackendDevice& device) {
   static_cast<Executor*>(lazy::LazyGraphExecutor::Get())->PassBarrier(&nothing);
 }
 
-std::optional<std::size_t> OutputIds::ReplacementOf(const std::optional<DataInfo>& info) const {
-  const auto found = !info.has_value() || info->read_only ? place_of_.end() : place_of_.find(info->tensor_id);
-  return found == place_of_.end() ? std::nullopt : std::optional(found->second);
-}
-
 at::Device TorchDevice(const lazy::BackendDevice& device) {
   // Only the ordinal counts, as for torch_xla's tokens. The device of an SPMD program is xla:0, too.
   const std::vector<lazy::BackendDevice> devices = lazy::getBackend()->GetBackendDevices();

@@ -4,8 +4,6 @@
 // Threads: any thread may call all functions, with or without the GIL.
 #pragma once
 
-#include <c10/util/flat_hash_map.h>
-
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -61,22 +59,6 @@ void WaitForHandOver(const lazy::BackendDevice& device);
 
 // Whether eager mode is on in the executor that passes the hooks, which is not the one registered with torch.
 bool InEagerMode(const lazy::LazyGraphExecutor& executor);
-
-// The outputs of a step, by the ids that mark the inputs which torch_xla donates automatically.
-class OutputIds {
- public:
-  // Of several outputs with one id, which share a buffer, the first counts.
-  void Add(const TensorData& output) { place_of_.emplace(AliasId(output), added_++); }
-  // The output that replaces a buffer with this note, in the order of Add(); nullopt if torch_xla does not donate it.
-  std::optional<std::size_t> ReplacementOf(const std::optional<DataInfo>& info) const;
-  void Reserve(std::size_t outputs) { place_of_.reserve(outputs); }
-  // The id of any output; there must be one.
-  std::int64_t Any() const { return place_of_.begin()->first; }
-
- private:
-  ska::flat_hash_map<std::int64_t, std::size_t> place_of_;
-  std::size_t added_ = 0;
-};
 
 // The device as Python knows it, such as xla:0. Throws std::runtime_error if this process does not have it.
 at::Device TorchDevice(const lazy::BackendDevice& device);

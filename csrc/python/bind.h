@@ -5,13 +5,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <string>
-#include <vector>
-
-#include "step/callbacks.h"
 
 namespace torch_xla_donate {
 
 namespace py = pybind11;
+using namespace py::literals;  // "name"_a
 
 void BindHooks(py::module_& m);
 void BindMarks(py::module_& m);
@@ -20,15 +18,6 @@ void BindReport(py::module_& m);
 void BindSwitches(py::module_& m);
 void BindAuto(py::module_& m);
 void BindTesting(py::module_& m);
-
-// A list of (module, file, line).
-inline py::list StackList(const std::vector<StackFrame>& stack) {
-  py::list result;
-  for (const StackFrame& frame : stack) {
-    result.append(py::make_tuple(frame.module, frame.file, frame.line));
-  }
-  return result;
-}
 
 inline const at::Tensor& TensorOf(py::handle object) {
   if (!THPVariable_Check(object.ptr())) {

@@ -21,8 +21,7 @@ constexpr const char* kUses[] = {"updated_in_place", "marked", "free", "held", "
 
 void BindAuto(py::module_& m) {
   py::class_<HeldInput>(m, "HeldInput", "An input that automatic donation has not donated.")
-      .def_readonly("array", &HeldInput::array, "As XLA writes it, without layout.")
-      .def_readonly("bytes", &HeldInput::bytes, "Of the whole array.")
+      .def_property_readonly("array", &HeldInput::Array, "As XLA writes it, without layout.")
       .def_property_readonly(
           "device", [](const HeldInput& input) { return input.device.toString(); }, "Such as CPU:0.")
       .def_readonly("by_tensor", &HeldInput::by_tensor, "Whether a live tensor holds it; else pending work reads it.")
@@ -66,10 +65,7 @@ void BindAuto(py::module_& m) {
       "last_write",
       [](py::handle tensor) -> py::object {
         const auto write = OutdatedTensors::Get().LastWrite(TensorOf(tensor));
-        if (write == nullptr) {
-          return py::none();
-        }
-        return py::make_tuple(StackList(write->stack), write->is_of_part);
+        return write == nullptr ? py::object(py::none()) : py::make_tuple(write->stack, write->is_of_part);
       },
       py::arg("tensor"),
       "The frames that last wrote the tensor or an alias of it while inputs were watched, as take_runs has them, and "

@@ -26,14 +26,8 @@ void BindHooks(py::module_& m) {
       [] {
         py::list result;
         for (const HookInfo& hook : Hooks()) {
-          py::dict item;
-          item["name"] = hook.name;
-          item["library"] = hook.library;
-          item["symbol"] = hook.symbol;
-          item["purpose"] = hook.purpose;
-          item["slots"] = hook.slots;
-          item["in_place"] = hook.in_place;
-          result.append(item);
+          result.append(py::dict("name"_a = hook.name, "library"_a = hook.library, "symbol"_a = hook.symbol,
+                                 "purpose"_a = hook.purpose, "slots"_a = hook.slots, "in_place"_a = hook.in_place));
         }
         return result;
       },

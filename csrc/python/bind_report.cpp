@@ -34,32 +34,22 @@ std::string ArrayOf(const DonorSnapshot& donor) {
 
 py::dict DonorDict(const DonorSnapshot& donor) {
   static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
-  py::dict result;
-  result["name"] = NamesOf(donor);
+  const std::string name = NamesOf(donor);
   py::list holders;
   for (const Mark& mark : donor.marks) {
     holders.append(
         py::make_tuple(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(mark.site->names.get())), mark.leaf));
   }
-  result["holders"] = holders;
-  result["where"] = WhereOf(donor);
-  result["strict"] = static_cast<int>(donor.Strict());
-  result["shape"] = donor.Shape();
-  result["bytes"] = donor.bytes;
   const std::string array = ArrayOf(donor);
-  result["array"] = array;
-  result["bytes_per_device"] = BytesPerDevice(array).value_or(donor.bytes);
-  result["size"] = SizeOf(array, /*unsharded=*/false).value_or(donor.bytes);
-  result["buffer"] = reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get());
-  result["device"] = donor.device.toString();
-  result["outcome"] = states[static_cast<int>(donor.state)];
-  result["reason"] = donor.reason;
-  result["reported"] = donor.reported;
-  result["automatic"] = donor.automatic;
-  result["parameter"] = donor.parameter;
-  result["preferred_output"] = donor.preferred_output;
-  result["requested"] = donor.requested;
-  return result;
+  return py::dict("name"_a = name, "holders"_a = holders, "where"_a = WhereOf(donor),
+                  "strict"_a = static_cast<int>(donor.Strict()), "shape"_a = donor.Shape(), "bytes"_a = donor.bytes,
+                  "array"_a = array, "bytes_per_device"_a = BytesPerDevice(array).value_or(donor.bytes),
+                  "size"_a = SizeOf(array, /*unsharded=*/false).value_or(donor.bytes),
+                  "buffer"_a = reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get()),
+                  "device"_a = donor.device.toString(), "outcome"_a = states[static_cast<int>(donor.state)],
+                  "reason"_a = donor.reason, "reported"_a = donor.reported, "automatic"_a = donor.automatic,
+                  "parameter"_a = donor.parameter, "preferred_output"_a = donor.preferred_output,
+                  "requested"_a = donor.requested);
 }
 
 py::list StepDicts(const std::vector<StepSnapshot>& steps) {
@@ -69,42 +59,27 @@ py::list StepDicts(const std::vector<StepSnapshot>& steps) {
     for (const DonorSnapshot& donor : step.donors) {
       donors.append(DonorDict(donor));
     }
-    py::dict item;
-    item["number"] = step.number;
-    item["graph"] = step.graph_hash;
-    item["donors"] = donors;
-    item["outputs"] = step.outputs;
-    item["compilations"] = step.compilations;
-    item["plain_steps"] = step.plain_steps;
-    result.append(item);
+    result.append(py::dict("number"_a = step.number, "graph"_a = step.graph_hash, "donors"_a = donors,
+                           "outputs"_a = step.outputs, "compilations"_a = step.compilations,
+                           "plain_steps"_a = step.plain_steps));
   }
   return result;
 }
 
 py::dict TallyDict(const StepTally& tally) {
   const auto [counts, unusable] = Tallies::Get().Read(tally);
-  py::dict result;
-  result["steps"] = counts.steps;
-  result["plain_steps"] = counts.plain_steps;
-  result["offered_bytes"] = counts.offered_bytes;
-  result["donated_bytes"] = counts.donated_bytes;
-  result["unusable"] = StepDicts(Steps::Get().Snapshots(unusable));
-  return result;
+  return py::dict("steps"_a = counts.steps, "plain_steps"_a = counts.plain_steps,
+                  "offered_bytes"_a = counts.offered_bytes, "donated_bytes"_a = counts.donated_bytes,
+                  "unusable"_a = StepDicts(Steps::Get().Snapshots(unusable)));
 }
 
 py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
   py::list result;
   for (const BadOutput& output : outputs) {
-    py::dict item;
-    item["compiled"] = output.compiled;
-    item["buffer"] = reinterpret_cast<std::uintptr_t>(output.buffer.lock().get());
-    item["index"] = output.index;
-    item["outputs"] = output.outputs;
-    item["array"] = output.array;
-    item["values"] = output.values;
-    item["nans"] = output.nans;
-    item["infs"] = output.infs;
-    result.append(item);
+    result.append(py::dict("compiled"_a = output.compiled,
+                           "buffer"_a = reinterpret_cast<std::uintptr_t>(output.buffer.lock().get()),
+                           "index"_a = output.index, "outputs"_a = output.outputs, "array"_a = output.array,
+                           "values"_a = output.values, "nans"_a = output.nans, "infs"_a = output.infs));
   }
   return result;
 }
@@ -112,14 +87,8 @@ py::list BadOutputDicts(const std::vector<BadOutput>& outputs) {
 py::list TakeRuns() {
   py::list result;
   for (const LoggedRun& run : TakeLoggedRuns()) {
-    py::dict item;
-    item["executable"] = run.executable;
-    item["graph"] = run.graph;
-    item["has_donors"] = run.has_donors;
-    item["header"] = run.header;
-    item["memory"] = run.memory;
-    item["stack"] = StackList(run.stack);
-    result.append(item);
+    result.append(py::dict("executable"_a = run.executable, "graph"_a = run.graph, "has_donors"_a = run.has_donors,
+                           "header"_a = run.header, "memory"_a = run.memory, "stack"_a = run.stack));
   }
   return result;
 }

@@ -115,17 +115,19 @@ void BindRuns(py::module_& m) {
       "arm_run",
       [](const Call& call, const py::sequence& donors, const std::string& graph,
          const std::vector<std::pair<std::optional<std::size_t>, std::optional<std::size_t>>>& places) {
-        std::vector<RunDonor> buffers;
+        std::vector<lazy::BackendDataPtr> buffers;
+        std::vector<Steps::Offer> offers;
         buffers.reserve(donors.size());
         ska::flat_hash_set<const lazy::BackendData*> known;
         known.reserve(donors.size());
         for (std::size_t i = 0; i < donors.size(); ++i) {
           lazy::BackendDataPtr buffer = abi::Resolve(TensorOf(donors[i])).buffer;
           if (known.insert(buffer.get()).second) {
-            buffers.push_back({std::move(buffer), places.at(i).first, places.at(i).second});
+            buffers.push_back(std::move(buffer));
+            offers.push_back({nullptr, places.at(i).first, places.at(i).second});
           }
         }
-        return DonateToNextRun(call.site, std::move(buffers), graph);
+        return DonateToNextRun(call.site.get(), buffers, std::move(offers), graph);
       },
       py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
       "This thread's next run of a compiled graph consumes the buffers of these tensors, which the call has marked. "
@@ -157,13 +159,11 @@ void BindRuns(py::module_& m) {
       },
       "Ends order_parameters. Returns for each parameter of the last graph, in its order, the buffer (as in identity), "
       "and for a donor the number of the output computed from it.");
-  m.def("inspect_next_run", &InspectNextRun,
-        "This thread's next run of a compiled graph raises RuntimeError instead of running.");
-  m.def("take_inspected", &TakeInspected,
-        "The graph of the run that inspect_next_run has stopped; None if there was none.");
   py::class_<GraphRecord, std::shared_ptr<GraphRecord>>(
-      m, "GraphRecord", "The graphs that a thread runs while the record is open, without those of reads.")
-      .def(py::init<>())
+      m, "GraphRecord",
+      "The graphs that a thread runs while the record is open, without those of reads. With stops_runs "
+      "such a run raises RuntimeError in place of running.")
+      .def(py::init<bool>(), py::arg("stops_runs") = false)
       .def("open", &GraphRecord::Open)
       .def("close", &GraphRecord::Close, "Keeps the graphs. Called on the thread that opened it.")
       .def("take", &GraphRecord::Take, "The graphs that were not returned before, in the order of their first run.");

@@ -55,18 +55,12 @@ void BindTesting(py::module_& m) {
       "sizes",
       [] {
         const Steps::Counts steps = Steps::Get().Size();
-        py::dict result;
-        result["pending"] = Marks::Get().Size();
-        result["consumed"] = steps.consumed;
-        result["just_consumed"] = steps.just_consumed;
-        result["undonated"] = steps.undonated;
-        result["steps"] = steps.kept;
-        result["outcomes"] = steps.outcomes;
-        result["auto_plans"] = DonorPlanner::Get().Size();
-        result["bases"] = OutdatedTensors::Get().Size().bases;
-        result["outdated"] = OutdatedTensors::Get().Size().outdated;
-        result["executables"] = NotedExecutables();
-        return result;
+        const OutdatedTensors::Counts tensors = OutdatedTensors::Get().Size();
+        return py::dict("pending"_a = Marks::Get().Size(), "consumed"_a = steps.consumed,
+                        "just_consumed"_a = steps.just_consumed, "undonated"_a = steps.undonated,
+                        "steps"_a = steps.kept, "outcomes"_a = steps.outcomes,
+                        "auto_plans"_a = DonorPlanner::Get().Size(), "bases"_a = tensors.bases,
+                        "outdated"_a = tensors.outdated, "executables"_a = NotedExecutables());
       },
       "How many entries the registry and the features hold.");
 }

@@ -136,8 +136,8 @@ std::vector<StackFrame> callbacks::PythonStack() {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none() && stack.size() < kDeepest) {
     const py::object name = py::dict(frame.attr("f_globals")).attr("get")("__name__", "");
-    stack.push_back(
-        {py::str(name), py::str(frame.attr("f_code").attr("co_filename")), frame.attr("f_lineno").cast<int>()});
+    stack.emplace_back(py::str(name), py::str(frame.attr("f_code").attr("co_filename")),
+                       frame.attr("f_lineno").cast<int>());
     frame = frame.attr("f_back");
   }
   return stack;

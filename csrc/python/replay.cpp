@@ -233,12 +233,15 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
   if (!PerhapsShared(*site).empty()) {
     return py::none();
   }
-  std::vector<RunDonor> donors;
-  donors.reserve(donated.size());
+  std::vector<lazy::BackendDataPtr> buffers;
+  std::vector<Steps::Offer> offers;
+  buffers.reserve(donated.size());
+  offers.reserve(donated.size());
   for (std::size_t i = 0; i < donated.size(); ++i) {
-    donors.push_back({abi::BufferOf(*donated[i].tensor), donated_[i].parameter, donated_[i].preferred_output});
+    buffers.push_back(abi::BufferOf(*donated[i].tensor));
+    offers.push_back({nullptr, donated_[i].parameter, donated_[i].preferred_output});
   }
-  begun.armed = DonateToNextRun(site, std::move(donors), graph_);
+  begun.armed = DonateToNextRun(site.get(), buffers, std::move(offers), graph_);
   static_cast<Call&>(begun) = std::move(call);
   return std::move(made.object);
 }

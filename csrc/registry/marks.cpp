@@ -170,18 +170,6 @@ std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendData
   return result;
 }
 
-std::vector<DonorPtr> Marks::DonorsOf(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) const {
-  std::vector<DonorPtr> result(buffers.size());
-  MutexLock lock(registry_mutex);
-  for (std::size_t i = 0; i < buffers.size(); ++i) {
-    const DonorPtr* donor = Find(buffers[i].get());
-    if (donor != nullptr && (*donor)->status.MarkOf(call) != nullptr) {
-      result[i] = *donor;
-    }
-  }
-  return result;
-}
-
 template <typename Function>
 void Marks::ForPending(const CallSite* site, const Function& function) {
   const std::shared_ptr<CallDonors> donors = site->donors.lock();
@@ -240,27 +228,26 @@ std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
   return leaves;
 }
 
-bool Marks::Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) {
+std::vector<DonorPtr> Marks::Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) {
+  std::vector<DonorPtr> donors;
+  donors.reserve(buffers.size());
   MutexLock lock(registry_mutex);
   for (const lazy::BackendDataPtr& buffer : buffers) {
     const DonorPtr* donor = Find(buffer.get());
     if (donor == nullptr || (*donor)->status.armed || (*donor)->status.MarkOf(call) == nullptr) {
-      return false;
+      return {};
     }
+    donors.push_back(*donor);
   }
-  for (const lazy::BackendDataPtr& buffer : buffers) {
-    pending_.find(buffer.get())->second->status.armed = true;
+  for (const DonorPtr& donor : donors) {
+    donor->status.armed = true;
   }
-  return true;
+  return donors;
 }
 
-void Marks::Disarm(const std::vector<lazy::BackendDataPtr>& buffers) noexcept {
+void Marks::Disarm(Donor& donor) noexcept {
   MutexLock lock(registry_mutex);
-  for (const lazy::BackendDataPtr& buffer : buffers) {
-    if (const auto found = pending_.find(buffer.get()); found != pending_.end()) {
-      found->second->status.armed = false;
-    }
-  }
+  donor.status.armed = false;
 }
 
 std::size_t Marks::Size() const {

@@ -52,18 +52,16 @@ class Marks {
   };
   // The pending marks among a graph's parameters that are meant for steps.
   std::vector<PendingMark> Among(const std::vector<lazy::BackendDataPtr>& parameters) const;
-  // The donors of these buffers; null for one that this call has not marked, or whose mark is over.
-  std::vector<DonorPtr> DonorsOf(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) const;
   // The pending marks of a call.
   std::vector<PendingMark> OfCall(const CallSite* site) const;
   // The leaves of a call's pending marks whose buffers may have another holder, judged by reference counts. The result
   // may have too many leaves, never too few.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
 
-  // Keeps the call's marks of these buffers from being cancelled until Disarm(). Returns whether all are pending; if
-  // not, it keeps none.
-  bool Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call);
-  void Disarm(const std::vector<lazy::BackendDataPtr>& buffers) noexcept;
+  // Keeps the call's marks of these buffers from being cancelled until Disarm(). Returns their donors; if not all are
+  // pending, it keeps none and returns none.
+  std::vector<DonorPtr> Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call);
+  static void Disarm(Donor& donor) noexcept;
 
   std::size_t Size() const;
 

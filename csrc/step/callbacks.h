@@ -9,6 +9,7 @@
 #include <torch/csrc/python_headers.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "registry/donor.h"
@@ -16,10 +17,7 @@
 namespace torch_xla_donate {
 
 // A frame of Python's stack: the name of its module, its file and its line.
-struct StackFrame {
-  std::string module, file;
-  int line;
-};
+using StackFrame = std::tuple<std::string, std::string, int>;
 
 namespace callbacks {
 

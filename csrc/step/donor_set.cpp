@@ -2,10 +2,10 @@
 #include "step/donor_set.h"
 
 #include <algorithm>
-#include <exception>
 #include <iterator>
 #include <numeric>
 
+#include "host/address_numbers.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
 
@@ -99,6 +99,9 @@ void Claim::Commit(RunContext& run, std::string graph_hash) {
 void Claim::CommitCompiled(RunContext& run, const std::vector<Steps::Offer>& offers, std::string graph_hash) {
   compiled_ = true;
   auto [step, tensors] = Steps::Get().Claim(offers, {});
+  if (step == nullptr) {
+    return;
+  }
   step_ = std::move(step);
   ForgetCachedValues(tensors);
   try {
@@ -106,15 +109,6 @@ void Claim::CommitCompiled(RunContext& run, const std::vector<Steps::Offer>& off
   } catch (...) {
     Abandon(ReasonCode::kGivenUp);
     throw;
-  }
-}
-
-void Claim::NoteExecutable(const abi::Executor::Async& run) const {
-  try {
-    Steps::Get().NoteExecutable(step_, abi::ExecutableOf(run));
-  } catch (const std::exception& error) {
-    // another class than expected: the report does not know which output took which donor
-    Tallies::Get().NoteError(error.what());
   }
 }
 
@@ -133,16 +127,9 @@ void DonorSet::FindOutputs() {
   if (indices.size() == context_.roots.size() && std::all_of(indices.begin(), indices.end(), is_output)) {
     std::transform(indices.begin(), indices.end(), std::back_inserter(outputs_), tensor_at);
   }
-  const auto prefers = [](const Marks::PendingMark& mark) { return mark.preferred_output != nullptr; };
-  if (std::any_of(marks_.begin(), marks_.end(), prefers)) {
-    number_of_.emplace(outputs_.size());
-  }
-  ids_.Reserve(outputs_.size());
-  for (const abi::TensorData* output : outputs_) {
-    ids_.Add(*output);
-    if (number_of_.has_value()) {
-      number_of_->Add(output);
-    }
+  place_of_id_.reserve(outputs_.size());
+  for (std::size_t i = 0; i < outputs_.size(); ++i) {
+    place_of_id_.emplace(abi::AliasId(*outputs_[i]), i);
   }
   if (outputs_.empty()) {
     context_.gate.Refuse(ReasonCode::kUnmatched, /*notify_user=*/true);
@@ -150,13 +137,10 @@ void DonorSet::FindOutputs() {
 }
 
 std::optional<std::size_t> DonorSet::NumberOf(const abi::TensorData* output) const {
-  const std::uint32_t number = number_of_.has_value() ? number_of_->Of(output) : AddressNumbers::kUnknown;
-  return number == AddressNumbers::kUnknown ? std::nullopt : std::optional<std::size_t>(number);
-}
-
-void DonorSet::ProposeMarks() {
-  marks_ = Marks::Get().Among(context_.graph->parameters_data);
-  refusals_.resize(marks_.size());
+  const auto first = output == nullptr ? place_of_id_.end() : place_of_id_.find(abi::AliasId(*output));
+  const auto begin = first == place_of_id_.end() ? outputs_.end() : outputs_.begin() + first->second;
+  const auto found = std::find(begin, outputs_.end(), output);
+  return found == outputs_.end() ? std::nullopt : std::optional<std::size_t>(found - outputs_.begin());
 }
 
 void DonorSet::Triage() {
@@ -223,9 +207,10 @@ StepFacts DonorSet::Facts(const std::optional<Liveness>& reach) {
     const std::optional<abi::DataInfo> info = infos.Of(buffer);
     // torch_xla notes an info on the data of tensors. The random seed has none.
     const bool is_constant = !info.has_value() || info->read_only;
-    if (const auto replacement = ids_.ReplacementOf(info)) {
-      input.is_updated_in_place = input.is_marked || !is_constant;
-      input.preferred_output = input.preferred_output.has_value() ? input.preferred_output : replacement;
+    const auto replacement = is_constant ? place_of_id_.end() : place_of_id_.find(info->tensor_id);
+    if (replacement != place_of_id_.end()) {
+      input.is_updated_in_place = true;
+      input.preferred_output = input.preferred_output.value_or(replacement->second);
     }
     input.is_barred = (is_constant && !input.is_marked) || !(buffer.device() == device);
   }
@@ -307,14 +292,14 @@ void DonorSet::EndDryRun(std::uint64_t step) {
     order.resize(parameters.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
   }
-  DryRun result{&context_.collection, step, {}};
+  DryRun result{step, {}};
   for (const std::size_t i : order) {
     if (facts.inputs[i].IsDonor()) {
       result.parameters.emplace_back(SizeOf(abi::DescribeBuffer(*parameters[i]), /*unsharded=*/false),
                                      facts.inputs[i].is_marked ? donor_at[i] : nullptr);
     }
   }
-  phases::DryRunEnded(std::move(result));
+  context_.dry_run = std::move(result);
 }
 
 // The executor donates a parameter whose info names an output. Any output works, because XLA pairs by size.
@@ -355,7 +340,7 @@ bool DonorSet::Commit(Claim& claim) {
     donation = Plan();
   }
   claim.ours_ =
-      donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(ids_.Any(), /*read_only=*/false);
+      donation.offers.empty() ? nullptr : std::make_shared<abi::DeviceDataInfo>(abi::AliasId(*outputs_.front()), false);
   claim.rewritten_.reserve(donation.offers.size());
   const auto [step, tensors] = Steps::Get().Claim(donation.offers, std::move(refused));
   // Nothing throws from here on, or XLA would get another graph than the one planned. Only EndDryRun() may: a dry run

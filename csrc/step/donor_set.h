@@ -15,6 +15,9 @@
 //   graph's parameters, which the graph's hash has, too.
 #pragma once
 
+#include <c10/util/flat_hash_map.h>
+
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -22,7 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "host/address_numbers.h"
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "step/live_tensors.h"
@@ -32,8 +34,6 @@
 #include "step/planner.h"
 
 namespace torch_xla_donate {
-
-using LiveTensors = LiveTensorList<lazy::BackendData>;
 
 // Makes the next op on these tensors, or the next read, reach the hooks. Otherwise an op would use the tensor's graph
 // node, and a read the host's copy of the value.
@@ -63,7 +63,9 @@ class Claim {
   // Claims the donors of a compiled graph, which were fixed when it was compiled, and commits them.
   void CommitCompiled(RunContext& run, const std::vector<Steps::Offer>& offers, std::string graph_hash);
   // For the report, which reads the executable's text on request.
-  void NoteExecutable(const abi::Executor::Async& run) const;
+  void NoteExecutable(const std::shared_ptr<const abi::HostCachedComputation>& executable) const {
+    Steps::Get().NoteExecutable(step_, executable);
+  }
   // The step will not run. Does nothing if the run has begun.
   void Abandon(const Reason& why) noexcept;
 
@@ -86,13 +88,14 @@ class Claim {
 class DonorSet {
  public:
   // `arena` is the executor's.
-  DonorSet(GraphContext& context, const LiveTensors& list, void* arena)
-      : context_(context), list_(list), arena_(arena) {}
+  DonorSet(GraphContext& context, const LiveTensorList& list, void* arena)
+      : context_(context),
+        list_(list),
+        arena_(arena),
+        marks_(Marks::Get().Among(context.graph->parameters_data)),
+        refusals_(marks_.size()) {}
 
-  // Proposes the marked parameters, before everything below.
-  void ProposeMarks();
-
-  const LiveTensors& List() const { return list_; }
+  const LiveTensorList& List() const { return list_; }
   void* Arena() const { return arena_; }
   // The live tensors, in the executor's order, null for those that are gone; then those made since.
   const std::vector<std::shared_ptr<abi::TensorData>>& Live();
@@ -134,7 +137,7 @@ class DonorSet {
   void EndDryRun(std::uint64_t step);
 
   GraphContext& context_;
-  const LiveTensors& list_;
+  const LiveTensorList& list_;
   void* const arena_;
   std::vector<Marks::PendingMark> marks_;
   std::vector<Reason> refusals_;  // by mark; empty if it may be donated
@@ -143,8 +146,8 @@ class DonorSet {
   bool prepared_ = false;
   std::vector<std::shared_ptr<abi::TensorData>> live_;
   std::vector<const abi::TensorData*> outputs_;
-  std::optional<AddressNumbers> number_of_;  // of each output, if a mark prefers one
-  abi::OutputIds ids_;                       // of the outputs
+  // The outputs by the ids that mark the inputs which torch_xla donates; of several with one id, the first.
+  ska::flat_hash_map<std::int64_t, std::size_t> place_of_id_;
   bool recorded_ = false;
 };
 

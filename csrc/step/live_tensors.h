@@ -5,8 +5,6 @@
 //
 // Each live tensor passes Add() and IsNextRead() in each step, so an entry is a number and an address.
 //
-// A template, so that tests need no torch.
-//
 // Ownership: owns no tensor. Threads: belongs to one thread. Errors: only std::bad_alloc.
 #pragma once
 
@@ -19,7 +17,6 @@
 
 namespace torch_xla_donate {
 
-template <typename Buffer>
 class LiveTensorList {
  public:
   // Clears the list. `kept` decides whether the next list is recorded. The value is fixed when that list begins, so a
@@ -32,7 +29,7 @@ class LiveTensorList {
   bool IsKept() const { return kept_; }
 
   // Appends a tensor, by its number, and the buffer that it holds.
-  void Add(std::int64_t id, const Buffer* buffer) { entries_.push_back({id, buffer}); }
+  void Add(std::int64_t id, const void* buffer) { entries_.push_back({id, buffer}); }
 
   // A tensor's handle is read. Returns whether the read belongs to the list. `computes_nothing()` returns whether the
   // tensor's whole graph is device data. The executor reads the handle of such a tensor twice.
@@ -66,7 +63,7 @@ class LiveTensorList {
 
   std::size_t Size() const { return entries_.size(); }
   // The buffer that the i-th tensor held when it was listed, only for comparison.
-  const Buffer* BufferOf(std::size_t i) const { return entries_[i].buffer; }
+  const void* BufferOf(std::size_t i) const { return entries_[i].buffer; }
 
   // Arranges the tensors that are alive now as the list is: first the listed ones, null for those that are gone, and
   // then the others. Both come in the order of the numbers, as torch_xla lists the tensors of a device.
@@ -96,7 +93,7 @@ class LiveTensorList {
  private:
   struct Entry {
     std::int64_t id;
-    const Buffer* buffer;  // compared only, never dereferenced
+    const void* buffer;  // compared only, never dereferenced
   };
   bool kept_ = false;
   std::vector<Entry> entries_;

@@ -22,7 +22,7 @@ class Liveness {
   explicit Liveness(const std::vector<lazy::BackendDataPtr>& parameters);
 
   // Notes that the program holds the buffer, which may belong to no parameter.
-  void Hold(const lazy::BackendData* buffer) {
+  void Hold(const void* buffer) {
     if (const std::size_t i = position_of_.Of(buffer); i != AddressNumbers::kUnknown) {
       held_[i] = true;
     }

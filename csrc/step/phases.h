@@ -4,7 +4,7 @@
 // Ownership: a context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all functions, but another thread may call those given to OnEnd().
 // Errors: ListBegins(), TensorMade(), AtBarrier(), CheckRun(), AtStart() and AfterStep() may throw, and the caller of
-//   torch_xla gets the exception. After an exception in BeforeGraph(), ProposeDonors() or DryRunEnded() the step
+//   torch_xla gets the exception. After an exception in BeforeGraph() or ProposeDonors() the step
 //   refuses its marks and continues. The report shows an exception in another phase, and the step continues. A phase
 //   that is noexcept takes no GIL: when the interpreter ends, Python unwinds the stack of a daemon thread that asks for
 //   it.
@@ -14,6 +14,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -49,6 +50,13 @@ struct Gate {
   }
 };
 
+// The donations of a dry run, in the order of the graph. Holds no buffer, so that a step that fails to compile keeps
+// nothing alive.
+struct DryRun {
+  std::uint64_t step;
+  std::vector<std::pair<ArraySize, DonorPtr>> parameters;  // no Donor for a parameter that torch_xla donates
+};
+
 // A graph that the executor makes, for a step, a read, an operation in eager mode, or a compiled function.
 struct GraphContext {
   const lazy::LazyGraphExecutor& executor;
@@ -59,26 +67,19 @@ struct GraphContext {
   bool is_step;       // a step of the live tensors listed last
   Gate gate;
   abi::Executor::PostOrderData* graph = nullptr;  // set before GraphKnown()
-};
-
-// The donations of a dry run, in the order of the graph. Holds no buffer, so that a step that fails to compile keeps
-// nothing alive.
-struct DryRun {
-  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced; null for a compiled run
-  std::uint64_t step;
-  std::vector<std::pair<ArraySize, DonorPtr>> parameters;  // no Donor for a parameter that torch_xla donates
+  std::optional<DryRun> dry_run = std::nullopt;   // if donation was disabled: what the step would have donated
 };
 
 // A graph that is about to run.
 struct RunContext {
   abi::Executor::Async& run;
-  const abi::Executor::SyncTensorCollection* collection;  // compared only, never dereferenced
-  bool runs_all;                                          // as in GraphContext
-  bool recorded = false;                                  // the registry has a step for this run
-  bool stopped = false;                                   // AtStart() will stop it
-  std::shared_ptr<Claim> claim = nullptr;                 // the claim on its donors
-  std::string graph = {};                                 // its hash in the registry, if it has donors
-  std::exception_ptr failure = nullptr;                   // the run must not begin; torch_xla raises this error
+  bool runs_all;                                 // as in GraphContext
+  bool recorded = false;                         // the registry has a step for this run
+  bool stopped = false;                          // AtStart() will stop it
+  std::optional<DryRun> dry_run = std::nullopt;  // of its graph
+  std::shared_ptr<Claim> claim = nullptr;        // the claim on its donors
+  std::string graph = {};                        // its hash in the registry, if it has donors
+  std::exception_ptr failure = nullptr;          // the run must not begin; torch_xla raises this error
 
   // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
   // success. If the run never begins, the context drops the functions.
@@ -96,7 +97,6 @@ void BeforeGraph(GraphContext& graph);
 void GraphKnown(GraphContext& graph) noexcept;
 // Only for steps, after the marks have been proposed.
 void ProposeDonors(DonorSet& donors);
-void DryRunEnded(DryRun dry_run);
 // A thread waits for the device, as before each read, step and run.
 // A thread that has locked the device must not take the GIL, because a thread with the GIL may wait for the device.
 void AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device);

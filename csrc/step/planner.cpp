@@ -134,27 +134,16 @@ void DonorPlanner::Learn(const PlanResult& plan, const std::vector<DonorPtr>& do
 std::vector<HeldInput> DonorPlanner::LastHeld() const {
   std::vector<HeldInput> result;
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& [device, left] : last_left_) {
-    for (const bool by_tensor : {true, false}) {
-      for (const Left::Input& input : left.inputs) {
-        if (input.by_tensor == by_tensor) {
-          const std::string array = WithoutLayout((*left.arrays)[input.parameter]);
-          result.push_back({array, BytesPerDevice(array).value_or(0), device, by_tensor, input.buffer});
-        }
-      }
-    }
+  for (const auto& [device, held] : last_held_) {
+    result.insert(result.end(), held.begin(), held.end());
   }
   return result;
 }
 
 void DonorPlanner::BeginStep(const lazy::BackendDevice& device) {
-  if (!has_left_.load(std::memory_order_relaxed)) {
-    return;
-  }
-  std::map<lazy::BackendDevice, Left>::node_type before;  // released without the lock, as it may be large
+  std::map<lazy::BackendDevice, std::vector<HeldInput>>::node_type before;  // released without the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  before = last_left_.extract(device);
-  has_left_.store(!last_left_.empty(), std::memory_order_relaxed);
+  before = last_held_.extract(device);
 }
 
 PlanResult DonorPlanner::Choose(const StepFacts& step) {
@@ -213,19 +202,17 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
       plan.by_free.pop_back();
     }
   }
-  Left left{plan.arrays, {}};
+  const auto arrays = plan.arrays;
   lock.unlock();
-  if (!answer.choice->pairs.room.empty()) {
-    for (std::size_t i = 0; i < count; ++i) {
-      if (held[i] && answer.choice->has_room[i]) {
-        left.inputs.push_back({i, step.inputs[i].is_held, step.graph.parameters_data[i]});
-      }
+  std::vector<HeldInput> left;
+  for (std::size_t i = 0; i < count && !answer.choice->pairs.room.empty(); ++i) {
+    if (held[i] && answer.choice->has_room[i]) {
+      left.push_back({arrays, i, step.device, step.inputs[i].is_held, step.graph.parameters_data[i]});
     }
   }
-  if (!left.inputs.empty()) {
+  if (!left.empty()) {
     lock.lock();
-    last_left_.insert_or_assign(step.device, std::move(left));
-    has_left_.store(true, std::memory_order_relaxed);
+    last_held_.insert_or_assign(step.device, std::move(left));
   }
   return answer;
 }

@@ -18,6 +18,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "host/array_text.h"
 #include "host/graphs.h"
 #include "host/process_mutex.h"
 #include "registry/donor.h"
@@ -52,11 +53,14 @@ struct DonorChoice {
 
 // An input that an output could have taken if nothing had held it.
 struct HeldInput {
-  std::string array;  // "f32[8,4]"
-  std::int64_t bytes;
+  std::shared_ptr<const std::vector<std::string>>
+      arrays;  // of the graph's parameters, as abi::DescribeBuffer writes them
+  std::size_t parameter;
   lazy::BackendDevice device;
   bool by_tensor;  // a live tensor holds it; otherwise work that stays pending
   std::weak_ptr<const lazy::BackendData> buffer;
+
+  std::string Array() const { return WithoutLayout((*arrays)[parameter]); }  // "f32[8,4]"
 };
 
 struct PlanResult {
@@ -103,21 +107,9 @@ class DonorPlanner {
   static ChoicePtr Decide(const KeptPlan& plan, const StepFacts& step, const std::vector<bool>& free);
   static ChoicePtr ChooseFallback(KeptPlan& plan, const StepFacts& step, const std::vector<bool>& free);
 
-  // The held inputs of a step that outputs had room for, without the texts.
-  struct Left {
-    struct Input {
-      std::size_t parameter;
-      bool by_tensor;
-      std::weak_ptr<const lazy::BackendData> buffer;
-    };
-    std::shared_ptr<const std::vector<std::string>> arrays;
-    std::vector<Input> inputs;
-  };
-
   std::mutex& mutex_ = ProcessMutex(MutexOf::kDonorPlans);
   std::atomic<bool> multi_process_{false};
-  std::map<lazy::BackendDevice, Left> last_left_;
-  std::atomic<bool> has_left_{false};
+  std::map<lazy::BackendDevice, std::vector<HeldInput>> last_held_;  // those that outputs had room for
   std::unordered_map<lazy::hash_t, KeptPlan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
   std::size_t parameters_ = 0;  // of all plans

@@ -1,6 +1,8 @@
 // The phases of a step.
 #include "step/thread_step.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <atomic>
 #include <exception>
 #include <utility>
@@ -49,26 +51,26 @@ ThreadStep& ThreadStep::Make() {
 }
 
 void ThreadStep::GiveUp(const Reason& why) noexcept {
-  run_.reset();
-  failed_run_ = nullptr;
-  failure_ = nullptr;
-  if (const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr)) {
-    claim->Abandon(why);
+  for (const auto& claim : {std::exchange(claim_, nullptr), run_.has_value() ? run_->claim : nullptr}) {
+    if (claim != nullptr) {
+      claim->Abandon(why);
+    }
   }
+  run_.reset();
   recorded_ = false;
+  dry_run_.reset();
   phase_ = StepPhase::kIdle;
 }
 
-ThreadStep::Listing::Listing(void* arena, const lazy::BackendDevice* device) {
-  ThreadStep& step = Get();
-  step.GiveUp();
-  step.list_.Reset(false);
-  step.list_.Reset(phases::ListBegins(device));
-  step.arena_ = arena;
-  step.phase_ = StepPhase::kListing;
+void ThreadStep::List(void* arena, const lazy::BackendDevice* device, c10::function_ref<void()> list) {
+  GiveUp();
+  list_.Reset(false);
+  list_.Reset(phases::ListBegins(device));
+  arena_ = arena;
+  phase_ = StepPhase::kListing;
+  const auto listed = c10::make_scope_exit([this] { phase_ = StepPhase::kListed; });
+  list();
 }
-
-ThreadStep::Listing::~Listing() { Get().phase_ = StepPhase::kListed; }
 
 void ThreadStep::ProgramContinues() {
   phases::TensorMade();
@@ -87,42 +89,40 @@ bool ThreadStep::IsListRead(const lazy::LazyTensor& tensor, bool holds_data) {
   return false;
 }
 
-ThreadStep::Graph::Graph(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
-                         abi::Executor::SyncTensorCollection& collection)
-    : context_{executor, roots, collection, RunsAll(collection), false, false, {}} {
-  ThreadStep& step = Get();
-  context_.follows_list = step.phase_ == StepPhase::kListed;
-  context_.is_step = context_.runs_all && step.list_.IsOfStep(roots.size());
-  step.GiveUp();
-  step.phase_ = StepPhase::kOrdering;
-  phases::BeforeGraph(context_);
+abi::Executor::PostOrderData ThreadStep::Order(const lazy::LazyGraphExecutor& executor,
+                                               const std::vector<lazy::Value>& roots,
+                                               abi::Executor::SyncTensorCollection& collection,
+                                               c10::function_ref<abi::Executor::PostOrderData()> order) {
+  GraphContext context{executor, roots, collection, RunsAll(collection), phase_ == StepPhase::kListed, false, {}};
+  context.is_step = context.runs_all && list_.IsOfStep(roots.size());
+  GiveUp();
+  phase_ = StepPhase::kOrdering;
+  const auto ordered = c10::make_scope_exit([this] { phase_ = StepPhase::kIdle; });
+  phases::BeforeGraph(context);
+  abi::Executor::PostOrderData graph = order();
+  context.graph = &graph;
+  GraphKnown(context);
+  return graph;
 }
 
-void ThreadStep::Graph::Known(abi::Executor::PostOrderData& graph) noexcept {
-  context_.graph = &graph;
-  context_.collection.hash = lazy::HashCombine(context_.collection.hash, WiringOf(graph, context_.roots));
-  phases::GraphKnown(context_);
-  if (context_.is_step) {
+void ThreadStep::GraphKnown(GraphContext& context) noexcept {
+  context.collection.hash = lazy::HashCombine(context.collection.hash, WiringOf(*context.graph, context.roots));
+  phases::GraphKnown(context);
+  if (context.is_step) {
     try {
-      Get().ClaimDonors(context_);
+      ClaimDonors(context);
     } catch (const std::exception& error) {
       // such as out of memory: the step must continue, without donation
       Tallies::Get().NoteError(error.what());
-      Get().GiveUp();
-      RefuseUnclaimed(graph);
+      GiveUp();
+      RefuseUnclaimed(*context.graph);
     }
   }
-  Get().list_.Reset(false);
-}
-
-ThreadStep::Graph::~Graph() {
-  ThreadStep& step = Get();
-  step.phase_ = step.claim_ != nullptr ? StepPhase::kClaimed : StepPhase::kIdle;
+  list_.Reset(false);
 }
 
 void ThreadStep::ClaimDonors(GraphContext& context) {
   DonorSet donors(context, list_, arena_);
-  donors.ProposeMarks();  // marks come first
   phases::ProposeDonors(donors);
   if (donors.IsEmpty()) {
     return;
@@ -146,6 +146,8 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
     throw;
   }
   recorded_ = donors.IsRecorded();
+  dry_run_ = std::move(context.dry_run);
+  made_ = &context.collection;
   if (is_claimed) {
     claim_ = claim;
   } else {
@@ -154,18 +156,18 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
 }
 
 void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
-                             const std::function<void()>& pass) {
-  const std::size_t ours = phase_ == StepPhase::kClaimed ? 1 : 0;  // our guard, see ClaimDonors()
+                             c10::function_ref<void()> pass) {
+  const bool is_claimed = claim_ != nullptr && !claim_->IsCompiled();
+  const std::size_t ours = is_claimed ? 1 : 0;  // our guard, see ClaimDonors()
   const bool has_locked_device = collection.unlocker.size() > ours;
   phases::AtBarrier(executor, has_locked_device);
   if (phase_ != StepPhase::kOrdering) {
     list_.Reset(false);
   }
-  if (phase_ != StepPhase::kClaimed) {
+  if (!is_claimed) {
     pass();
     return;
   }
-  phase_ = StepPhase::kCompiled;
   const std::shared_ptr<Claim> claim = claim_;
   claim->Compiled();
   // Removes our guard. If the executor already holds the device's lock, that entry comes before ours, and the executor
@@ -180,18 +182,21 @@ void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Execu
   claim->Scheduled();
   if (!claim->HasDonors()) {
     claim_ = nullptr;
-    phase_ = StepPhase::kIdle;
   }
 }
 
 void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept {
   // The run owns the device's lock by now, and the caller of this constructor would not release it for an exception.
   try {
-    run_.emplace(RunContext{run, &collection, RunsAll(collection)});
-    run_->recorded = std::exchange(recorded_, false);
-    if (phase_ == StepPhase::kCompiled) {
-      run_->claim = claim_;
+    if (run_.has_value()) {  // it has never begun
+      GiveUp();
     }
+    run_.emplace(RunContext{run, RunsAll(collection)});
+    if (made_ == &collection) {
+      run_->recorded = std::exchange(recorded_, false);
+      run_->dry_run = std::exchange(dry_run_, std::nullopt);
+    }
+    const std::shared_ptr<Claim> claim = run_->claim = std::exchange(claim_, nullptr);
     phases::BeforeRun(*run_);
     if (run_->failure != nullptr) {
       std::rethrow_exception(run_->failure);
@@ -199,18 +204,14 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
     if (run_->stopped) {
       return;
     }
-    if (phase_ == StepPhase::kCompiled) {
-      claim_->Commit(*run_, lazy::HashToString(collection.hash));
-    } else if (run_->claim != nullptr) {
-      claim_ = run_->claim;
-    } else {
+    if (claim != nullptr) {
+      claim->Commit(*run_, lazy::HashToString(collection.hash));
+    } else if (run_->claim == nullptr) {
       Steps::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
     }
-    phase_ = StepPhase::kPrepared;
   } catch (...) {
     GiveUp();
-    failed_run_ = &run.mwait;
-    failure_ = std::current_exception();
+    run_.emplace(RunContext{run, RunsAll(collection)}).failure = std::current_exception();
   }
 }
 
@@ -255,22 +256,16 @@ Reason FailureOf(const std::exception& error) noexcept {
 }  // namespace
 
 std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::function<void()> run) {
-  if (failed_run_ == runner && failure_ != nullptr) {
-    failed_run_ = nullptr;
-    std::rethrow_exception(std::exchange(failure_, nullptr));
-  }
   if (!run_.has_value() || &run_->run.mwait != runner) {
     return run;
   }
   RunContext context = std::move(*run_);
   run_.reset();
-  claim_ = nullptr;
-  phase_ = StepPhase::kIdle;
   try {
-    phases::AtStart(context);
-    if (context.claim != nullptr) {
-      context.claim->NoteExecutable(context.run);
+    if (context.failure != nullptr) {
+      std::rethrow_exception(context.failure);
     }
+    phases::AtStart(context);
     auto consumed = std::make_shared<std::vector<lazy::BackendDataPtr>>(Steps::Get().TakeConsumed(context.run.device));
     if (context.ends.empty() && consumed->empty()) {
       return run;

@@ -10,7 +10,8 @@
 //   the error.
 #pragma once
 
-#include <exception>
+#include <c10/util/FunctionRef.h>
+
 #include <memory>
 #include <optional>
 #include <vector>
@@ -25,9 +26,6 @@ enum class StepPhase {
   kListing,   // inside ForAllDeviceContexts
   kListed,    // no graph has been made from the list yet
   kOrdering,  // inside RunPostOrder, which itself passes the barrier to wait for parameters
-  kClaimed,   // donors are chosen, the graph is being compiled
-  kCompiled,  // the executor has passed the barrier
-  kPrepared,  // Async::Async has passed: the graph will run
 };
 
 class ThreadStep {
@@ -35,14 +33,8 @@ class ThreadStep {
   // Each live tensor passes this in each step. A variable with a constructor would be looked up twice.
   static ThreadStep& Get() { return current_ != nullptr ? *current_ : Make(); }
 
-  // While the object lives, the executor lists the live tensors.
-  class Listing {
-   public:
-    Listing(void* arena, const lazy::BackendDevice* device);
-    ~Listing();
-    Listing(const Listing&) = delete;
-    Listing& operator=(const Listing&) = delete;
-  };
+  // Calls the executor's function, which lists the live tensors.
+  void List(void* arena, const lazy::BackendDevice* device, c10::function_ref<void()> list);
   void TensorMade(const abi::TensorData& data) {
     if (phase_ != StepPhase::kListing) {
       ProgramContinues();
@@ -55,21 +47,12 @@ class ThreadStep {
   bool IsNextListRead(const lazy::LazyTensor& tensor) { return list_.IsNextRead(tensor.data()->unique_id); }
   bool IsListRead(const lazy::LazyTensor& tensor, bool holds_data);
 
-  // While the object lives, the executor makes a graph.
-  class Graph {
-   public:
-    Graph(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
-          abi::Executor::SyncTensorCollection& collection);
-    void Known(abi::Executor::PostOrderData& graph) noexcept;
-    ~Graph();
-    Graph(const Graph&) = delete;
-    Graph& operator=(const Graph&) = delete;
-
-   private:
-    GraphContext context_;
-  };
+  // Calls the executor's function, which makes a graph.
+  abi::Executor::PostOrderData Order(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
+                                     abi::Executor::SyncTensorCollection& collection,
+                                     c10::function_ref<abi::Executor::PostOrderData()> order);
   void PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
-                   const std::function<void()>& pass);
+                   c10::function_ref<void()> pass);
   void Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept;
   std::function<void()> Start(const lazy::MultiWait* runner, std::function<void()> run);
   void End(const lazy::BackendDevice& device);
@@ -87,19 +70,20 @@ class ThreadStep {
  private:
   static ThreadStep& Make();
   void ProgramContinues();
+  void GraphKnown(GraphContext& context) noexcept;
   void ClaimDonors(GraphContext& context);
 
   static inline thread_local ThreadStep* current_ = nullptr;
 
   StepPhase phase_ = StepPhase::kIdle;
   void* arena_ = nullptr;          // the executor's, of the last list
-  LiveTensors list_;               // empty if it has been dropped
-  std::shared_ptr<Claim> claim_;   // from kClaimed until Start()
+  LiveTensorList list_;            // empty if it has been dropped
+  std::shared_ptr<Claim> claim_;   // of the graph made last, until Prepare() gives it to the run
   std::optional<RunContext> run_;  // made by Prepare(), taken by Start()
-  // The run that could not be prepared, and the error, which Start() raises.
-  const lazy::MultiWait* failed_run_ = nullptr;  // compared only, never dereferenced
-  std::exception_ptr failure_;
-  bool recorded_ = false;  // the registry has a step for the graph made last
+  // Of the graph made last, which the collection identifies; it is compared only, never dereferenced.
+  const abi::Executor::SyncTensorCollection* made_ = nullptr;
+  bool recorded_ = false;  // the registry has a step for it
+  std::optional<DryRun> dry_run_;
 };
 
 }  // namespace torch_xla_donate

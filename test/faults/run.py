@@ -43,7 +43,6 @@ PHASES = (
     "BeforeGraph",
     "GraphKnown",
     "ProposeDonors",
-    "DryRunEnded",
     "AtBarrier",
     "CheckRun",
     "BeforeRun",

@@ -73,16 +73,16 @@ def is_evicted(error: RuntimeError) -> bool:
 
 def describe_graph(graph_hash: bytes) -> tuple[str, str]:
     """The optimised HLO of a graph of `compile_graph`, and XLA's statistics of its memory."""
-    _C.inspect_next_run()
+    record = _C.GraphRecord(stops_runs=True)
+    record.open()
     try:
         xlac()._run_cached_graph(graph_hash, [])
     except RuntimeError:
-        described = _C.take_inspected()
-        if described is None:
-            raise
-        return described.text, described.memory
+        for described in record.take():
+            return described.text, described.memory
+        raise
     finally:
-        _C.take_inspected()
+        record.close()
     raise AssertionError("unreachable: the hook stops the run")
 
 

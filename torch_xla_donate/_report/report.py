@@ -277,13 +277,13 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         donors += own
     pending = [describe_pending(raw) for raw in _C.pending()]
     warn_or_raise(everywhere=True)
-    left_alone = _C.auto_held()
+    left_alone = sorted(_C.auto_held(), key=lambda raw: (raw.device, not raw.by_tensor))
     with searching:
         holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
     held = tuple(
         HeldInput(
             raw.array,
-            raw.bytes,
+            _C.bytes_per_device(raw.array) or 0,
             raw.device,
             holders.get(raw.buffer, UNKNOWN) if raw.by_tensor else "work that stays pending",
         )
