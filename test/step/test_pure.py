@@ -783,3 +783,14 @@ def test_a_module_that_holds_a_view_is_refused(make, donated):
     module.turned = base + 1
     torch_xla.sync()
     assert f(module).tolist() == (base.cpu() + 1).tolist()
+
+
+def test_an_argument_of_a_subclass_is_refused_with_the_remedy(make):
+    class Weight(torch.Tensor):
+        pass
+
+    f = pure(lambda w: w + 1)
+    weight = make(3).as_subclass(Weight)
+    with pytest.raises(DonationError, match=r"float32\[3\] of the class Weight, a view of .*as_subclass"):
+        f(weight)
+    assert f(weight.as_subclass(torch.Tensor)).tolist() == [1, 2, 3]

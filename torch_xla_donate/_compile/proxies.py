@@ -16,6 +16,8 @@ from torch_xla_donate._compile.donation import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class ArgumentProxies:
     """Other tensors of the same buffers, which replace the arguments in the trace.
@@ -34,7 +36,7 @@ class ArgumentProxies:
         self._plain: dict[int, torch.Tensor] = {}
         for leaf in pytree.tree_leaves(call.values(call.roles.nonstatic)):
             tensor = _trees.without_wrapper(leaf)
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _C.identity(tensor)[1]:
+            if type(tensor) in _PLAIN and _C.identity(tensor)[1]:
                 self._plain[id(leaf)] = tensor
         leaves, _ = leaves_of_call(call)
         self._refuse_views(leaves)
@@ -54,13 +56,19 @@ class ArgumentProxies:
         self.separate()
 
     def _refuse_views(self, leaves: Sequence[Any]) -> None:
-        """Raises DonationError for a view in a module or optimizer: a view of it would read its base, a constant."""
+        """Raises DonationError for a view that the trace does not replace: a view of it would read its base."""
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._plain and leaf._is_view():
+                array = _trees.dtype_and_shape(leaf)
+                if type(leaf) in _PLAIN:
+                    what = f"a module or optimizer among its arguments holds {array}, a view of another tensor"
+                    remedy = "Put a .clone() of the view there"
+                else:
+                    what = f"its arguments have {array} of the class {type(leaf).__name__}, a view of a plain tensor"
+                    remedy = "Pass t.as_subclass(torch.Tensor)"
                 raise DonationError(
-                    f"{self._function} is declared pure, but a module or optimizer among its arguments holds "
-                    f"{_trees.dtype_and_shape(leaf)}, a view of another tensor, which the graph may read instead. "
-                    f"Put a .clone() of the view there. Nothing was donated. {see('pure')}"
+                    f"{self._function} is declared pure, but {what}, which the graph may read instead. {remedy}. "
+                    f"Nothing was donated. {see('pure')}"
                 )
 
     def separate(self) -> None:

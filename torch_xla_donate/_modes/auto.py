@@ -57,8 +57,9 @@ class auto_donate(SwitchMode):
         TypeError: ``enabled`` is not a bool.
     """
 
+    _is_used = True  # if the check fails, or a signal comes before it
+
     def __init__(self, enabled: bool = True) -> None:
-        self._is_used = True  # if the check fails
         _check(enabled)
         super().__init__(automatic=enabled)
         self._is_used = False
