@@ -138,8 +138,8 @@ void DonorSet::FindOutputs() {
 
 std::optional<std::size_t> DonorSet::NumberOf(const abi::TensorData* output) const {
   const auto first = output == nullptr ? place_of_id_.end() : place_of_id_.find(abi::AliasId(*output));
-  const auto begin = first == place_of_id_.end() ? outputs_.end() : outputs_.begin() + first->second;
-  const auto found = std::find(begin, outputs_.end(), output);
+  const std::size_t place = first == place_of_id_.end() ? outputs_.size() : first->second;
+  const auto found = std::find(std::next(outputs_.begin(), static_cast<std::ptrdiff_t>(place)), outputs_.end(), output);
   return found == outputs_.end() ? std::nullopt : std::optional<std::size_t>(found - outputs_.begin());
 }
 
