@@ -34,9 +34,8 @@ def check_fraction(argument: str, value: Any) -> None:
 
 def kind_of_lazy_body(f: Callable[..., Any]) -> str:
     """The kind of a function whose call returns before its body runs: ``a generator function``. Empty for others."""
-    while isinstance(f, functools.partial):
-        f = f.func
-    f = f.forward if isinstance(f, torch.nn.Module) else f
+    while isinstance(f, functools.partial | torch.nn.Module):
+        f = f.func if isinstance(f, functools.partial) else f.forward
     if not inspect.isroutine(f):
         f = type(f).__call__
     kinds = {

@@ -41,9 +41,8 @@ bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
   });
 }
 
-// The marks are armed, so no other thread can cancel or claim them.
+// The marks are armed, so no other thread can cancel or claim them. They are over if their call is.
 void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
-  run.recorded = true;
   if (DonationDisabled()) {  // the graph has been compiled without these donors
     std::vector<Refusal> refused;
     std::vector<DonorPtr> donors;
@@ -53,6 +52,7 @@ void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
       donors.push_back(offer.donor);
     }
     const StepPtr step = Steps::Get().Claim({}, std::move(refused)).step;
+    run.recorded = step != nullptr;
     if (ReportsReuse() && step != nullptr) {
       NoteUndonated(run, step->number, donors);
     }
@@ -60,7 +60,8 @@ void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
   }
   auto claim = std::make_shared<Claim>();
   claim->CommitCompiled(run, announced.offers, announced.graph);
-  run.claim = std::move(claim);
+  run.recorded = claim->HasDonors();
+  run.claim = run.recorded ? std::move(claim) : nullptr;
 }
 
 }  // namespace
@@ -119,7 +120,7 @@ bool IsExtracting() { return next_run.ordered_donors.has_value(); }
 
 bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
                      std::vector<Steps::Offer> offers, std::string graph) {
-  ThreadStep::Get().GiveUp();
+  DisarmRun();
   std::vector<DonorPtr> donors = Marks::Get().Arm(buffers, call);
   for (std::size_t i = 0; i < donors.size(); ++i) {
     offers[i].donor = std::move(donors[i]);

@@ -90,7 +90,7 @@ void NoteExecutable(RunContext& context) {
   const bool is_logged = logs.load(std::memory_order_relaxed) && !context.stopped;
   const bool is_recorded =
       has_records.load(std::memory_order_relaxed) && !recording.records.empty() && context.runs_all;
-  if (!is_logged && !is_recorded && context.claim == nullptr) {
+  if (!is_logged && !is_recorded && context.claim == nullptr && !context.stopped) {
     return;
   }
   try {  // the run must not depend on its record

@@ -66,7 +66,9 @@ void Leave(const py::object& self, bool raised) {
       self.attr("leave")(raised);
       break;
     } catch (py::error_already_set& error) {
-      failure.emplace(error);
+      if (!failure.has_value()) {
+        failure.emplace(error);
+      }
     }
   }
   Scope& scope = self.cast<Scope&>();

@@ -74,8 +74,8 @@ def is_evicted(error: RuntimeError) -> bool:
 def describe_graph(graph_hash: bytes) -> tuple[str, str]:
     """The optimised HLO of a graph of `compile_graph`, and XLA's statistics of its memory."""
     record = _C.GraphRecord(stops_runs=True)
-    record.open()
     try:
+        record.open()
         xlac()._run_cached_graph(graph_hash, [])
     except RuntimeError:
         for described in record.take():
