@@ -122,12 +122,15 @@ bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPt
                      std::vector<Steps::Offer> offers, std::string graph) {
   DisarmRun();
   std::vector<DonorPtr> donors = Marks::Get().Arm(buffers, call);
+  if (donors.empty()) {
+    return false;
+  }
   for (std::size_t i = 0; i < donors.size(); ++i) {
     offers[i].donor = std::move(donors[i]);
     offers[i].armed = true;
   }
-  next_run.announced = donors.empty() ? std::nullopt : std::optional(AnnouncedRun{std::move(offers), std::move(graph)});
-  return !donors.empty();
+  next_run.announced = AnnouncedRun{std::move(offers), std::move(graph)};
+  return true;
 }
 
 void DisarmRun() {

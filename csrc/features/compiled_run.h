@@ -30,8 +30,7 @@ bool IsExtracting();
 
 // This thread's next run of a compiled graph consumes the given buffers, which the call has marked. The graph must have
 // been compiled with exactly these donors. Until DisarmRun() nothing can cancel the marks. Returns false, and does
-// nothing, if one of them has been cancelled since.
-// `offers` has the places of each in the graph.
+// nothing, if one of them has been cancelled since. `offers` has the places of each buffer in the graph.
 bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
                      std::vector<Steps::Offer> offers, std::string graph);
 void DisarmRun();

@@ -215,6 +215,7 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
     }
   }
   if (!left.empty()) {
+    std::stable_partition(left.begin(), left.end(), [](const HeldInput& input) { return input.by_tensor; });
     lock.lock();
     last_held_.insert_or_assign(step.device, std::move(left));
     has_held_.store(true, std::memory_order_relaxed);

@@ -53,8 +53,8 @@ struct DonorChoice {
 
 // An input that an output could have taken if nothing had held it.
 struct HeldInput {
-  std::shared_ptr<const std::vector<std::string>>
-      arrays;  // of the graph's parameters, as abi::DescribeBuffer writes them
+  // Of all parameters of the graph, as abi::DescribeBuffer writes them.
+  std::shared_ptr<const std::vector<std::string>> arrays;
   std::size_t parameter;
   lazy::BackendDevice device;
   bool by_tensor;  // a live tensor holds it; otherwise work that stays pending

@@ -59,8 +59,7 @@ class Lowered:
                 with interrupts.Restored(), _trace.Restoring(recorder):
                     with _trace.host_reads_refused(refuse), recorder.reads, recorder:
                         _C.refuse_reads(True)
-                        result = self._compiled.body(*call.args, **call.kwargs)
-                        results, _ = _trees.flatten(result, f"the result of {function}")
+                        results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
                         _C.refuse_reads(False)
                     given_floats = {id(one) for one in numbers}
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
@@ -203,6 +202,13 @@ class LoweringRecorder(_trace.Recorder):
     def replaced(self) -> list[torch.Tensor]:
         """The buffers of tensors with new values. torch_xla donates them automatically."""
         return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
+
+
+def _leaves_of_result(function: str, result: Any) -> list[Any]:
+    try:
+        return pytree.tree_leaves(result)
+    except RecursionError:
+        raise _trees.refuse_depth(f"the result of {function}") from None
 
 
 @contextmanager

@@ -225,8 +225,9 @@ def scan_layers(
         return call_stock(host_scan_layers, layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)
     by = _trace.current_watcher.value
     if by is not None:
-        for module in (module for layer in layers for module in layer.modules()):
-            by.modules.note(module)
+        for layer in layers:
+            for module in layer.modules():
+                by.modules.note(module)
     _refuse_inside_a_scan()  # before torch_xla copies a layer
     ours = functools.partial(scan, donate="init" if donate else (), strict=strict, stacklevel=stacklevel)
     return _host.scan_layers(ours, layers, input_data, partition_fn=partition_fn, is_layer_pure=is_layer_pure)

@@ -277,7 +277,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         donors += own
     pending = [describe_pending(raw) for raw in _C.pending()]
     warn_or_raise(everywhere=True)
-    left_alone = sorted(_C.auto_held(), key=lambda raw: (raw.device, not raw.by_tensor))
+    left_alone = _C.auto_held()
     with searching:
         holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
     held = tuple(

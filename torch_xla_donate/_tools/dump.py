@@ -51,7 +51,8 @@ def read_steps(files: Sequence[tuple[str, Path]], skipped: list[SkippedFile]) ->
     steps = []
     for stages in found.values():
         before, after = stages.get("before_optimizations"), stages.get("after_optimizations")
-        (*_, compiled) = (text for text in (before, after) if text is not None)
+        compiled = after or before
+        assert compiled is not None, "a step has a text"
         digest = hashlib.blake2b(compiled.text.encode(), digest_size=16).digest()
         original = None if before is None else before.module.path
         steps.append(DumpedStep(summarize(before, after), original, signature_of(compiled.module), digest))
