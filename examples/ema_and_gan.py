@@ -96,7 +96,9 @@ def train(donate: bool, steps: int, hidden: int, result: Path | None) -> None:
     torch_xla.sync(wait=True)
     meter.start(state)
     for number in range(1, steps + 1):
-        step = torch.tensor(float(number)).to(device)
+        # Not 0-d: torch_xla has one buffer for equal scalars. At step 20 this would also be the threshold of softplus,
+        # after which torch_xla 2.9, also without this package, now and then computes other values.
+        step = torch.tensor([float(number)]).to(device)
         batch = images[torch.randint(len(images), (BATCH,), generator=random).to(device)]
         noise = torch.randn(BATCH, NOISE, generator=random).to(device)
         with meter.step():

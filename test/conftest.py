@@ -156,3 +156,25 @@ def notices_taken() -> Iterator[None]:
     yield
     _C.wait_for_steps()
     _C.take_notices()
+
+
+@pytest.fixture(scope="session")
+def custom_operations() -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    """Two operations of a user: one that computes on the host, and one that updates its argument."""
+    import torch
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return (x.cpu() * 2).to(x.device)
+
+    def increased(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    library = torch.library.custom_op("torch_xla_donate_tests::doubled", mutates_args=(), schema="(Tensor x) -> Tensor")
+    on_host = library(doubled)
+    on_host.register_fake(torch.empty_like)
+    update = torch.library.custom_op(
+        "torch_xla_donate_tests::increased", mutates_args=("x",), schema="(Tensor(a!) x) -> ()"
+    )
+    in_place = update(increased)
+    in_place.register_fake(lambda x: None)
+    return on_host, in_place

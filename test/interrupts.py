@@ -17,7 +17,6 @@ import torch
 from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 from torch_xla import _XLAC
-from torch_xla._dynamo import dynamo_bridge
 
 from torch_xla_donate import _C, _host, _marks, _report, _trace
 
@@ -51,7 +50,6 @@ def state() -> dict[str, Any]:
         "executes": _XLAC._get_allow_execution(),
         "aliases": _XLAC._xla_get_enable_alias_with_buffer_donor_config(),
         "graph name": _XLAC._get_current_graph_name(),
-        "bridge": (dynamo_bridge.extract_graph_helper, dynamo_bridge.SpecialReturnHandler),
         "locks": [lock._is_owned() for lock in (_host.switches.compiling, _host.loops._scanning)],
     }
 

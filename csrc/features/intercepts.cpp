@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "features/outdated_tensors.h"
+#include "features/run_guard.h"
 #include "features/symbolic_sizes.h"
 #include "features/use_guard.h"
 #include "features/whole_overwrites.h"
@@ -20,7 +21,7 @@ namespace {
 using abi::Executor;
 
 Original run_post_order, async_constructor, lazy_tensor_constructor, current_data_handle, create_tensor_node,
-    for_all_device_contexts, tensor_collection_barrier, mark_step, completer, device_to_string;
+    for_all_device_contexts, device_barrier, tensor_collection_barrier, mark_step, completer, device_to_string;
 
 // ---- The intercepts of a step, in its order ----
 
@@ -74,6 +75,11 @@ void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensor
   });
 }
 
+void DeviceBarrier(lazy::LazyGraphExecutor* self, const lazy::BackendDevice& device) {
+  GuardBarrier(*self);
+  device_barrier.As<abi::DeviceBarrierFn>()(self, device);
+}
+
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
@@ -120,6 +126,8 @@ std::vector<Hook> ExecutorHooks() {
           "finds reads of donated tensors"),
       Row("LazyGraphExecutor::RunPostOrder", {abi::kRunPostOrder}, &RunPostOrder, run_post_order,
           "chooses the donors of a step"),
+      Row("LazyGraphExecutor::DeviceBarrier", {abi::kDeviceBarrier}, &DeviceBarrier, device_barrier,
+          "notices a read that needs no run, while a function is traced"),
       Row("LazyGraphExecutor::TensorCollectionBarrier", {abi::kTensorCollectionBarrier}, &TensorCollectionBarrier,
           tensor_collection_barrier, "graph compiled: restores torch_xla's notes on its inputs"),
       Row("LazyGraphExecutor::Async::Async", {abi::kAsyncConstructor}, &AsyncConstructor, async_constructor,

@@ -43,6 +43,7 @@ using LazyTensorConstructorFn = void (*)(lazy::LazyTensor*, std::shared_ptr<Tens
 using CurrentDataHandleFn = lazy::BackendDataPtr (*)(const lazy::LazyTensor*);
 using CreateTensorNodeFn = lazy::Value (*)(const lazy::LazyTensor*, const lazy::BackendDataPtr&, bool);
 using ForAllDeviceContextsFn = void (*)(void* arena, const void* function, const lazy::BackendDevice*);
+using DeviceBarrierFn = void (*)(lazy::LazyGraphExecutor*, const lazy::BackendDevice&);
 using TensorCollectionBarrierFn = void (*)(lazy::LazyGraphExecutor*, Executor::SyncTensorCollection*);
 using MarkStepFn = void (*)(void* arena, const lazy::BackendDevice&);
 using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<void()>);
@@ -69,6 +70,8 @@ inline constexpr const char* kCreateTensorNode =
 inline constexpr const char* kForAllDeviceContexts =
     "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena20ForAllDeviceContextsERKSt8functionIFvPNS2_13DeviceContextEE"
     "EPKNS0_13BackendDeviceE";
+inline constexpr const char* kDeviceBarrier =
+    "_ZN5torch4lazy17LazyGraphExecutor13DeviceBarrierERKNS0_13BackendDeviceE";
 inline constexpr const char* kTensorCollectionBarrier =
     "_ZN5torch4lazy17LazyGraphExecutor23TensorCollectionBarrierEPNS1_20SyncTensorCollectionE";
 inline constexpr const char* kMarkStep =

@@ -7,7 +7,6 @@ import torch
 import torch._dynamo
 import torch_xla
 from helpers import UNUSABLE_IGNORED, each_trace, last_reasons, whole_copy
-from torch_xla._dynamo import config
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -90,9 +89,7 @@ def test_donation_adds_no_recompilation(make):
     assert b.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_donation_with_and_without_torch_xlas_check_of_inputs(make, skip, monkeypatch):
-    monkeypatch.setattr(config, "skip_input_data_check", skip)
+def test_a_result_is_donated_to_the_next_call(make):
     g = give_away(lambda x, y: x * 2 + y)
     for _ in range(2):
         x, y = make(3), make(3)
@@ -297,7 +294,7 @@ def test_inputs_without_metadata_of_torch_compile_are_unknown():
 
 @pytest.mark.parametrize("is_argument", [False, True], ids=["result", "argument"])
 def test_a_value_and_its_clone_are_two_results(make, is_argument):
-    """torch_xla's bridge returns one tensor for both: to donate one would consume the other."""
+    """To donate one must not consume the other."""
 
     def f(a, b):
         value = b if is_argument else a + b
@@ -362,7 +359,6 @@ def alias_of_an_updated_argument(x):
     ],
 )
 def test_results_with_one_value_are_not_taken_for_each_other(make, f, donated):
-    """torch_xla's bridge gives wrong values to the results after them, or raises."""
     step = openxla(f, donate_argnums=donated)
     for _ in range(2):
         expected = [value.tolist() for value in f(torch.arange(3.0))]
@@ -418,8 +414,6 @@ def test_a_result_that_is_a_view_of_a_consumed_argument(make):
 
 
 def test_a_number_from_the_host_inside_a_graph(make):
-    """A run extracts the second part again for another number."""
-
     def f(x, count):
         number = count.item()
         torch._check(number >= 0)
@@ -430,6 +424,29 @@ def test_a_number_from_the_host_inside_a_graph(make):
         for number in (2, 3, 2):
             expected = [value.tolist() for value in f(torch.arange(3.0), torch.tensor(number))]
             assert [value.tolist() for value in step(make(3), torch.tensor(number).to("xla"))] == expected
+
+
+def test_operations_of_users_that_read_on_the_host_or_update_an_argument(custom_operations):
+    doubled, increased = custom_operations
+    for f, outcome in (
+        (lambda x: doubled(x) + 1, "unusable"),
+        (lambda x: doubled(x), "unusable"),
+        (lambda x: (increased(x), x * 2)[1], "donated"),
+    ):
+        for donated in ((), 0):
+            step = openxla(f, donate_argnums=donated)
+            for first in (0.0, 5.0):
+                x = (torch.arange(3.0) + first).to("xla")
+                torch_xla.sync()
+                assert step(x).tolist() == f(torch.arange(3.0) + first).tolist()
+                if donated != ():
+                    assert [donor.outcome for donor in donation_report(steps=1).donors] == [outcome]
+
+
+def test_a_constant_beside_a_dynamic_size(make):
+    step = openxla(lambda x: (torch.tensor([1.0, 2.0], device=x.device), x + x.shape[0]), dynamic=True)
+    for n in (3, 4):
+        assert [one.tolist() for one in step(make(n))] == [[1, 2], [i + n for i in range(n)]]
 
 
 def test_a_result_and_its_detached_alias_share_what_is_written():
@@ -453,7 +470,7 @@ def test_a_result_and_its_detached_alias_share_what_is_written():
 
 
 def test_a_graph_of_views_is_computed_from_the_views():
-    """A mark makes views be computed again from their base, which a graph that is extracted then must not contain."""
+    """A mark makes views be computed again from their base, which a graph that is traced then must not contain."""
 
     def f(a, b, c):
         return (b.t(), c, c), a.t() + a
@@ -486,7 +503,7 @@ COPIES = {
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_whole_copy_of_an_argument_is_a_new_value(name):
-    """torch_xla's functional copy writes into its first operand, which misled the bridge."""
+    """torch_xla's functional copy writes into its first operand."""
 
     def f(a, b):
         COPIES[name](a, b)

@@ -494,9 +494,10 @@ def test_updating_tensors_from_outside_is_refused_at_its_line(make, captured):
         assert not is_donated(x)
 
 
-def test_reads_on_the_host_are_refused(make):
+def test_reads_on_the_host_are_refused(make, custom_operations):
     x = make(3)
-    for name, read in READS.items():
+    doubled, _ = custom_operations
+    for name, read in {**READS, "a user's operation": doubled}.items():
         g = give_away(lambda x, read=read: (read(x), x + 1)[1])
         refusal = "is declared pure, but at .* it (reads|makes torch_xla run)"
         assert re.search(refusal, error_of(DonationError, g, x)), name

@@ -29,14 +29,3 @@ def test_a_copy_in_a_graph_of_torch_compile_writes_into_an_argument(make):
     torch_xla.sync()
     with pytest.raises(IndexError):  # in the bridge, which takes the results for others
         stock(a, b)
-
-
-def test_a_graph_of_torch_compile_takes_a_value_and_its_clone_for_one_result(make):
-    @torch.compile(backend="openxla")
-    def stock(a):
-        b = a + 1
-        return b, b.clone(), b * 3
-
-    b, clone, product = stock(make(3))
-    assert b is clone
-    assert product.tolist() == b.tolist() == [1, 2, 3]

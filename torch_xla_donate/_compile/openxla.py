@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,10 +13,11 @@ from torch._functorch._aot_autograd.schemas import OutputType
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._guards import TracingContext
 
-from torch_xla_donate import _C, _config, _host, _trees
+from torch_xla_donate import _C, _config, _host, _trace, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name, signature_of
+from torch_xla_donate._compile.program import TracedGraph, own_result, tensors_among
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
@@ -49,12 +49,18 @@ class Graph:
         self._frame = frame
         self._is_resumed = frame is not None and frame.code.co_name.startswith(_RESUMED)
         self._refusal = refusal
+        self._runs_on_host = False
         self._unread = refusal or NOT_READ  # code that may read this graph's donors may also read other donors
-        # Each with its name. It never runs if a result holds a donated buffer.
-        self._variants: dict[Any, tuple[str, _host.ExtractedGraph]] = {}
+        self._variants: dict[Any, _FunctionalGraph] = {}  # such a graph never runs if a result holds a donated buffer
 
     def __call__(self, *args: Any) -> Any:
         with _on_device_of(args):
+            try:
+                return self._call(args)
+            except RuntimeError as error:
+                if not _host.is_evicted(error):
+                    raise
+            self._variants.clear()
             return self._call(args)
 
     def _call(self, args: Sequence[Any]) -> Any:
@@ -69,31 +75,37 @@ class Graph:
             if self._is_resumed:  # the part of the function before the break may have read the donors, or kept them
                 donation.refuse_shared()
             self._refuse_kept(donation, args)
+        else:
+            _host.compute_alone(args)
         while True:
-            if donation is not None and self._refusal:  # set at the start, or by _extract
+            if donation is not None and self._refusal:  # set at the start, or by a trace
                 donation.refuse(args, self._refusal)
+            if self._runs_on_host:
+                results = self._model(*args)
+                _host.compute_alone(results)
+                return results
             positions = donation.positions(args) if donation is not None else ()
-            # XLA makes one parameter of arguments that share memory, and torch_xla's bridge compiles again for other
-            # numbers and shardings. torch.compile guards none of these.
+            # XLA makes one parameter of arguments that share memory, and a graph is for these numbers and shardings.
+            # torch.compile guards none of these.
             found = signature_of(list(args))
             key = (positions, found.key, _trees.exact(found.others), _host.shardings(args))
             if key not in self._variants:
-                self._variants[key] = new_graph_name(), self._extract(args, positions)
-            name, variant = self._variants[key]
-            if donation is None:
-                return variant.run(*args)
-            refused = bool(positions and self._refusal)
-            if not donation.refuse([args[i] for i in variant.returned], _STILL_NEEDED) and not refused:
+                try:
+                    self._variants[key] = _FunctionalGraph(self._model, args, positions)
+                except _RunsOnHost:
+                    self._runs_on_host, self._refusal = True, _C.Reason("host_operations")
+                    continue
+            graph = self._variants[key]
+            if donation is None or not donation.refuse([args[i] for i in graph.returned], _STILL_NEEDED):
                 break
-        if self._refusal:
-            return variant.run(*args)
-        donors = positions or donation.undonated(args)
-        places = variant.places if positions else [(None, None)] * len(donors)
-        with donation.consumed([args[i] for i in donors], name, places):
-            return variant.run(*args)
+        if donation is None or self._refusal:
+            return graph.run_graph(args)
+        donors = graph.donors or graph.usable(donation.undonated(args))
+        with donation.consumed([args[i] for i in donors], graph.name, graph.places(donors)):
+            return graph.run_graph(args)
 
     def _refuse_kept(self, donation: RunDonation, args: Sequence[Any]) -> None:
-        """Refuses arguments that outlive the graph, as far as they are known before its extraction."""
+        """Refuses arguments that outlive the graph, as far as they are known before its trace."""
         donation.refuse([args[i] for i in self._kept], _STILL_NEEDED)
         try:
             around = self._frame.values_around() if self._frame is not None else []
@@ -102,15 +114,43 @@ class Graph:
             return
         donation.refuse(_trees.tensors_in(around), _STILL_NEEDED)
 
-    def _extract(self, args: Sequence[Any], positions: Sequence[int]) -> _host.ExtractedGraph:
-        # Extraction rewrites its graph, and a later variant needs the original.
-        model = torch.fx.GraphModule(self._model, copy.deepcopy(self._model.graph))
-        graph = _host.extract_graph(model, args, [args[i] for i in positions])
-        if positions and graph.parts != 1:
-            # Operations without an XLA lowering split the graph. A later part may need a buffer that an earlier one
-            # consumed.
-            self._refusal = _C.Reason("host_operations")
-        return graph
+
+class _RunsOnHost(Exception):
+    """A part of a graph runs on the host, or reads a value there."""
+
+
+class _FunctionalGraph(TracedGraph):
+    """A graph of torch.compile, traced with these arguments, of which its runs may consume those at `positions`.
+
+    Raises _RunsOnHost.
+    """
+
+    def __init__(self, model: torch.fx.GraphModule, arguments: Sequence[Any], positions: Sequence[int]) -> None:
+        def refuse(*_: Any) -> Exception:
+            return _RunsOnHost()
+
+        if _trees.first_off_device(arguments) is not None:
+            raise _RunsOnHost
+        self.name, self.captured = new_graph_name(), []
+        # A constant of the graph may have the buffer of such an argument, and would follow the argument.
+        arguments = [_host.computed(one) if _is_constant(one) else one for one in arguments]
+        with _host.Tracing():
+            leaves = [_host.stand_in(one) if isinstance(one, torch.Tensor) else one for one in arguments]
+            before = [_C.identity(one) for _, one in tensors_among(leaves)]
+            reads = _trace.HostReads(refuse)
+            with interrupts.Restored(), torch.no_grad(), _trace.host_reads_refused(refuse), reads:
+                results = model(*leaves)
+            reads.check()
+            given = [_C.identity(one) for _, one in tensors_among(leaves)]
+            if reads.drew or given != before:  # a custom operation that updates an argument
+                raise _RunsOnHost
+            own = [own_result(leaf, {identity for identity, _ in given}) for leaf in results]
+            graph = self._compile(own, leaves, positions, {}, {})
+        self._connect(graph, leaves)
+
+
+def _is_constant(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and bool(_C.is_constant(value))
 
 
 def _on_device_of(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,130 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 Result = int | Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
 
 
-class TracedProgram:
-    """A traced function: its compiled graph, and the sources of inputs and results.
+class TracedGraph:
+    """The compiled graph of a trace, and the sources of its inputs and results.
+
+    Attributes:
+        name: its name in the report.
+        returned: the positions of the leaves whose buffers its results hold.
+        donors: the positions of the leaves that its runs may consume.
+        captured: the tensors from outside that the trace has used.
+    """
+
+    name: str
+    returned: list[int]
+    donors: list[int]
+    captured: list[torch.Tensor]
+    _retyped: list[int] | None = None  # the outputs that a run gives another dtype; None before the first run
+
+    def _compile(
+        self,
+        results: Sequence[Any],
+        leaves: Sequence[Any],
+        offered: Sequence[int],
+        captured: Mapping[int, torch.Tensor],
+        floats: Mapping[int, int],
+        seed_buffer: int | None = None,
+    ) -> _host.CompiledGraph:
+        """Compiles the graph of a trace's results. Comes inside of the trace, and `_connect` after it.
+
+        captured: the tensors from outside, by identity.
+        floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
+        """
+        outputs = _host.pending(leaf for leaf in results if id(leaf) not in floats)
+        self._dtypes = [leaf.dtype for leaf in outputs]
+        places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
+        tensors = tensors_among(leaves)
+        given = {_C.identity(leaf)[0]: i for i, leaf in reversed(tensors)}
+        self._results = [
+            _argument(floats[id(leaf)]) if id(leaf) in floats else self._result(leaf, places, given, leaves, captured)
+            for leaf in results
+        ]
+        # By buffer, since several arguments may hold one. The signature says which of them do.
+        kept = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(results)} - {0}
+        self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
+        self.donors = [i for i in offered if i not in self.returned]
+        return _host.compile_graph(outputs, [leaves[i] for i in self.donors], seed_buffer)
+
+    def _connect(self, graph: _host.CompiledGraph, leaves: Sequence[Any], floats: torch.Tensor | None = None) -> None:
+        """Finds the source of each input of the graph."""
+        self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
+        buffers = [_C.identity(tensor)[1] for tensor in graph.inputs]
+        captured = {_C.identity(tensor)[1]: tensor for tensor in self.captured}
+        given = {_C.identity(leaf)[1]: i for i, leaf in reversed(tensors_among(leaves))}
+        uploaded = 0 if floats is None else _C.identity(floats)[1]
+        self._floats = buffers.index(uploaded) if uploaded in buffers else None
+        # The source of each input: a leaf of the call, or, numbered from -1 down, a tensor that is always the same.
+        self._sources: list[int] = []
+        self._same: list[torch.Tensor] = []
+        self._places: dict[int, tuple[int, int | None]] = {}
+        for place, (buffer, tensor) in enumerate(zip(buffers, graph.inputs)):
+            if buffer in given and buffer not in captured:
+                self._sources.append(given[buffer])
+                self._places[given[buffer]] = (place, graph.preferred_outputs[place])
+            else:
+                self._same.insert(0, captured.get(buffer, tensor))
+                self._sources.append(-len(self._same))
+        self._usable = self._places.keys() - set(self.returned)
+        self.donors = [i for i in self.donors if i in self._places]
+
+    @staticmethod
+    def _result(
+        leaf: Any,
+        places: Mapping[int, int],
+        given: Mapping[int, int],
+        leaves: Sequence[Any],
+        captured: Mapping[int, torch.Tensor],
+    ) -> Result:
+        if not isinstance(leaf, torch.Tensor):
+            return lambda outputs, now: leaf
+        identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
+        is_parameter, requires_grad = isinstance(leaf, torch.nn.Parameter), leaf.requires_grad
+
+        def like(result: torch.Tensor) -> torch.Tensor:
+            if is_parameter:
+                return torch.nn.Parameter(result)
+            return result.requires_grad_() if requires_grad else result
+
+        if identity in places:
+            output = places[identity]
+            return (lambda outputs, now: like(outputs[output])) if is_parameter or requires_grad else output
+        if identity in given:
+            argument = given[identity]
+            if leaf is leaves[argument]:
+                return _argument(argument)
+            return lambda outputs, now: like(now[argument].detach())
+        known = captured.get(identity)
+        if known is None:
+            return lambda outputs, now: leaf.clone()
+        if leaf is known:
+            return lambda outputs, now: known
+        return lambda outputs, now: like(known.detach())
+
+    def usable(self, positions: Sequence[int]) -> list[int]:
+        """The arguments that a run reads and does not return. The run may consume them."""
+        return [i for i in positions if i in self._usable]
+
+    def places(self, positions: Sequence[int]) -> list[tuple[int | None, int | None]]:
+        """For each argument its number among the graph's parameters, and that of the output computed from it."""
+        return [self._places[i] for i in positions]
+
+    def run_graph(self, leaves: Sequence[Any]) -> list[Any]:
+        """The results of a run on the leaves of a call, in the order of the trace's results."""
+        sources = [*leaves, *self._same]
+        inputs = [sources[i] for i in self._sources]
+        if self._floats is not None:
+            inputs[self._floats] = upload_floats(leaves)
+        outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
+        if self._retyped is None:
+            self._retyped = [i for i, output in enumerate(outputs) if output.dtype != self._dtypes[i]]
+        for i in self._retyped:
+            outputs[i] = _host.with_dtype(outputs[i], self._dtypes[i])
+        return [outputs[make] if isinstance(make, int) else make(outputs, leaves) for make in self._results]
+
+
+class TracedProgram(TracedGraph):
+    """A traced function.
 
     function: its name in messages.
     offered: the positions of the leaves that the graph may consume.
@@ -36,7 +158,6 @@ class TracedProgram:
     """
 
     replay: _C.Replay | None = None
-    _retyped: list[int] | None = None  # the outputs that a run gives another dtype; None before the first run
 
     def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
         self.name = new_graph_name()
@@ -77,95 +198,26 @@ class TracedProgram:
                 recorder.note_returned(results)
                 recorder.check()
                 floats = proxies.floats  # a float that the function returns unchanged is the call's float
+                outside = recorder.given | recorder.captured.keys()
                 own = [
-                    leaf if id(leaf) in floats else self._own(_numbers.as_result(leaf), recorder) for leaf in results
+                    leaf if id(leaf) in floats else own_result(_numbers.as_result(leaf), outside) for leaf in results
                 ]
-                outputs = _host.pending(leaf for leaf in own if id(leaf) not in floats)
-                self._dtypes = [leaf.dtype for leaf in outputs]
-                _refuse_other_devices(function, [*outputs, *recorder.captured.values()])
-                places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
-                tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-                given = {_C.identity(leaf)[0]: i for i, leaf in reversed(tensors)}
+                _refuse_other_devices(function, [*_host.pending(own), *recorder.captured.values()])
                 proxies.note_made(recorder.made)
                 if proxies.are_shared(recorder.captured.values(), leaves):
                     return True
-                self._results = [
-                    _argument(floats[id(leaf)])
-                    if id(leaf) in floats
-                    else self._result(leaf, places, given, leaves, recorder)
-                    for leaf in own
-                ]
-                # By buffer, since several arguments may hold one. The signature says which of them do.
-                kept = {_C.identity(tensor)[1] for tensor in _trees.tensors_in(own)} - {0}
-                self.returned = [i for i, leaf in tensors if _C.identity(leaf)[1] in kept]
-                donors = [i for i in offered if i not in self.returned]
-                given_up = [leaves[i] for i in donors]
-                graph = _host.compile_graph(outputs, given_up, recorder.seed_buffer)
+                graph = self._compile(own, leaves, offered, recorder.captured, floats, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
         self._signature = self._sign()
         self._modules = recorder.modules.found
-        self._connect(graph, tensors, proxies.values)
-        self.donors = [i for i in donors if i in self._places]
+        self._connect(graph, leaves, proxies.values)
         return False
 
-    def _connect(
-        self, graph: _host.CompiledGraph, arguments: Sequence[tuple[int, torch.Tensor]], floats: torch.Tensor | None
-    ) -> None:
-        """Finds the source of each input of the graph."""
-        self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
-        buffers = [_C.identity(tensor)[1] for tensor in graph.inputs]
-        captured = {_C.identity(tensor)[1]: tensor for tensor in self.captured}
-        given = {_C.identity(leaf)[1]: i for i, leaf in reversed(arguments)}
-        uploaded = 0 if floats is None else _C.identity(floats)[1]
-        self._floats = buffers.index(uploaded) if uploaded in buffers else None
-        # The source of each input: a leaf of the call, or, numbered from -1 down, a tensor that is always the same.
-        self._sources: list[int] = []
-        self._same: list[torch.Tensor] = []
-        self._places: dict[int, tuple[int, int | None]] = {}
-        for place, (buffer, tensor) in enumerate(zip(buffers, graph.inputs)):
-            if buffer in given and buffer not in captured:
-                self._sources.append(given[buffer])
-                self._places[given[buffer]] = (place, graph.preferred_outputs[place])
-            else:
-                self._same.insert(0, captured.get(buffer, tensor))
-                self._sources.append(-len(self._same))
-        self._usable = self._places.keys() - set(self.returned)
-
-    def _own(self, leaf: Any, recorder: _trace.Recorder) -> Any:
-        """Makes a result an output of the graph if no operation made it, such as a constant or a whole copy."""
-        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
-            return leaf
-        identity = _C.identity(leaf)[0]
-        return leaf if identity in recorder.given or identity in recorder.captured else _host.computed(leaf)
-
-    @staticmethod
-    def _result(
-        leaf: Any, places: Mapping[int, int], given: Mapping[int, int], leaves: Sequence[Any], recorder: _trace.Recorder
-    ) -> Result:
-        if not isinstance(leaf, torch.Tensor):
-            return lambda outputs, now: leaf
-        identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
-        is_parameter, requires_grad = isinstance(leaf, torch.nn.Parameter), leaf.requires_grad
-
-        def like(result: torch.Tensor) -> torch.Tensor:
-            if is_parameter:
-                return torch.nn.Parameter(result)
-            return result.requires_grad_() if requires_grad else result
-
-        if identity in places:
-            output = places[identity]
-            return (lambda outputs, now: like(outputs[output])) if is_parameter or requires_grad else output
-        if identity in given:
-            argument = given[identity]
-            if leaf is leaves[argument]:
-                return _argument(argument)
-            return lambda outputs, now: like(now[argument].detach())
-        known = recorder.captured.get(identity)
-        if known is None:
-            return lambda outputs, now: leaf.clone()
-        if leaf is known:
-            return lambda outputs, now: known
-        return lambda outputs, now: like(known.detach())
+    def run(self, leaves: Sequence[Any]) -> Any:
+        results = self.run_graph(leaves)
+        if self._tokens is not None:  # the same in C++
+            return _C.unflatten(results, self._tokens)
+        return pytree.tree_unflatten(results, self._structure)
 
     def _sign(self) -> tuple[Hashable, bool]:
         found = signature_of(self.captured)
@@ -186,29 +238,6 @@ class TracedProgram:
                 return False
         return True
 
-    def usable(self, positions: Sequence[int]) -> list[int]:
-        """The arguments that a run reads and does not return. The run may consume them."""
-        return [i for i in positions if i in self._usable]
-
-    def places(self, positions: Sequence[int]) -> list[tuple[int | None, int | None]]:
-        """For each argument its number among the graph's parameters, and that of the output computed from it."""
-        return [self._places[i] for i in positions]
-
-    def run(self, leaves: Sequence[Any]) -> Any:
-        sources = [*leaves, *self._same]
-        inputs = [sources[i] for i in self._sources]
-        if self._floats is not None:
-            inputs[self._floats] = upload_floats(leaves)
-        outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
-        if self._retyped is None:
-            self._retyped = [i for i, output in enumerate(outputs) if output.dtype != self._dtypes[i]]
-        for i in self._retyped:
-            outputs[i] = _host.with_dtype(outputs[i], self._dtypes[i])
-        results = [outputs[make] if isinstance(make, int) else make(outputs, leaves) for make in self._results]
-        if self._tokens is not None:  # the same in C++
-            return _C.unflatten(results, self._tokens)
-        return pytree.tree_unflatten(results, self._structure)
-
     def set_replay(self, structures: Sequence[Hashable], leaves: Sequence[Any], donated: int, names: CallNames) -> None:
         """Sets `replay` from the call that was traced, unless the general way has to look at each call.
 
@@ -221,6 +250,20 @@ class TracedProgram:
         donors = [(i, *self._places[i]) for i in self.donors]
         replay = _C.Replay(list(structures), list(leaves), donors, self.name, names)
         self.replay = replay if replay.possible else None
+
+
+def own_result(leaf: Any, outside: Container[int]) -> Any:
+    """A result; if no operation made it, such as a constant or a whole copy, an output of the graph with its value.
+
+    outside: the identities of the tensors that were not made in the trace.
+    """
+    if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
+        return leaf
+    return leaf if _C.identity(leaf)[0] in outside else _host.computed(leaf)
+
+
+def tensors_among(leaves: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
+    return [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
 def _argument(number: int) -> Result:

@@ -113,7 +113,7 @@ class ArgumentProxies:
 
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
-        made = source.detach() if self._spmd else _host.same_buffer(source)
+        made = _host.stand_in(source)
         if isinstance(leaf, torch.nn.Parameter):
             made = torch.nn.Parameter(made, leaf.requires_grad)
         else:

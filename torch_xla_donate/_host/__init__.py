@@ -14,10 +14,9 @@ if not _config.IS_OFF:
 from torch_xla_donate._host.computations import call_computation, calling, computation_text, is_computation
 from torch_xla_donate._host.dynamo import (
     CapturedFrame,
-    ExtractedGraph,
     captured_frame,
+    compute_alone,
     compute_pending,
-    extract_graph,
     has_hooks,
     wrapping_code,
 )
@@ -73,6 +72,7 @@ from torch_xla_donate._host.tensors import (
     placeholder,
     same_placeholder,
     show_shardings,
+    stand_in,
     same_buffer,
     seed_buffer,
     sharding_spec,

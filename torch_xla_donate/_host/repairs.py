@@ -9,7 +9,6 @@ which the code came, because nobody has reported the defect.
 | `carried_in_order` | gradient_accumulation returns the carried tensors in another order | (#8608) | 2.8, 2.9 |
 | `accumulation_by_buffer` | under SPMD each iteration gets the first slice if the step has a scan | (#8608) | 2.9 |
 | `with_pure_copies` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
-| `TracedResults` | torch.compile takes a value and its clone for one result; later ones shift | (#7902) | 2.8, 2.9 |
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """A copy of a functional graph in which a whole copy makes a new value.
 
     torch_xla's `aten.copy` and `aten._foreach_copy` write into the tensor that a functional graph passes as `self`,
-    so the bridge would trace the rest of the graph with another argument.
+    so the rest of the graph would be traced with another argument.
     """
     aten = torch.ops.aten
     graph = copy.deepcopy(model.graph)
@@ -105,61 +104,3 @@ def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
             graph.erase_node(item)
         graph.erase_node(node)
     return torch.fx.GraphModule(model, graph)
-
-
-class TracedResults:
-    """Where a run of a traced graph finds each result.
-
-    torch_xla's executor computes an output for each tensor without a buffer, in the order of the results. Its bridge
-    takes a value and its clone for one output, so that each later result would be the one before it.
-
-    Args:
-        inputs: the tensors that the graph was traced with, after the trace.
-        buffers: their buffers before it.
-        results: the results of the trace.
-        updated: whether the graph updates the input in place.
-    """
-
-    def __init__(
-        self,
-        inputs: Sequence[torch.Tensor],
-        buffers: Sequence[int],
-        results: Sequence[torch.Tensor],
-        updated: Sequence[bool],
-    ) -> None:
-        objects = {id(tensor): place for place, tensor in enumerate(inputs) if not updated[place]}
-        place_of = {buffer: place for place, buffer in reversed(list(enumerate(buffers))) if buffer}
-        outputs: dict[int, int] = {}
-        #: "output" and its place among the outputs; "input" and the place of the input that it is, "alias" or "copy"
-        #: and that of the input whose buffer it holds; or "constant" and a tensor that torch_xla shares.
-        self._sources: list[tuple[str, Any]] = []
-        for result in results:
-            data, buffer = _C.identity(result)
-            if id(result) in objects:
-                self._sources.append(("input", objects[id(result)]))
-            elif buffer in place_of:
-                place = place_of[buffer]
-                self._sources.append(("copy" if updated[place] else "alias", place))
-            elif buffer and _C.is_constant(result):
-                self._sources.append(("constant", result))
-            else:
-                self._sources.append(("output", outputs.setdefault(data, len(outputs))))
-        self._outputs = len(outputs)
-
-    def inputs(self) -> set[int]:
-        """The places of the inputs whose buffers or values are results."""
-        return {place for kind, place in self._sources if kind in ("input", "alias", "copy")}
-
-    def of_run(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The results of a run with these inputs and outputs."""
-        assert len(outputs) == self._outputs, "torch_xla computes other outputs than those of the trace"
-        return [_TAKE[kind](source, inputs, outputs) for kind, source in self._sources]
-
-
-_TAKE: dict[str, Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]] = {
-    "output": lambda place, inputs, outputs: outputs[place],
-    "input": lambda place, inputs, outputs: inputs[place],
-    "alias": lambda place, inputs, outputs: inputs[place].detach(),
-    "copy": lambda place, inputs, outputs: inputs[place].clone(),
-    "constant": lambda constant, inputs, outputs: constant.clone(),
-}

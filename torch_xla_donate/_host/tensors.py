@@ -32,6 +32,12 @@ def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
     return with_dtype(found[0], tensor.dtype)
 
 
+def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor for a trace in place of a materialised one. Under SPMD an alias, because another tensor of the buffer
+    would lose the sharding."""
+    return tensor.detach() if runtime().is_spmd() else same_buffer(tensor)
+
+
 def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of this dtype with a materialised tensor's buffer, which may have another element type.
 

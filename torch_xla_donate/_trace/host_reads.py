@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,11 @@ class HostReads(TorchDispatchMode):
         numbers: the numbers in the running operation. If there are any, the error names them.
     """
 
-    def __init__(self, refuse: Refusal) -> None:
+    supports_higher_order_operators = (
+        True  # such as what torch.compile makes of an operation that updates its arguments
+    )
+
+    def __init__(self, refuse: Callable[..., Exception]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._refuse = refuse
         self.drew = False
@@ -58,6 +62,10 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            result = func(*args, **kwargs)
+            self.check(None)
+            return result
         if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
             self._refuse_tensors((args, kwargs))
         # Autograd's tensor of zeros without memory, as in second derivatives. It cannot become a Python object.
@@ -81,7 +89,7 @@ class HostReads(TorchDispatchMode):
                     raise self.numbers[0].refuse(self.numbers)
                 raise self.refuse_read(tensor)
 
-    def refuse_read(self, tensor: torch.Tensor) -> DonationError:
+    def refuse_read(self, tensor: torch.Tensor) -> Exception:
         return self._refuse(f"reads {_trees.dtype_and_shape(tensor)} on the host", _RETURN_IT)
 
     def check(self, where: str | None = "unknown line") -> None:
@@ -92,7 +100,7 @@ class HostReads(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def host_reads_refused(refuse: Refusal) -> Iterator[None]:
+def host_reads_refused(refuse: Callable[..., Exception]) -> Iterator[None]:
     """Turns torch_xla's error for an execution inside the trace into one that names the line."""
     try:
         yield
