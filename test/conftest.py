@@ -169,12 +169,12 @@ def custom_operations() -> tuple[Callable[..., torch.Tensor], Callable[..., None
     def increased(x: torch.Tensor) -> None:
         x.add_(1)
 
-    library = torch.library.custom_op("torch_xla_donate_tests::doubled", mutates_args=(), schema="(Tensor x) -> Tensor")
-    on_host = library(doubled)
+    def made(name: str, function: Callable[..., Any], schema: str, mutates: tuple[str, ...]) -> Any:
+        make = torch.library.custom_op(f"torch_xla_donate_tests::{name}", mutates_args=mutates, schema=schema)
+        return make(function)
+
+    on_host = made("doubled", doubled, "(Tensor x) -> Tensor", ())
     on_host.register_fake(torch.empty_like)
-    update = torch.library.custom_op(
-        "torch_xla_donate_tests::increased", mutates_args=("x",), schema="(Tensor(a!) x) -> ()"
-    )
-    in_place = update(increased)
+    in_place = made("increased", increased, "(Tensor(a!) x) -> ()", ("x",))
     in_place.register_fake(lambda x: None)
     return on_host, in_place

@@ -49,9 +49,8 @@ class HostReads(TorchDispatchMode):
         numbers: the numbers in the running operation. If there are any, the error names them.
     """
 
-    supports_higher_order_operators = (
-        True  # such as what torch.compile makes of an operation that updates its arguments
-    )
+    # torch.compile makes such an operator of a user's operation that updates its arguments.
+    supports_higher_order_operators = True
 
     def __init__(self, refuse: Callable[..., Exception]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
