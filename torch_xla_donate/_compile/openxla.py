@@ -137,6 +137,7 @@ class _FunctionalGraph(TracedGraph):
         with _host.Tracing():
             leaves = [_host.stand_in(one) if isinstance(one, torch.Tensor) else one for one in arguments]
             before = [_C.identity(one) for _, one in tensors_among(leaves)]
+            _host.let_operators_pass(model, _trace.HostReads, _trace.HostReads.check)
             reads = _trace.HostReads(refuse)
             with interrupts.Restored(), torch.no_grad(), _trace.host_reads_refused(refuse), reads:
                 results = model(*leaves)

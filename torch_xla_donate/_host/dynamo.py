@@ -7,7 +7,7 @@ import itertools
 import operator
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,23 @@ def compute_alone(values: Iterable[Any]) -> None:
     is_pending = xlac()._check_tensor_need_materialization(tensors)
     if any(is_pending):
         xlac()._xla_sync_multi(list(itertools.compress(tensors, is_pending)), [], wait=True, sync_xla_data=True)
+
+
+def let_operators_pass(model: torch.fx.GraphModule, mode: type, check: Callable[[Any], None]) -> None:
+    """Registers the higher-order operators of a graph for a dispatch mode, which calls `check` after each of them.
+
+    torch.compile makes one of a user's operation that updates its arguments.
+    """
+    for node in model.graph.nodes:
+        hop = node.target
+        if isinstance(hop, torch._ops.HigherOrderOperator) and mode not in hop.python_key_table:
+
+            def passed(running: Any, *args: Any, hop: Any = hop, **kwargs: Any) -> Any:
+                result = hop(*args, **kwargs)
+                check(running)
+                return result
+
+            hop.py_impl(mode)(passed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,9 +49,6 @@ class HostReads(TorchDispatchMode):
         numbers: the numbers in the running operation. If there are any, the error names them.
     """
 
-    # torch.compile makes such an operator of a user's operation that updates its arguments.
-    supports_higher_order_operators = True
-
     def __init__(self, refuse: Callable[..., Exception]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._refuse = refuse
@@ -61,10 +58,6 @@ class HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.HigherOrderOperator):
-            result = func(*args, **kwargs)
-            self.check(None)
-            return result
         if func.overloadpacket is torch.ops.aten._local_scalar_dense or str(kwargs.get("device", "xla")) == "cpu":
             self._refuse_tensors((args, kwargs))
         # Autograd's tensor of zeros without memory, as in second derivatives. It cannot become a Python object.
