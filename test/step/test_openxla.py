@@ -568,6 +568,17 @@ def test_batch_norm_with_a_cumulative_average():
     assert count == expected_count
 
 
+def test_a_pending_argument_of_a_call_without_donors_runs_alone(make):
+    """Its old value is still read by work that stays pending."""
+    step = openxla(lambda x: x * 2)
+    for _ in range(2):
+        x = make(3)
+        total = x + 10
+        x += 1
+        assert step(x).tolist() == [2, 4, 6]
+        assert (total.tolist(), x.tolist()) == ([10, 11, 12], [1, 2, 3])
+
+
 def test_a_pending_argument_runs_with_the_work_that_reads_its_old_value():
     def uploaded(first):
         return (torch.arange(9.0) + first).reshape(3, 3).to("xla")

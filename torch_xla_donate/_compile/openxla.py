@@ -60,7 +60,7 @@ class Graph:
             except RuntimeError as error:
                 if not _host.is_evicted(error):
                     raise
-            self._variants.clear()
+            self._variants = {}
             return self._call(args)
 
     def _call(self, args: Sequence[Any]) -> Any:
@@ -89,13 +89,13 @@ class Graph:
             # torch.compile guards none of these.
             found = signature_of(list(args))
             key = (positions, found.key, _trees.exact(found.others), _host.shardings(args))
-            if key not in self._variants:
+            graph = self._variants.get(key)
+            if graph is None:
                 try:
-                    self._variants[key] = _FunctionalGraph(self._model, args, positions)
+                    graph = self._variants[key] = _FunctionalGraph(self._model, args, positions)
                 except _RunsOnHost:
                     self._runs_on_host, self._refusal = True, _C.Reason("host_operations")
                     continue
-            graph = self._variants[key]
             if donation is None or not donation.refuse([args[i] for i in graph.returned], _STILL_NEEDED):
                 break
         if donation is None or self._refusal:

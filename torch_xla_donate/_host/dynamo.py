@@ -30,11 +30,14 @@ def compute_pending(arguments: Sequence[Any]) -> None:
 
 
 def compute_alone(values: Iterable[Any]) -> None:
-    """Computes the pending tensors among some values, and nothing else. As a step, that donates nothing."""
+    """Computes the pending tensors among some values, and nothing else, without any donation.
+
+    torch_xla's own donation of what the work updates in place is off, too: other pending work may read the old value.
+    """
     tensors = [one for one in values if isinstance(one, torch.Tensor) and one.device.type == "xla"]
     is_pending = xlac()._check_tensor_need_materialization(tensors)
     if any(is_pending):
-        xlac()._xla_sync_multi(list(itertools.compress(tensors, is_pending)), [], wait=True, sync_xla_data=True)
+        xlac()._xla_sync_multi(list(itertools.compress(tensors, is_pending)), [], wait=True, sync_xla_data=False)
 
 
 def let_operators_pass(model: torch.fx.GraphModule, mode: type, check: Callable[[Any], None]) -> None:
