@@ -70,8 +70,7 @@ inline constexpr const char* kCreateTensorNode =
 inline constexpr const char* kForAllDeviceContexts =
     "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena20ForAllDeviceContextsERKSt8functionIFvPNS2_13DeviceContextEE"
     "EPKNS0_13BackendDeviceE";
-inline constexpr const char* kDeviceBarrier =
-    "_ZN5torch4lazy17LazyGraphExecutor13DeviceBarrierERKNS0_13BackendDeviceE";
+inline constexpr const char* kDeviceBarrier = "_ZN5torch4lazy17LazyGraphExecutor13DeviceBarrierERKNS0_13BackendDeviceE";
 inline constexpr const char* kTensorCollectionBarrier =
     "_ZN5torch4lazy17LazyGraphExecutor23TensorCollectionBarrierEPNS1_20SyncTensorCollectionE";
 inline constexpr const char* kMarkStep =
