@@ -18,14 +18,19 @@ from torch_xla_donate import _C
 from torch_xla_donate._host.load import xlac
 
 
+def _not_computed(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The XLA tensors among some values that have no buffer yet."""
+    tensors = [one for one in values if isinstance(one, torch.Tensor) and one.device.type == "xla"]
+    return list(itertools.compress(tensors, xlac()._check_tensor_need_materialization(tensors)))
+
+
 def compute_pending(arguments: Sequence[Any]) -> None:
     """Runs all pending work if a graph's argument is pending.
 
     The arguments alone are not enough before a donation. A part of the pending work that updates a tensor in place
     overwrites the old value, which other pending work may still read.
     """
-    tensors = [one for one in arguments if isinstance(one, torch.Tensor) and one.device.type == "xla"]
-    if any(xlac()._check_tensor_need_materialization(tensors)):
+    if _not_computed(arguments):
         torch_xla.sync(wait=True, reset_scope=False)
 
 
@@ -34,10 +39,9 @@ def compute_alone(values: Iterable[Any]) -> None:
 
     torch_xla's own donation of what the work updates in place is off, too: other pending work may read the old value.
     """
-    tensors = [one for one in values if isinstance(one, torch.Tensor) and one.device.type == "xla"]
-    is_pending = xlac()._check_tensor_need_materialization(tensors)
-    if any(is_pending):
-        xlac()._xla_sync_multi(list(itertools.compress(tensors, is_pending)), [], wait=True, sync_xla_data=False)
+    tensors = _not_computed(values)
+    if tensors:
+        xlac()._xla_sync_multi(tensors, [], wait=True, sync_xla_data=False)
 
 
 def let_operators_pass(model: torch.fx.GraphModule, mode: type, check: Callable[[Any], None]) -> None:
