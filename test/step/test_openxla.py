@@ -443,6 +443,28 @@ def test_operations_of_users_that_read_on_the_host_or_update_an_argument(custom_
                     assert [donor.outcome for donor in donation_report(steps=1).donors] == [outcome]
 
 
+def test_tensors_that_an_operation_of_a_user_keeps_from_the_trace(make):
+    kept = []
+
+    @torch.library.custom_op("torch_xla_donate_tests::keeps", mutates_args=(), schema="(Tensor x, bool itself) -> Tensor")
+    def keeps(x, itself):
+        if not kept:
+            kept.append(x.detach() if itself else x * 2)
+        return x + 1
+
+    keeps.register_fake(lambda x, itself: torch.empty_like(x))
+    for itself, outcomes in ((False, ["donated", "donated"]), (True, ["unusable", "donated"])):
+        kept.clear()
+        step, found = openxla(lambda x, itself=itself: keeps(x, itself), donate_argnums=0), []
+        for first in (0.0, 5.0):
+            x = torch.arange(3.0).add(first).to("xla")
+            torch_xla.sync()
+            assert step(x).tolist() == [first + 1, first + 2, first + 3]
+            found += [donor.outcome for donor in donation_report(steps=1).donors]
+        assert found == outcomes
+        assert kept[0].tolist() == ([0.0, 1.0, 2.0] if itself else [0.0, 2.0, 4.0])
+
+
 def test_a_constant_beside_a_dynamic_size(make):
     step = openxla(lambda x: (torch.tensor([1.0, 2.0], device=x.device), x + x.shape[0]), dynamic=True)
     for n in (3, 4):

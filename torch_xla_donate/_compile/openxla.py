@@ -95,7 +95,10 @@ class Graph:
                     graph = self._variants[key] = _FunctionalGraph(self._model, args, positions)
                 except _RunsOnHost:
                     self._runs_on_host, self._refusal = True, _C.Reason("host_operations")
-                    continue
+                else:
+                    if donation is not None:
+                        donation.refuse_shared()  # an operation of a user may have kept tensors of the trace
+                continue
             if donation is None or not donation.refuse([args[i] for i in graph.returned], _STILL_NEEDED):
                 break
         if donation is None or self._refusal:
