@@ -109,60 +109,49 @@ def _facts(graph: str) -> _Facts:
     return _Facts(output_of, copied)
 
 
-def describe_donors(raws: Iterable[_C._Donor], step: _C._Step, facts: _Facts | None = None) -> list[Donor]:
-    """Donors of a step that has read them."""
+def describe_donors(raws: Iterable[_C._Donor], step: _C._Step | None, facts: _Facts | None = None) -> list[Donor]:
+    """Donors of a step that has read them, or pending marks (without a step)."""
     sizes: StepSizes | None = None
     found = []
     for raw in raws:
         outcome: Outcome = "unusable"
         code: Reason | None = None
-        output = None
-        if raw["outcome"] == "donated":
+        output = into_kept = crossed = None
+        requested, preferred, parameter = raw["requested"], raw["preferred_output"], raw["parameter"]
+        if step is None:
+            outcome, code, reason = "pending", Reason.UNREAD, "no step has read it yet"
+        elif raw["outcome"] == "donated":
             outcome, reason = "donated", ""
-            parameter = raw["parameter"]
             output = None if facts is None or parameter is None else facts.output_of.get(parameter)
         elif raw["reason"]:
             code, reason = Reason(raw["reason"].code), sentence(raw["reason"])
         else:
             sizes = sizes or StepSizes(step["outputs"], (one["size"] for one in step["donors"] if not one["reason"]))
             code, reason = sizes.explain(raw)
-        requested = raw["requested"]
-        is_unknown = requested is None or (outcome == "donated" and output is None)
+        if output is not None and preferred is not None:
+            crossed = output != preferred
+        if requested is not None and (output is not None or outcome == "unusable"):
+            into_kept = output == requested
+        dtype, _, shape = raw["shape"].rstrip("]").partition("[")
         found.append(
-            dataclasses.replace(
-                _donor(raw, outcome, code, reason),
-                step=step["number"],
-                into_kept=None if is_unknown else output == requested,
+            Donor(
+                name=raw["name"],
+                where=raw["where"],
+                shape=tuple(int(size) for size in shape.split(",") if size),
+                dtype=dtype,
+                bytes=raw["bytes"],
+                bytes_per_device=raw["bytes_per_device"],
+                sharding=split_sharding(raw["array"])[1],
+                device=raw["device"],
+                outcome=outcome,
+                reason=reason,
+                step=None if step is None else step["number"],
+                into_kept=into_kept,
+                automatic=raw["automatic"],
                 output=output,
-                crossed=None
-                if output is None or raw["preferred_output"] is None
-                else output != raw["preferred_output"],
-                parameter=raw["parameter"],
+                crossed=crossed,
+                parameter=parameter,
+                reason_code=code,
             )
         )
     return found
-
-
-def describe_pending(raw: _C._Donor) -> Donor:
-    """A mark that no step has read yet."""
-    return _donor(raw, "pending", Reason.UNREAD, "no step has read it yet")
-
-
-def _donor(raw: _C._Donor, outcome: Outcome, code: Reason | None, reason: str) -> Donor:
-    dtype, _, sizes = raw["shape"].rstrip("]").partition("[")
-    return Donor(
-        name=raw["name"],
-        where=raw["where"],
-        shape=tuple(int(size) for size in sizes.split(",") if size),
-        dtype=dtype,
-        bytes=raw["bytes"],
-        bytes_per_device=raw["bytes_per_device"],
-        sharding=split_sharding(raw["array"])[1],
-        device=raw["device"],
-        outcome=outcome,
-        reason=reason,
-        step=None,
-        into_kept=None,
-        automatic=raw["automatic"],
-        reason_code=code,
-    )

@@ -11,7 +11,7 @@ from typing import Any
 from torch_xla_donate import _C, _config
 from torch_xla_donate._checks import check_count
 from torch_xla_donate._errors import SWITCHED_OFF, see
-from torch_xla_donate._report.donors import Donor, describe_donors, describe_pending, facts_of
+from torch_xla_donate._report.donors import Donor, describe_donors, facts_of
 from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.reasons import sentence
@@ -275,7 +275,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         copied = None if facts is None else sum(facts.copied.values())
         summary.append(Step(step["number"], len(own), crossed, copied, compilations))
         donors += own
-    pending = [describe_pending(raw) for raw in _C.pending()]
+    pending = describe_donors(_C.pending(), None)
     warn_or_raise(everywhere=True)
     left_alone = _C.auto_held()
     with searching:
