@@ -173,17 +173,25 @@ def pointer(tensor: torch.Tensor) -> int:
     return int(torch_xla._XLAC._unsafe_buffer_pointer(tensor))
 
 
-def assert_a_step_donates() -> None:
-    """A fresh tensor is marked, and its step donates it and computes what it should."""
+def consume(donor: Any, function: Callable[[Any], Any] = lambda t: t + 1, *, wait: bool = False) -> Any:
+    """A step that donates a tensor, or a pytree of them, and computes a function of it, which it returns.
+
+    The mark comes before the function's first operation, and has the line of the caller.
+    """
     import torch_xla
 
     from torch_xla_donate import donate_buffer, is_donated
 
-    old = make(8)
-    donate_buffer(old)
-    new = old + 1
-    torch_xla.sync(wait=True)
-    assert is_donated(old) and new.tolist() == list(range(1, 9))
+    donate_buffer(donor, stacklevel=2)
+    result = function(donor)
+    torch_xla.sync(wait=wait)
+    assert all(map(is_donated, pytree.tree_leaves(donor)))
+    return result
+
+
+def assert_a_step_donates() -> None:
+    """A fresh tensor is marked, and its step donates it and computes what it should."""
+    assert consume(make(8), wait=True).tolist() == list(range(1, 9))
 
 
 def lose(donor: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch_xla
-from helpers import pointer
+from helpers import consume, pointer
 
 import torch_xla_donate
-from torch_xla_donate import DonatedBufferError, donate_buffer, expect_donated, is_donated
+from torch_xla_donate import DonatedBufferError, expect_donated
 
 _rank_main: Callable[[int], None] | None = None
 
@@ -49,10 +49,7 @@ def donate_own_buffers(rank: int) -> None:
     first = pointer(weight)
     with expect_donated(1.0):  # the report keeps 8 steps of all threads together
         for _ in range(5):
-            donate_buffer(weight)
-            updated = weight + 1
-            torch_xla.sync()
-            assert is_donated(weight)
+            updated = consume(weight)
             with pytest.raises(DonatedBufferError, match=r"ranks\.py"):
                 weight + 1
             weight = updated

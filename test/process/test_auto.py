@@ -12,7 +12,7 @@ import ranks
 import torch
 import torch_xla
 from children import in_process, run_in_child
-from helpers import compiles, loops_with_and_without_donation, pointer
+from helpers import compiles, consume, loops_with_and_without_donation, pointer
 from sharding import mesh, shard
 
 from torch_xla_donate import _host, auto_donate, donate_buffer, donation_report, hlo, set_auto_donate
@@ -132,10 +132,7 @@ def test_an_unusable_automatic_donor_leaves_bool_and_fraction_of_the_report():
     assert not report and report.offered == () and report.reused_fraction == 0.0
     assert "0 of 0 donors donated, 0 B (0.0% of the bytes offered); 1 automatic not used" in str(report)
 
-    p = made()
-    donate_buffer(p)
-    p = p + 1
-    torch_xla.sync(wait=True)
+    consume(made(), wait=True)
     report = donation_report()
     assert [(d.automatic, d.outcome) for d in report.donors] == [(True, "unusable"), (False, "donated")]
     assert report and report.reused_fraction == 1.0 and len(report.offered) == 1
@@ -286,9 +283,7 @@ def test_a_mark_on_a_device_changes_no_graph_of_another():
         if rank == 1:
             p = torch.ones(4).to("xla")
             torch_xla.sync(wait=True)
-            donate_buffer(p)
-            q = p + 1
-            torch_xla.sync(wait=True)
+            q = consume(p, wait=True)
             ready.set()
             begun.wait()
             donate_buffer(q)

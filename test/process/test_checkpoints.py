@@ -13,7 +13,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.experimental.distributed_checkpoint as xc
 from children import in_process
-from helpers import make, pointer
+from helpers import consume, make, pointer
 from sharding import mesh, shard
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -73,10 +73,8 @@ def test_a_checkpoint_before_the_step_leaves_the_donation_and_a_late_one_raises(
     if saver == "distributed":
         dcp.load(updated, checkpoint_id=tmp_path / "before")
         torch_xla.sync()
-        donate_buffer(updated)
-        again = updated["w"] + 1
-        torch_xla.sync()
-        assert is_donated(updated["w"]) and again.tolist() == [1, 2, 3, 4]
+        again = consume(updated, lambda state: {name: value + 1 for name, value in state.items()})
+        assert again["w"].tolist() == [1, 2, 3, 4]
 
 
 # --- Of sharded tensors, in a process group ---
@@ -134,11 +132,7 @@ def test_sharded_checkpoints_are_right_or_raise(tmp_path):
     state = load(tmp_path / "results")
     assert state["w"].tolist() == [2, 4, 6, 8, 10, 12, 14, 16]
     # The first step after loading.
-    donate_buffer(state)
-    after = state["w"] + 1
-    torch_xla.sync()
-    assert is_donated(state["w"])
-    assert after.tolist() == [3, 5, 7, 9, 11, 13, 15, 17]
+    assert consume(state["w"]).tolist() == [3, 5, 7, 9, 11, 13, 15, 17]
 
 
 @in_process(devices=4)
@@ -148,10 +142,7 @@ def test_the_managers_checkpoints_are_right_or_raise(tmp_path):
     manager = xc.CheckpointManager(str(tmp_path / "managed"), save_interval=1, chkpt_on_preemption=False)
     old = sharded(1.0)
     assert manager.save_async(0, old)
-    donate_buffer(old)
-    new = {"w": old["w"] * 2}
-    torch_xla.sync()
-    assert is_donated(old["w"])
+    new = consume(old, lambda state: {"w": state["w"] * 2})
     manager.join()
     assert manager.save(1, new)
     check_is_too_late(lambda: manager.save(2, old))
@@ -172,10 +163,7 @@ def test_an_asynchronous_checkpoint_takes_a_copy_on_the_host(tmp_path):
         dcp.async_save(plain, checkpoint_id=tmp_path / "unsupported").result()
     writer = dcp.FileSystemWriter(tmp_path / "async", per_thread_copy_ahead=0)
     future = dcp.async_save({"w": plain["w"].cpu()}, storage_writer=writer)
-    donate_buffer(plain)
-    new = plain["w"] * 2
-    torch_xla.sync()
-    assert is_donated(plain["w"])
+    new = consume(plain["w"], lambda w: w * 2)
     future.result()
     state = {"w": torch.zeros(8)}
     dcp.load(state, checkpoint_id=tmp_path / "async")

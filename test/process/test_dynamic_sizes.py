@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process, run_in_child
-from helpers import BACKENDS, error_of
+from helpers import BACKENDS, consume, error_of
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -91,10 +91,7 @@ def test_a_step_with_an_output_of_dynamic_size_donates_nothing(dump_folder):
     assert found.cpu().tolist() == [2, 3]
 
     # The next step donates.
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync(wait=True)
-    assert is_donated(t) and out.tolist() == [1, 2, 1, 3, 4]
+    assert consume(t, wait=True).tolist() == [1, 2, 1, 3, 4]
 
     steps = [module for module in hlo.read_dump(dump_folder) if module.before is not None and module.before.donors]
     dynamic = [step for step in steps if any(shape.dynamic for shape in step.before.result.elements)]
@@ -131,10 +128,7 @@ def test_a_size_ends_automatic_donation(size_of, value):
             torch_xla.sync(wait=True)
             assert donation_report().auto_refusals == {Reason.SYMBOLIC_SIZES.sentence: skipped}
         assert int(size) == value
-        donate_buffer(t)
-        out = t + 1
-        torch_xla.sync(wait=True)
-    assert is_donated(t) and out.tolist() == [4, 5, 4, 6, 7]
+        assert consume(t, wait=True).tolist() == [4, 5, 4, 6, 7]
 
 
 @in_process()
@@ -155,20 +149,14 @@ def test_a_pending_size_of_a_marked_tensor_names_the_mark():
     """Nothing else is lost."""
     t, other = make(), make()
     size = pending_size(t)
-    donate_buffer(t)
+    out = consume(t, wait=True)
     line = inspect.currentframe().f_lineno - 1
-    out = t + 1
-    torch_xla.sync(wait=True)
-    assert is_donated(t)
     pending = other * 2
     for _ in range(2):
         with pytest.raises(DonatedBufferError, match=rf"f32\[5\] tensor .*test_dynamic_sizes.py:{line}"):
             int(size)
     assert pending.tolist() == [0, 2, 0, 4, 6] and out.tolist() == [1, 2, 1, 3, 4]
-    donate_buffer(out)
-    out = out + 1
-    torch_xla.sync(wait=True)
-    assert out.tolist() == [2, 3, 2, 4, 5]
+    assert consume(out, wait=True).tolist() == [2, 3, 2, 4, 5]
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")

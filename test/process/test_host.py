@@ -20,7 +20,7 @@ import torch
 import torch_xla
 from bare import mapped, state
 from children import in_process, run_in_child
-from helpers import assert_a_step_donates, error_of, make, run_script
+from helpers import assert_a_step_donates, consume, error_of, make, run_script
 from sharding import mesh, shard
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -181,10 +181,7 @@ def test_uninstalling_gives_libtorch_its_slots_back():
     assert c[:, 0].tolist() == [1, 1, 0, 0]
     # An overwrite is seen again, too.
     torch_xla.sync()
-    donate_buffer(c)
-    new = c + 1
-    torch_xla.sync(wait=True)
-    assert is_donated(c)
+    new = consume(c, wait=True)
     c.zero_()
     assert c[0].tolist() == [0] * 4 and new[0].tolist() == [2] * 4
 
@@ -379,16 +376,12 @@ def test_a_made_up_class_of_graphs_is_an_error_in_the_report():
     t = make(4)
     with changed(last_function, 0):
         for _ in range(2):
-            donate_buffer(t)
-            t = t + 1
-            torch_xla.sync(wait=True)
+            t = consume(t, wait=True)
         report = donation_report()
     assert [donor.outcome for donor in report.donors] == ["donated"] * 2
     assert report.errors == {"a run's graph has 7 virtual functions, expected 8": 2}
     assert t.tolist() == [2, 3, 4, 5]
-    donate_buffer(t)
-    t = t + 1
-    torch_xla.sync(wait=True)
+    consume(t)
     assert donation_report().errors == report.errors
 
 

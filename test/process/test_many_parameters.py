@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch_xla
 from children import in_process
-from helpers import each_backend, pointer
+from helpers import consume, each_backend, pointer
 from ranks import make
 from sharding import mesh, shard
 
@@ -28,9 +28,7 @@ def test_a_step_of_more_than_3200_parameters_donates_them_all(dump_folder):
     tensors = [row.to("xla") for row in torch.arange(2.0 * count).reshape(count, 2)]
     torch_xla.sync(wait=True)
     before = [pointer(tensors[0]), pointer(tensors[-1])]
-    donate_buffer(tensors)
-    updated = [tensor + 1 for tensor in tensors]
-    torch_xla.sync(wait=True)
+    updated = consume(tensors, lambda tensors: [tensor + 1 for tensor in tensors], wait=True)
     report = donation_report()
     assert report
     assert len(report.donors) == count
@@ -100,8 +98,5 @@ def test_sharded_elements_of_the_tuple_are_donated():
     state = {name: shard(torch.arange(4.0).to("xla"), "x") for name in "abc"}
     torch_xla.sync(wait=True)
     for _ in range(2):
-        donate_buffer(state)
-        old, state = state, {name: value * 2 for name, value in state.items()}
-        torch_xla.sync(wait=True)
-        assert all(is_donated(value) for value in old.values()), donation_report()
+        state = consume(state, lambda state: {name: value * 2 for name, value in state.items()}, wait=True)
     assert [value.tolist() for value in state.values()] == [[0, 4, 8, 12]] * 3

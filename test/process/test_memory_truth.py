@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import needs_jax
+from helpers import consume, needs_jax
 from sharding import mesh
 
-from torch_xla_donate import compile, donate_buffer, hlo, placeholder
+from torch_xla_donate import compile, hlo, placeholder
 from torch_xla_donate._tools.dump import read_text, summarize
 from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import StepSummary
@@ -43,10 +43,7 @@ def scaled(w):
 def run_step(function, *shape):
     t = torch.ones(*shape).to("xla")
     torch_xla.sync()
-    donate_buffer(t)
-    results = function(t)
-    torch_xla.sync(wait=True)
-    return results
+    return consume(t, function, wait=True)
 
 
 def compared(folder, function, *shape):

@@ -14,7 +14,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.parallel_loader as parallel_loader
 from children import in_process, run_in_child
-from helpers import BACKENDS, error_of, make, pointer
+from helpers import BACKENDS, consume, error_of, make, pointer
 
 from torch_xla_donate import (
     _C,
@@ -115,10 +115,7 @@ def test_a_trace_on_one_device_leaves_other_devices_alone():
         else:
             started.wait()
             for _ in range(3):
-                donate_buffer(x)
-                old, x = x, x * 3
-                torch_xla.sync()
-                assert is_donated(old)
+                x = consume(x, lambda x: x * 3)
             assert x.tolist() == [27, 54]
             torch.rand(3)
             stepped.set()

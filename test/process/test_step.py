@@ -17,7 +17,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
-from helpers import assert_a_step_donates, compiles, make, run_in_a_fork, run_script
+from helpers import assert_a_step_donates, compiles, consume, make, run_in_a_fork, run_script
 from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
@@ -43,10 +43,7 @@ from torch_xla_donate._host import switches
 def assert_nothing_is_left(t: torch.Tensor, kept: torch.Tensor) -> None:
     """After a failed step: both tensors are as they were, and a step can donate."""
     assert t.tolist() == list(range(8)) and kept.tolist() == [0, 1, 2, 3]
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
-    assert is_donated(t) and out.tolist() == list(range(1, 9))
+    assert consume(t).tolist() == list(range(1, 9))
 
 
 @pytest.mark.parametrize("automatic", [False, True])
@@ -98,10 +95,7 @@ def test_a_step_that_fails_while_it_runs_leaves_nothing_behind(wait):
 @in_process(env={"XLA_DISABLE_FUNCTIONALIZATION": "1"})
 def test_without_functionalization_donation_and_errors_work():
     t = make(8)
-    donate_buffer(t)
-    out = t * 2
-    torch_xla.sync()
-    assert is_donated(t)
+    out = consume(t, lambda t: t * 2)
     for use in (
         lambda: t + 1,
         lambda: t.cpu(),
@@ -305,12 +299,9 @@ def test_executables_that_torch_xla_has_freed_are_forgotten():
     _C.log_runs(_C.take_runs)
     known = []
     for size in range(1, 81):
-        t = make(size)
-        donate_buffer(t)
-        out = t + 1
-        torch_xla.sync(wait=True)
+        out = consume(make(size), wait=True)
         known.append(_C.sizes()["executables"])
-        assert is_donated(t) and out[0].item() == 1
+        assert out[0].item() == 1
     # Entries of freed executables go when their number has doubled.
     assert max(known) < 50
 
@@ -389,9 +380,7 @@ def test_a_partial_sync_after_a_listing_does_not_donate(listing):
 @in_process
 def test_a_use_after_a_listing_is_our_error():
     first, t = make(3), make(4)
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
+    out = consume(t)
     list_for_dynamos_check()
     with pytest.raises(DonatedBufferError):
         t.cpu()
@@ -405,9 +394,7 @@ def test_a_use_after_a_listing_is_our_error():
 def test_a_use_after_a_listing_that_reads_nothing_is_our_error():
     """The read of the first listed tensor passes for the list's. Only the hook on its node sees the use."""
     t = make(4)
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
+    out = consume(t)
     list_for_a_report()
     with pytest.raises(DonatedBufferError):
         t[1:]
@@ -417,9 +404,7 @@ def test_a_use_after_a_listing_that_reads_nothing_is_our_error():
 @in_process
 def test_dynamo_works_beside_a_donated_tensor():
     t = make(4)
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
+    out = consume(t)
     compiled = torch.compile(lambda x: x * 2, backend="openxla")
     assert compiled(out).tolist() == [2, 4, 6, 8]
     assert compiled(make(4)).tolist() == [0, 2, 4, 6]
@@ -541,9 +526,7 @@ def test_a_signal_that_is_pending_when_a_step_ends_loses_nothing(marks):
 def test_a_signal_pending_at_a_use_after_donation_is_not_lost():
     install_handlers()
     t = make(4)
-    donate_buffer({"weight": t})
-    out = t + 1
-    torch_xla.sync()
+    out = consume({"weight": t}, lambda state: state["weight"] + 1)
     for number, error in ERRORS.items():
         assert with_pending(number, functools.partial(torch.Tensor.cpu, t)) is error
         with pytest.raises(DonatedBufferError, match=r"\['weight'\]"):

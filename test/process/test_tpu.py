@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import make, needs_jax
+from helpers import consume, make, needs_jax
 from sharding import mesh, shard
 from torch_xla.distributed.spmd import Mesh
 from torch_xla.utils.dlpack import to_dlpack
@@ -232,10 +232,7 @@ def test_a_use_of_a_placeholder_raises_and_loses_nothing(is_lowered):
     assert (w.tolist(), y.tolist()) == ([0, 2, 4, 6], [0, 3, 6, 9])
     del empty
     closed_over.clear()
-    donate_buffer(x)
-    z = x + 1
-    torch_xla.sync(wait=True)
-    assert z.tolist() == [1, 2, 3, 4]
+    assert consume(x, wait=True).tolist() == [1, 2, 3, 4]
 
 
 HOST_OPERATIONS = [
@@ -258,10 +255,7 @@ def test_an_operation_on_the_host_cannot_be_lowered():
 
         with pytest.raises(DonationError, match=r"f cannot be lowered, because at .*test_tpu.py:\d+ it (makes|reads)"):
             compile(f, static_argnums=1).lower(x)
-        donate_buffer(x)
-        y = x + 1
-        torch_xla.sync(wait=True)
-        assert y.tolist() == [1, 2, 3, 4]
+        assert consume(x, wait=True).tolist() == [1, 2, 3, 4]
 
 
 @in_process
@@ -333,9 +327,7 @@ def test_bad_shardings_are_refused():
 def test_a_dump_of_a_step_keeps_its_donors(dump_folder):
     t, other = torch.ones(256, 128).to("xla"), torch.ones(100).to("xla")
     torch_xla.sync(wait=True)
-    donate_buffer([t, other])
-    kept = [t * 2, other * 3]
-    torch_xla.sync(wait=True)
+    kept = consume([t, other], lambda tensors: [t * 2 for t in tensors], wait=True)
     (module,) = [module for module in hlo.read_dump(dump_folder) if module.donors]
     assert module.before is not None and module.before.path is not None
     compiled = hlo.compile_for(module.before.path, "v6e:1x1")

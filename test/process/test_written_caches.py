@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process, run_in_child
-from helpers import pointer
+from helpers import consume, pointer
 from interrupts import with_pending
 
 from torch_xla_donate import DonatedBufferError, donate_buffer, donation_report, hlo
@@ -76,10 +76,7 @@ def test_the_caches_of_a_beam_search_take_over_the_old_memory(dump_folder):
 def test_what_a_handler_raises_meanwhile_reaches_the_program():
     cache, other = torch.zeros(4, 4).to("xla"), torch.zeros(3).to("xla")
     torch_xla.sync(wait=True)
-    donate_buffer(cache)
-    view = cache[:2]
-    result = cache * 2
-    torch_xla.sync(wait=True)
+    view, result = consume(cache, lambda cache: (cache[:2], cache * 2), wait=True)
     with pytest.raises(DonatedBufferError):
         view.fill_(3)
     donate_buffer(other)

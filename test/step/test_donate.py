@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import Couple, compiles, each_backend, lose, pointer, whole_copy
+from helpers import Couple, compiles, consume, each_backend, lose, pointer, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -59,21 +59,13 @@ def test_the_output_takes_over_the_donated_memory(make, step):
 def test_any_dtype_can_be_donated(make):
     for name in ("float64", "bfloat16", "float16", "int8", "int64", "bool", "complex64"):
         t = make(6, dtype=getattr(torch, name))
-        donate_buffer(t)
-        out = torch.logical_not(t) if name == "bool" else t + t
-        torch_xla.sync(wait=True)
-        assert is_donated(t), name
-        assert out.dtype is t.dtype
+        assert consume(t, torch.logical_not if name == "bool" else lambda t: t + t, wait=True).dtype is t.dtype
 
 
 def test_a_buffer_goes_to_another_dtype_and_shape_of_equal_bytes(make):
     t = make(8)
     address = pointer(t)
-    donate_buffer(t)
-    out = t.to(torch.int32).reshape(2, 4) + 1
-    torch_xla.sync(wait=True)
-    assert is_donated(t)
-    assert pointer(out) == address
+    assert pointer(consume(t, lambda t: t.to(torch.int32).reshape(2, 4) + 1, wait=True)) == address
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -129,12 +121,9 @@ def test_a_loop_that_donates_every_step_compiles_once(make):
 
 def test_the_same_graph_without_donation_keeps_its_input(make):
     first, second = make(5), make(5)
-    donate_buffer(first)
-    _ = first * 7
-    torch_xla.sync()
+    consume(first, lambda t: t * 7)
     kept = second * 7
     torch_xla.sync()
-    assert is_donated(first)
     assert not is_donated(second)
     assert second.tolist() == [0, 1, 2, 3, 4]
     assert kept.tolist() == [0, 7, 14, 21, 28]
@@ -235,9 +224,7 @@ def test_a_cancelled_mark_is_over(make):
 
 def test_a_donation_that_happened_cannot_be_cancelled(make):
     t, marked = make(4), make(3)
-    donate_buffer(t)
-    _ = t + 1
-    torch_xla.sync()
+    consume(t)
     donate_buffer(marked)
     with pytest.raises(DonationError, match=r"tensors\[1\].*a step has consumed it. .*No mark was cancelled"):
         cancel_donation([marked, t])
@@ -299,10 +286,7 @@ def test_donation_disabled_reads_and_keeps_without_a_warning(make):
         raise KeyError
     assert not is_donated(t)
     assert t.tolist() == [0, 1, 2, 3] and out.tolist() == [1, 2, 3, 4]
-    donate_buffer(t)
-    out = t + 1
-    torch_xla.sync()
-    assert is_donated(t)
+    consume(t)
 
 
 def test_is_donated_needs_a_tensor_and_is_false_elsewhere(make):
@@ -363,10 +347,8 @@ def test_a_class_without_keys_is_donated_refused_and_cancelled(make):
 def test_a_key_of_a_reported_donor_is_not_kept(make):
     key = torch.nn.Parameter(torch.ones(3))
     t, gone = make(3), weakref.ref(key)
-    donate_buffer({key: t})
-    kept = t + 1
-    torch_xla.sync()
-    del key, kept
+    consume({key: t}, lambda tree: t + 1)
+    del key
     gc.collect()
     assert gone() is None
     assert donation_report(steps=1).donors[0].name == "[key 0: Parameter float32[3]]"
@@ -378,10 +360,7 @@ def test_cached_constants_are_refused_and_their_clones_donated():
     torch_xla.sync()
     with pytest.raises(DonationError, match=r"shares between tensors \(a cached constant or the RNG seed\).*clone"):
         donate_buffer(cached)
-    donate_buffer(clone)
-    out, fresh = clone + 1, torch.tensor(42.0, device="xla") + 0
-    torch_xla.sync()
-    assert is_donated(clone)
+    out, fresh = consume(clone, lambda clone: (clone + 1, torch.tensor(42.0, device="xla") + 0))
     assert (out.item(), fresh.item(), cached.item()) == (43.0, 42.0, 42.0)
 
 
@@ -587,10 +566,7 @@ def test_an_unusable_mark_is_over_and_may_be_made_again(make):
     out = t + total
     torch_xla.sync()
     assert not is_donated(t) and out.tolist() == [3, 4, 5]
-    donate_buffer(t)
-    out = t + total
-    torch_xla.sync()
-    assert is_donated(t) and out.tolist() == [3, 4, 5]
+    assert consume(t, lambda t: t + total).tolist() == [3, 4, 5]
 
 
 # --- Memory that others see ---

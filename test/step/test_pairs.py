@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS, pointer
+from helpers import BACKENDS, consume, pointer
 
 from torch_xla_donate import DonationWarning, auto_donate, compile, donate_buffer, donation_report, is_donated, scan
 
@@ -155,10 +155,7 @@ def test_a_step_that_does_not_compile_releases_moved_outputs():
         torch_xla._XLAC._set_allow_execution(True)
     del fresh, new
     assert w.tolist() == [1.0] * 4
-    after = w * 2
-    donate_buffer(w)
-    torch_xla.sync()
-    assert after.tolist() == [2.0] * 4
+    assert consume(w, lambda w: w * 2).tolist() == [2.0] * 4
 
 
 # ---- The report ----
@@ -168,10 +165,7 @@ def test_steps_without_donors_are_in_the_report():
     """A loop that loses its donation is seen by the guard that the docs recommend."""
     (w,) = arrays(1, 4)
     for _ in range(2):
-        new = w + 1
-        donate_buffer(w)
-        torch_xla.sync()
-        w = new
+        w = consume(w)
     report = donation_report(steps=2)
     assert report
     assert report.reused_fraction == 1.0

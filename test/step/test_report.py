@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from helpers import whole_copy
+from helpers import consume, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -26,10 +26,7 @@ from torch_xla_donate._report.explain import StepSizes
 
 
 def test_a_report_of_a_step_in_which_all_was_used(make):
-    t = make(8, 2)
-    donate_buffer({"w": t})
-    _out = t + 1
-    torch_xla.sync()
+    consume({"w": make(8, 2)}, lambda state: state["w"] + 1)
     report = donation_report(steps=1)
     (donor,) = report.donors
     assert (donor.name, donor.shape, donor.dtype, donor.array, donor.bytes) == ("['w']", (8, 2), "f32", "f32[8,2]", 64)
@@ -68,9 +65,7 @@ def test_a_donor_has_the_element_type_of_its_buffer(make):
 
 def test_donors_of_no_bytes_count(make):
     used, lost = torch.ones(0, 3).to("xla"), torch.ones(0, 2).to("xla")
-    donate_buffer(used)
-    out = used + 1
-    torch_xla.sync(wait=True)
+    out = consume(used, wait=True)
     report = donation_report(steps=1)
     assert [(donor.array, donor.bytes, donor.outcome) for donor in report.donors] == [("f32[0,3]", 0, "donated")]
     assert report
@@ -105,9 +100,7 @@ def test_a_partly_used_step_is_false_weighs_by_bytes_and_shows_first_what_went_w
 def test_steps_are_kept_for_the_last_eight(make):
     value = make(16)
     for _ in range(12):
-        donate_buffer(value)
-        value = value + 1
-        torch_xla.sync()
+        value = consume(value)
     report = donation_report()
     steps = [donor.step for donor in report.donors]
     assert len(steps) == 8
@@ -123,10 +116,7 @@ def test_steps_are_kept_for_the_last_eight(make):
 
 
 def test_many_donors_are_cut_in_the_text_and_not_in_the_data(make):
-    tensors = [make(3) for _ in range(50)]
-    donate_buffer(tensors)
-    out = [t + 1 for t in tensors]
-    torch_xla.sync()
+    out = consume([make(3) for _ in range(50)], lambda tensors: [t + 1 for t in tensors])
     report = donation_report(steps=1)
     assert len(report.to_dict()["donors"]) == len(out) == 50
     assert "\n... and 10 more; see .to_dict()" in str(report)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch_xla
-from helpers import lose
+from helpers import consume, lose
 
 from torch_xla_donate import (
     DonationWarning,
@@ -156,9 +156,7 @@ def lose_inside(lost, error=None, **options):
 def test_an_unusable_donation_fails_the_context(make):
     value, lost = make(30), make(7)
     with testing.no_unusable_donation():
-        donate_buffer(value)
-        value = value + 1
-        torch_xla.sync()
+        consume(value)
         with donation_disabled():
             lose(lost)
     with pytest.warns(DonationWarning), pytest.raises(AssertionError, match=r"f32\[7\]: no output of the step"):

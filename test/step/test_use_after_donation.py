@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+from helpers import consume
 
 from torch_xla_donate import _C, DonatedBufferError, donate_buffer, is_donated
 
@@ -20,10 +21,8 @@ from torch_xla_donate import _C, DonatedBufferError, donate_buffer, is_donated
 @pytest.fixture
 def donated(make):
     """A float32[4,4] that a step has just consumed, without a wait for the device."""
-    t = make(4, 4)
-    donate_buffer(t)
-    t.result, t.other = t * 2, make(2)
-    torch_xla.sync()
+    t, other = make(4, 4), make(2)
+    t.result, t.other = consume(t, lambda t: t * 2), other
     return t
 
 

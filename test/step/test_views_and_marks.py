@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
+from helpers import consume
 
 from torch_xla_donate import (
     _C,
@@ -86,11 +87,7 @@ def test_a_view_between_the_mark_and_the_step_keeps_its_value(make, name, pairs)
     for state, mode in pairs:
         with mode():
             t, copy = in_state(make, state)
-            donate_buffer(t)
-            taken = view(t)
-            result = t * 2
-            torch_xla.sync(wait=True)
-            assert is_donated(t)
+            taken, result = consume(t, lambda t: (view(t), t * 2), wait=True)
             assert torch.equal(taken.cpu(), view(copy))
             assert torch.equal(result.cpu(), copy * 2)
             # It is a tensor like any other from now on.
@@ -118,10 +115,7 @@ def test_a_view_of_an_earlier_view_keeps_its_value(make, name, pairs):
         with mode():
             t, copy = in_state(make, state)
             view = t[1:3]
-            donate_buffer(t)
-            taken = use(view)
-            result = t * 2
-            torch_xla.sync(wait=True)
+            taken, result = consume(t, lambda t, view=view: (use(view), t * 2), wait=True)
             assert torch.equal(taken.cpu(), use(copy[1:3]))
             assert torch.equal(result.cpu(), copy * 2)
             with pytest.raises(DonatedBufferError, match="was donated at"):
@@ -156,18 +150,13 @@ def test_a_tensor_made_a_view_in_place_keeps_its_value(make, name):
 @pytest.mark.parametrize("state", STATES)
 def test_a_view_that_outlived_its_base_has_views_and_is_donated(make, state):
     t, copy = in_state(make, state)
-    donate_buffer(t)
-    kept = t[1:]
-    _ = t * 2
-    torch_xla.sync(wait=True)
+    kept, _ = consume(t, lambda t: (t[1:], t * 2), wait=True)
     del t
     views = [kept[0], kept.t(), kept.detach(), kept.data, kept[1:][0], kept.reshape(-1), *kept.unbind()]
     expected = [copy[1], copy[1:].t(), copy[1:], copy[1:], copy[2], copy[1:].reshape(-1), *copy[1:].unbind()]
     torch_xla.sync(wait=True)
     assert all(torch.equal(view.cpu(), value) for view, value in zip(views, expected, strict=True))
-    donate_buffer(kept)
-    row, result = kept[0], kept + 1
-    torch_xla.sync(wait=True)
+    row, result = consume(kept, lambda kept: (kept[0], kept + 1), wait=True)
     assert torch.equal(row.cpu(), copy[1]) and torch.equal(result.cpu(), copy[1:] + 1)
     with pytest.raises(DonatedBufferError):
         kept.cpu()
@@ -278,10 +267,7 @@ def test_views_of_an_unusable_donor_keep_their_value(make):
 )
 def test_aliases_of_a_failed_update_do_not_show_it(make, alias):
     t = make(4)
-    donate_buffer(t)
-    view = t[:2]
-    out = t + 1
-    torch_xla.sync()
+    view, out = consume(t, lambda t: (t[:2], t + 1))
     with pytest.raises(DonatedBufferError):
         view.add_(10)
     with pytest.raises(DonatedBufferError):
@@ -379,10 +365,7 @@ def test_a_view_without_all_elements_of_its_base_is_refused(make):
 @pytest.mark.parametrize("view", [lambda t: t[:13].unfold(0, 2, 1), lambda t: t.view(torch.int32)])
 def test_a_view_that_torch_xla_copies_has_a_mark_for_itself(make, view):
     base, copied = written(make, view)
-    donate_buffer(copied)
-    out = copied + 1
-    torch_xla.sync(wait=True)
-    assert is_donated(copied) and not is_donated(base) and out.shape == copied.shape
+    assert consume(copied, wait=True).shape == copied.shape and not is_donated(base)
     assert base.tolist() == WRITTEN
 
 

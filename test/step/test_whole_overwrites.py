@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch_xla
-from helpers import UNUSABLE_IGNORED, lacking
+from helpers import UNUSABLE_IGNORED, consume, lacking
 
 from torch_xla_donate import _C, DonatedBufferError, auto_donate, donate_buffer, is_donated
 
@@ -18,11 +18,7 @@ pytestmark = UNUSABLE_IGNORED
 def consumed(make):
     def make_consumed(*shape, dtype=torch.float32, wait=True):
         t = make(*shape, dtype=dtype)
-        donate_buffer(t)
-        taken = t.logical_not() if dtype is torch.bool else t + 1
-        torch_xla.sync(wait=wait)
-        assert is_donated(t)
-        return t, taken
+        return t, consume(t, torch.logical_not if dtype is torch.bool else lambda t: t + 1, wait=wait)
 
     return make_consumed
 
@@ -154,10 +150,7 @@ def test_gradients_of_an_optimizer_become_zero(make):
         optimizer = torch.optim.SGD([p], lr=1.0, foreach=foreach)
         (p * p).sum().backward()
         torch_xla.sync(wait=True)
-        donate_buffer(p.grad)
-        taken = p.grad + 1
-        torch_xla.sync(wait=True)
-        assert is_donated(p.grad)
+        taken = consume(p.grad, wait=True)
         optimizer.zero_grad(set_to_none=False)
         assert p.grad.tolist() == [0, 0, 0]
         assert taken.tolist() == [1, 3, 5]

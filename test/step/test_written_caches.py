@@ -10,7 +10,7 @@ import threading
 import pytest
 import torch
 import torch_xla
-from helpers import pointer
+from helpers import consume, pointer
 
 from torch_xla_donate import _C, DonatedBufferError, auto_donate, donate_buffer, donation_report
 
@@ -144,10 +144,7 @@ def test_a_view_taken_after_a_write_through_another_is_up_to_date(make, again, t
 @pytest.mark.parametrize("alias", [lambda t: t.data, lambda t: t.detach()], ids=["data", "detach"])
 def test_a_new_value_for_an_alias_revives_views_of_the_tensor(make, alias):
     t = make(4, 4)
-    donate_buffer(t)
-    result = t * 2
-    other = alias(t)
-    torch_xla.sync(wait=True)
+    result, other = consume(t, lambda t: (t * 2, alias(t)), wait=True)
     other.copy_(make(4, 4) + 5)
     row = t[1]
     torch_xla.sync(wait=True)
@@ -282,16 +279,10 @@ def test_threads_may_take_views_of_one_tensor_at_once(make):
 
 def test_a_refused_write_to_a_consumed_cache_stops_no_step(make):
     cache, other = make(4, 4), make(3)
-    donate_buffer(cache)
-    view = cache[:2]  # keeps its value
-    result = cache * 2
-    torch_xla.sync(wait=True)
+    view, result = consume(cache, lambda cache: (cache[:2], cache * 2), wait=True)  # the view keeps its value
     with pytest.raises(DonatedBufferError):
         view.fill_(3)  # which would have to be written into the cache
-    donate_buffer(other)
-    other = other + 1
-    torch_xla.sync(wait=True)
-    assert other.tolist() == [1, 2, 3] and result[1].tolist() == [8, 10, 12, 14]
+    assert consume(other, wait=True).tolist() == [1, 2, 3] and result[1].tolist() == [8, 10, 12, 14]
     for use in (lambda: cache.cpu(), lambda: view.cpu(), lambda: cache + 1):
         with pytest.raises(DonatedBufferError):
             use()
