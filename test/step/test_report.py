@@ -81,22 +81,6 @@ def test_donors_of_no_bytes_count(make):
     assert not report
 
 
-@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-def test_a_partly_used_step_is_false_weighs_by_bytes_and_shows_first_what_went_wrong(make):
-    used, unused = make(30), make(10)
-    donate_buffer({"used": used, "unused": unused})
-    _out = used + unused.sum()
-    torch_xla.sync()
-    report = donation_report(steps=1)
-    assert not report
-    assert report.reused_fraction == 0.75
-    text = str(report)
-    assert text.startswith("1 of 2 donors donated, 120 B (75.0% of the bytes offered)")
-    assert text.index("['unused']") < text.index("['used']")
-    cells = [line.split("│")[-2].strip() for line in text.splitlines() if line.count("│") > 5]
-    assert "no output of the step has its size of 40 bytes (outputs: 1 of 120 bytes)" in " ".join(cells)
-
-
 def test_steps_are_kept_for_the_last_eight(make):
     value = make(16)
     for _ in range(12):
@@ -193,15 +177,23 @@ def test_the_reason_names_shardings_that_keep_the_sizes_apart():
 # --- Codes, numbers and compilations ---
 
 
-def test_donors_have_codes_and_pending_marks_are_listed_apart(make):
+def test_a_partly_used_step_weighs_by_bytes_and_shows_first_what_went_wrong(make):
+    """Donors have codes, and pending marks are listed apart."""
     used, unused, pending = make(30), make(10), make(4)
     donate_buffer({"used": used, "unused": unused, "pending": pending}, strict="off")
     _out = used + unused.sum()
     torch_xla.sync()
     report = donation_report(steps=1)
+    assert not report
+    assert report.reused_fraction == 0.75
+    text = str(report)
+    assert text.startswith("1 of 2 donors donated, 120 B (75.0% of the bytes offered)")
+    assert text.index("['unused']") < text.index("['used']")
+    cells = [line.split("│")[-2].strip() for line in text.splitlines() if line.count("│") > 5]
+    assert "no output of the step has its size of 40 bytes (outputs: 1 of 120 bytes)" in " ".join(cells)
     (mark,) = report.pending
     assert (mark.outcome, mark.step, mark.reason) == ("pending", None, "no step has read it yet")
-    assert "1 pending" in str(report)
+    assert "1 pending" in text
     plain = json.loads(json.dumps(report.to_dict()))
     assert (plain["complete"], plain["donated_bytes"]) == (False, 120)
     assert [donor["reason_code"] for donor in plain["pending"]] == ["unread"]
