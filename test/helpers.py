@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -13,7 +14,7 @@ import textwrap
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -192,6 +193,16 @@ def consume(donor: Any, function: Callable[[Any], Any] = lambda t: t + 1, *, wai
 def assert_a_step_donates() -> None:
     """A fresh tensor is marked, and its step donates it and computes what it should."""
     assert consume(make(8), wait=True).tolist() == list(range(1, 9))
+
+
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Inside, garbage is collected only where the program asks for it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def lose(donor: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from helpers import no_collections
 from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 from torch_xla import _XLAC
@@ -121,8 +122,7 @@ def interrupt_everywhere(
     before = state()
     Interrupter(sys.maxsize).run(function)  # Python 3.13.0 sends none the first time that code is traced
     gc.collect()
-    gc.disable()  # objects made inside stay in the youngest generation, which is collected quickly
-    try:
+    with no_collections():  # objects made inside stay in the youngest generation, which is collected quickly
         for at in range(100_000):
             interrupter = Interrupter(at, error)
             interrupted = interrupter.run(function)
@@ -132,8 +132,6 @@ def interrupt_everywhere(
             check(where)
             if not interrupted:
                 return at
-    finally:
-        gc.enable()
     raise AssertionError("it does not end")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import gc
 import types
 import weakref
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import make
+from helpers import make, no_collections
 
 from torch_xla_donate import _C, advise, auto_donate, donation_report
 from torch_xla_donate._report import holders
@@ -35,11 +34,8 @@ def test_a_holder_that_python_cannot_name():
         cycle.self, cycle.x = cycle, x
         x = x * 0.5
 
-    gc.disable()  # or else the cycle could be freed before the step
-    try:
+    with no_collections():  # or else the cycle could be freed before the step
         (hint,) = advise(step)
-    finally:
-        gc.enable()
     assert (hint.kind, hint.holder, hint.edit) == ("held_input", "unknown holder", "")
 
 

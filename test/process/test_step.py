@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 from children import in_process, run_in_child
-from helpers import assert_a_step_donates, compiles, consume, make, run_in_a_fork, run_script
+from helpers import assert_a_step_donates, compiles, consume, make, no_collections, run_in_a_fork, run_script
 from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
@@ -442,19 +441,18 @@ def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException |
         sent.set()
 
     sender = threading.Thread(target=send)
-    gc.disable()  # as in interrupts.with_pending
-    sender.start()
-    try:
-        after = 0
-        while after < 3:
-            step()
-            stepping.set()
-            after += sent.is_set()
-    except BaseException as error:
-        return error
-    finally:
-        gc.enable()
-        sender.join()
+    with no_collections():  # as in interrupts.with_pending
+        sender.start()
+        try:
+            after = 0
+            while after < 3:
+                step()
+                stepping.set()
+                after += sent.is_set()
+        except BaseException as error:
+            return error
+        finally:
+            sender.join()
     return None
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import compiles, pointer
+from helpers import compiles, no_collections, pointer
 
 from torch_xla_donate import (
     _C,
@@ -86,20 +86,17 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("name", HOLDERS)
+@no_collections()
 def test_a_held_input_keeps_its_value(make, name):
     hold, find = HOLDERS[name]
-    gc.disable()
-    try:
-        t = make(6)
-        kept = hold(t)
-        for _ in range(2):
-            t = t * 2
-            torch_xla.sync()
-        assert [donor.outcome for donor in last_step()] == ["donated"]  # the middle value, which nothing holds
-        assert find(kept).tolist() == [0, 1, 2, 3, 4, 5]
-        assert t.tolist() == [0, 4, 8, 12, 16, 20]
-    finally:
-        gc.enable()
+    t = make(6)
+    kept = hold(t)
+    for _ in range(2):
+        t = t * 2
+        torch_xla.sync()
+    assert [donor.outcome for donor in last_step()] == ["donated"]  # the middle value, which nothing holds
+    assert find(kept).tolist() == [0, 1, 2, 3, 4, 5]
+    assert t.tolist() == [0, 4, 8, 12, 16, 20]
 
 
 def test_an_input_that_a_backward_pass_will_read_is_kept(make):
@@ -457,25 +454,22 @@ def test_inputs_that_are_free_at_some_steps_only_cost_a_few_graphs():
 
 
 @pytest.mark.parametrize("wait", [True, False], ids=["waiting", "not_waiting"])
+@no_collections()
 def test_a_steady_loop_compiles_once_whenever_garbage_goes(make, wait):
-    gc.disable()
-    try:
-        p = make(11)
-        start = None
-        for i in range(30):
-            old, p = p, p * 1.5
-            if i % 3 == 0:
-                cycle = [old]
-                cycle.append(cycle)
-                del cycle
-            del old
-            torch_xla.sync(wait=wait)
-            if i % 7 == 0:
-                gc.collect()
-            if i == 10:
-                start, sizes = compiles(), _C.sizes()
-    finally:
-        gc.enable()
+    p = make(11)
+    start = None
+    for i in range(30):
+        old, p = p, p * 1.5
+        if i % 3 == 0:
+            cycle = [old]
+            cycle.append(cycle)
+            del cycle
+        del old
+        torch_xla.sync(wait=wait)
+        if i % 7 == 0:
+            gc.collect()
+        if i == 10:
+            start, sizes = compiles(), _C.sizes()
     assert compiles() == start
     after = _C.sizes()
     assert after["auto_plans"] <= sizes["auto_plans"] and after["bases"] <= sizes["bases"]

@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 import torch_xla
+from helpers import no_collections
 
 from torch_xla_donate import _C, auto_donate, donation_report
 from torch_xla_donate._report import walk
@@ -280,12 +281,9 @@ def test_a_holder_without_a_name_is_unknown(make):
 
     cycle = Node()
     cycle.self, cycle.w = cycle, make(8)
-    gc.disable()
-    try:
+    with no_collections():
         _new = cycle.w * 2
         del cycle
         torch_xla.sync()
         assert holders() == ["unknown holder"]
-    finally:
-        gc.enable()
     gc.collect()

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch_xla
-from helpers import pointer
+from helpers import no_collections, pointer
 
 from torch_xla_donate import (
     DonationError,
@@ -54,8 +54,7 @@ def test_an_error_of_a_step_keeps_no_tensor_alive(make, error):
         del y
 
     gc.collect()
-    gc.disable()
-    try:
+    with no_collections():
         failed = False
         try:
             fail()
@@ -63,8 +62,6 @@ def test_an_error_of_a_step_keeps_no_tensor_alive(make, error):
             failed = True
         assert failed
         assert tensors[0]() is None
-    finally:
-        gc.enable()
 
 
 def test_an_error_in_the_search_of_a_result_takes_the_marks_back(make):
