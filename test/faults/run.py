@@ -34,7 +34,7 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import BACKENDS, ROOT, make, run_in_a_fork
+from helpers import BACKENDS, ROOT, error_of, make, run_in_a_fork
 
 MODULE = "torch_xla_donate._C"
 PHASES = (
@@ -306,26 +306,23 @@ def attempt_at(scenario: Callable[[], Attempt], faults: Faults, phase: str, acti
         raise AssertionError(f"{'a throw' if action == THROW else 'a signal'} in {phase}: {error!r}") from error
 
 
+def cancel(t: torch.Tensor, outcome: list[str]) -> None:
+    """Notes the error of the cancellation, or an empty text."""
+    outcome.append(error_of(txd.DonationError, txd.cancel_donation, t))
+
+
 def cancel_in_step(faults: Faults) -> None:
     """A cancellation between the proposal of a donor and its claim works; one that comes later raises."""
     for phase, is_late in (("ProposeDonors", False), ("CheckRun", True), ("BeforeRun", True)):
         t = make(8)
         txd.donate_buffer(t)
         out = t + 1
-        outcome: list[BaseException | None] = []
-
-        def cancel(t: torch.Tensor = t, outcome: list[BaseException | None] = outcome) -> None:
-            try:
-                txd.cancel_donation(t)
-                outcome.append(None)
-            except txd.DonationError as error:
-                outcome.append(error)
-
-        faults.at(phase, CALL, cancel)
+        outcome: list[str] = []
+        faults.at(phase, CALL, functools.partial(cancel, t, outcome))
         sync()
         assert not faults.at("", 0), f"the step has not reached {phase}"
-        (raised,) = outcome
-        assert (raised is not None) == is_late, (phase, raised)
+        (error,) = outcome
+        assert bool(error) == is_late, (phase, error)
         assert txd.is_donated(t) == is_late, phase
         same(out, counted(8) + 1)
         if not is_late:
@@ -338,14 +335,7 @@ def cancel_in_call(faults: Faults) -> None:
     pure(make(8), 2.0)
     t = make(8)
     outcome: list[str] = []
-
-    def cancel() -> None:
-        try:
-            txd.cancel_donation(t)
-        except txd.DonationError as error:
-            outcome.append(str(error))
-
-    faults.at("CheckRun", CALL, cancel)
+    faults.at("CheckRun", CALL, functools.partial(cancel, t, outcome))
     out = pure(t, 3.0)
     assert len(outcome) == 1 and "No mark was cancelled" in outcome[0], outcome
     same(out, counted(8) * 3)

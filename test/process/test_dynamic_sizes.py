@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process, run_in_child
-from helpers import BACKENDS, consume, error_of
+from helpers import BACKENDS, consume, error_of, lose
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -170,9 +170,7 @@ def test_a_pending_size_does_not_donate_its_input_after_the_mark_is_over():
     t, one, five = make(), torch.ones(1).to("xla"), torch.ones(5).to("xla")
     torch_xla.sync(wait=True)
     size = pending_size(t)
-    donate_buffer(t)
-    total = t.sum()
-    torch_xla.sync(wait=True)
+    total = lose(t)
     (donor,) = donation_report(steps=1).donors
     assert donor.outcome == "unusable"
     total.add_(torch.ops.aten.expand_copy(one, [size]).sum())

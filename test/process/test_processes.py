@@ -14,7 +14,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.parallel_loader as parallel_loader
 from children import in_process, run_in_child
-from helpers import BACKENDS, consume, error_of, make, pointer
+from helpers import BACKENDS, consume, error_of, lose, make, pointer
 
 from torch_xla_donate import (
     _C,
@@ -142,10 +142,7 @@ def test_a_strict_donation_raises_in_the_thread_that_made_it():
     postponed, other = threading.Event(), threading.Event()
 
     def unusable_step(rank):
-        t = ranks.make(*[1.0] * (3 + rank))
-        donate_buffer(t, strict=True)
-        _total = t.sum()
-        torch_xla.sync(wait=True)
+        lose(ranks.make(*[1.0] * (3 + rank)), strict=True)
 
     def raises_of_its_own(rank, call, *arguments):
         error = error_of(DonationError, call, *arguments)

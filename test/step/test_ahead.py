@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from helpers import Couple, compiles
+from helpers import Couple, compiles, error_of
 from torch_xla.core import xla_builder
 
 import torch_xla_donate
@@ -90,9 +90,7 @@ def test_a_compiled_object_compiles_once_runs_and_refuses_other_arguments(make):
     assert compiles() == compiled + 1
     assert torch.allclose(after["w"].cpu(), torch.arange(7.0) * 0.8)
     assert torch_xla_donate.is_donated(state["w"])
-    with pytest.raises(TypeError) as caught:
-        executable({"w": make(5)}, {"w": make(7).to(torch.bfloat16)})
-    message = str(caught.value)
+    message = error_of(TypeError, executable, {"w": make(5)}, {"w": make(7).to(torch.bfloat16)})
     assert "sgd was compiled for other types of arguments: argument 0['w']: compiled for float32[7], " in message
     assert "called with float32[5]; argument 1['w']: compiled for float32[7], called with bfloat16[7]" in message
     with pytest.raises(TypeError, match="was compiled for arguments of the structure"):

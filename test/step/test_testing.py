@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch_xla
-from helpers import consume, lose
+from helpers import consume, error_of, lose
 
 from torch_xla_donate import (
     DonationWarning,
@@ -37,9 +37,7 @@ def test_donated_tensors_are_told_from_others(make):
     torch_xla.sync()
     assert_donated(state["w"])
     assert_not_donated([state["n"], None])
-    with pytest.raises(AssertionError) as raised:
-        assert_donated(state)
-    assert str(raised.value) == (
+    assert error_of(AssertionError, assert_donated, state) == (
         "expected to be donated:\n"
         "  tensors['n'] float32[7]: no output of the step has its size of 28 bytes (outputs: 1 of 120 bytes)\n"
         "See `python -m torch_xla_donate explain testing`."
