@@ -10,6 +10,7 @@ import shutil
 import struct
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import _XLAC
@@ -207,30 +208,26 @@ def test_threads_may_install_and_uninstall_while_steps_run():
     before = unhooked()
     sys.setswitchinterval(0.0002)  # more turns, and no 5 ms of waiting for each
     stop = threading.Event()
-    errors, turns = [], [0, 0, 0]
+    turns = [0, 0, 0]
 
     def flip(number):
-        try:
-            while not stop.is_set():
-                _host.uninstall_hooks()
-                _host.install_hooks()
-                turns[number] += 1
-        except BaseException as error:
-            errors.append(error)
+        while not stop.is_set():
+            _host.uninstall_hooks()
+            _host.install_hooks()
+            turns[number] += 1
 
-    threads = [threading.Thread(target=flip, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    t, steps = torch.zeros(64).to("xla"), 0
-    # Until all have had their turns, however they are scheduled.
-    while steps < 100 or (min(turns) < 10 and not errors):
-        t = t + 1
-        torch_xla.sync()
-        steps += 1
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as threads:
+        flips = [threads.submit(flip, number) for number in range(3)]
+        t, steps = torch.zeros(64).to("xla"), 0
+        try:
+            # Until all have had their turns, however they are scheduled.
+            while steps < 100 or (min(turns) < 10 and not any(one.done() for one in flips)):
+                t = t + 1
+                torch_xla.sync()
+                steps += 1
+        finally:
+            stop.set()
+    assert [one.result() for one in flips] == [None] * 3
     assert t[0].item() == steps
     _host.uninstall_hooks()
     assert state() == before

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -255,23 +256,17 @@ def test_threads_may_take_views_of_one_tensor_at_once(make):
     """Each view may note its base, which is one tensor."""
     donate_buffer(make(1))  # from now on bases are noted
     weight = make(4, 4)
-    barrier, errors = threading.Barrier(4), []
+    barrier = threading.Barrier(4)
 
-    def look():
-        try:
-            for _ in range(50):
-                barrier.wait()
-                views = [weight.detach(), weight.data, weight[:], weight.t()]
-                assert len(views) == 4
-        except BaseException as error:
-            errors.append(error)
+    def look(_):
+        for _ in range(50):
+            barrier.wait()
+            views = [weight.detach(), weight.data, weight[:], weight.t()]
+            assert len(views) == 4
 
-    threads = [threading.Thread(target=look) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors and weight[0].tolist() == [0, 1, 2, 3]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(look, range(4)))
+    assert weight[0].tolist() == [0, 1, 2, 3]
 
 
 # --- Errors ---
