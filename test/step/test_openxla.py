@@ -446,7 +446,9 @@ def test_operations_of_users_that_read_on_the_host_or_update_an_argument(custom_
 def test_tensors_that_an_operation_of_a_user_keeps_from_the_trace(make):
     kept = []
 
-    @torch.library.custom_op("torch_xla_donate_tests::keeps", mutates_args=(), schema="(Tensor x, bool itself) -> Tensor")
+    @torch.library.custom_op(
+        "torch_xla_donate_tests::keeps", mutates_args=(), schema="(Tensor x, bool itself) -> Tensor"
+    )
     def keeps(x, itself):
         if not kept:
             kept.append(x.detach() if itself else x * 2)
