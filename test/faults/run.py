@@ -155,6 +155,14 @@ def compiled(backend: str) -> Attempt:
     return Attempt(lambda: found.append(COMPILED[backend](a, 2.0)), lambda: same(found[0], counted(8) * 2))
 
 
+def traced() -> Attempt:
+    """The first call of a pure function."""
+    a = make(8)
+    found: list[torch.Tensor] = []
+    doubled = txd.compile(lambda a: a * 2, donate_argnums=0, pure=True)
+    return Attempt(lambda: found.append(doubled(a)), lambda: same(found[0], counted(8) * 2))
+
+
 def marking() -> Attempt:
     """The call of donate_buffer itself: all tensors are marked, or none."""
     tensors = [make(8), make(4)]
@@ -189,7 +197,7 @@ def logged() -> Attempt:
 
 
 SCENARIOS: dict[str, Callable[[], Attempt]] = {
-    **{f.__name__: f for f in (marks, unusable, moved, automatic, disabled, marking, reporting, logged)},
+    **{f.__name__: f for f in (marks, unusable, moved, automatic, disabled, traced, marking, reporting, logged)},
     **{backend: functools.partial(compiled, backend) for backend in BACKENDS},
 }
 

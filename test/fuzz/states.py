@@ -442,12 +442,15 @@ class _Caller(_Writer):
     # --- variables ---
 
     def put(self, name: str, text: str) -> None:
+        source = self.names.get(text.partition(".")[0])  # before `name` means another tensor
         if text.startswith("make("):
             tensor = eval(text, {"torch": torch, "make": _make_on_cpu})
             self.alive.append(tensor)
         else:
             tensor = self.run(text)
         self.names[name] = tensor
+        if source is not None and text.endswith((".detach()", ".data")):
+            self.ties[id(tensor)] = source
         made = self.moments if name in self.leaves or name in ("x", "k") else self.held
         made[name] = len(self.donations)
         self.line(f"{name} = {text}")
@@ -487,11 +490,6 @@ class _Caller(_Writer):
             text = f"make({SHAPES[a % len(SHAPES)]}, {DTYPES[b % len(DTYPES)]}, {c})"
         self.leaves.append(name)
         self.put(name, text)
-        self.note_tie(name, text)
-
-    def note_tie(self, name: str, text: str) -> None:
-        if text.endswith((".detach()", ".data")):
-            self.ties[id(self.names[name])] = self.names[text.partition(".")[0]]
 
     def define(self) -> None:
         """The function, and what donates."""
@@ -695,7 +693,6 @@ class _Caller(_Writer):
             square = x.dim() == 2 and x.shape[0] == x.shape[1]
             texts = (f"{other}", f"{other}.detach()", f"{other}.t()" if square else f"{other}.data")
             self.put(leaf, texts[c % 3])
-            self.note_tie(leaf, texts[c % 3])
         elif kind == "sync":
             self.line("torch_xla.sync()")
         elif kind == "read":
