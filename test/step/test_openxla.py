@@ -467,6 +467,16 @@ def test_tensors_that_an_operation_of_a_user_keeps_from_the_trace(make):
         assert kept[0].tolist() == ([0.0, 1.0, 2.0] if itself else [0.0, 2.0, 4.0])
 
 
+def test_a_compiled_module_inside_a_function(make):
+    module = compile(torch.nn.Linear(2, 2).to("xla").requires_grad_(False))
+    step = give_away(lambda s, x: s + module(x))
+    s, x = make(1, 2), make(1, 2)
+    torch_xla.sync()
+    result = step(s, x)
+    assert is_donated(s)
+    torch.testing.assert_close(result, make(1, 2) + module(x))
+
+
 def test_a_constant_beside_a_dynamic_size(make):
     step = openxla(lambda x: (torch.tensor([1.0, 2.0], device=x.device), x + x.shape[0]), dynamic=True)
     for n in (3, 4):

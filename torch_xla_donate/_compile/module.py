@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,11 @@ class ModuleProxy:
             return value
 
         @functools.wraps(value)
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
             result = value(*args, **kwargs)
             return self if result is module else result
 
-        return method
+        return types.MethodType(method, self)  # torch.compile looks at the function of a method
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._orig_mod, name, value)
