@@ -13,11 +13,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_xla_donate import _frames, _host, _numbers, _trees
 from torch_xla_donate._errors import DonationError, see
 
+_OF_TORCH = ("aten", "prim", "prims", "profiler", "xla")
 _RETURN_IT = "Return the tensor and read it outside"
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _seed() -> bytes:
+    """The state of the generator on the host. As bytes, because a trace of a scan's body takes no real tensors."""
+    return bytes(torch.default_generator.get_state().numpy())
 
 
 class Refusal:
@@ -63,7 +69,10 @@ class HostReads(TorchDispatchMode):
         # Autograd's tensor of zeros without memory, as in second derivatives. It cannot become a Python object.
         if func is torch.ops.aten._efficientzerotensor.default:
             func = torch.ops.aten.zeros.default
+        # Only torch's own operations say whether they draw random numbers.
+        seed = None if func.namespace in _OF_TORCH else _seed()
         result = func(*args, **kwargs)
+        self.drew = self.drew or (seed is not None and seed != _seed())
         if all(tensor.device.type != "xla" for tensor in tensors_of((args, kwargs))):
             result = pytree.tree_map_only(torch.Tensor, _host.tracked_views, result)
         on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(result))
