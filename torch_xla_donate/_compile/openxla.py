@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -175,9 +176,15 @@ class OpenxlaCompiled(Compiled):
         super().__init__(f, arguments, strict)
         self._codes = _codes_of(f)
         self._module = f if isinstance(f, torch.nn.Module) else None
-        self._compiled = torch.compile(f, backend=self._capture, **options)
+        self._options = options
+        self._hooks: tuple[int, ...] | None = None
 
     def _run(self, call: CallArguments, where: str) -> Any:
+        hooks = () if self._module is None else _host.hooks_of(self._module)
+        if hooks != self._hooks:
+            # torch.compile does not look for new hooks, but compiles again for another backend.
+            self._hooks, backend = hooks, functools.partial(self._capture)
+            self._compiled = torch.compile(self._f, backend=backend, **self._options)
         if not call.roles.donated:
             return self._compiled(*call.args, **call.kwargs)
         leaves, parts = leaves_of_call(call)

@@ -224,7 +224,7 @@ class TracedProgram(TracedGraph):
         return (found.key, _host.shardings(self.captured)), found.pending
 
     def is_current(self) -> bool:
-        """Whether the graph still fits the tensors that the function closes over, and the modes of its modules."""
+        """Whether the graph still fits the tensors that the function closes over, and the state of its modules."""
         if self.captured:
             signature, pending = self._sign()
             if pending:
@@ -232,9 +232,9 @@ class TracedProgram(TracedGraph):
                 signature, _ = self._sign()
             if signature != self._signature[0]:
                 return False
-        for reference, training in self._modules:
+        for reference, state in self._modules:
             module = reference()
-            if module is not None and module.training != training:
+            if module is not None and _trace.state_of(module) != state:
                 return False
         return True
 

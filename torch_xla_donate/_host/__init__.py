@@ -18,6 +18,7 @@ from torch_xla_donate._host.dynamo import (
     compute_alone,
     compute_pending,
     has_hooks,
+    hooks_of,
     let_operators_pass,
     wrapping_code,
 )

@@ -143,13 +143,18 @@ def wrapping_code() -> types.CodeType:
     return wrap_inline(len).__code__
 
 
+def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
+    """The numbers of the hooks that a call of the module runs. torch gives each number once."""
+    return (
+        *module._forward_hooks,
+        *module._forward_pre_hooks,
+        *module._backward_hooks,
+        *module._backward_pre_hooks,
+    )
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a call of the module runs more than its forward."""
     return bool(
-        type(module).__call__ is not torch.nn.Module.__call__
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
+        type(module).__call__ is not torch.nn.Module.__call__ or hooks_of(module) or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
     )

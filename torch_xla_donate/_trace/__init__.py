@@ -7,4 +7,5 @@ from torch_xla_donate._trace.recorder import (
     TensorSnapshot,
     as_one,
     current_watcher,
+    state_of,
 )

@@ -49,12 +49,17 @@ class TensorSnapshot:
                     self._gradient.copy_(self._gradient_same)  # type: ignore[union-attr]
 
 
+def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
+    """What a graph depends on besides the module's tensors."""
+    return module.training, *_host.hooks_of(module)
+
+
 class ModulesCalled(_C.Scope):
-    """Notes the modules that a trace calls, and their modes."""
+    """Notes the modules that a trace calls, and their modes and hooks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[weakref.ref[torch.nn.Module], bool]] = []
+        self.found: list[tuple[weakref.ref[torch.nn.Module], tuple[Any, ...]]] = []
         self._seen: set[int] = set()
 
     def enter(self) -> None:
@@ -66,7 +71,7 @@ class ModulesCalled(_C.Scope):
     def note(self, module: torch.nn.Module, _: Any = None) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
-            self.found.append((weakref.ref(module), module.training))
+            self.found.append((weakref.ref(module), state_of(module)))
 
 
 class Recorder(TorchFunctionMode):
