@@ -570,7 +570,9 @@ def test_keeping_a_tensor_outside_is_refused(make):
     ):
         kept, x = [], make(3)
         g = give_away(lambda x, kept=kept, what=what: (kept.append(what(x)), (x + 1, kept[0]))[1])
-        assert f"it {verb} float32[3], which something outside the function keeps" in error_of(DonationError, g, x)
+        assert f"it {verb} float32[3], which something outside the function, or a hook, keeps" in error_of(
+            DonationError, g, x
+        )
         assert kept[0].tolist() == what(x).tolist()
         assert not is_donated(x)
 
@@ -793,3 +795,64 @@ def test_an_argument_of_a_subclass_is_refused_with_the_remedy(make):
     with pytest.raises(DonationError, match=r"float32\[3\] of the class Weight, a view of .*as_subclass"):
         f(weight)
     assert f(weight.as_subclass(torch.Tensor)).tolist() == [1, 2, 3]
+
+    class Two(torch.Tensor):
+        __torch_dispatch__ = None
+
+        @staticmethod
+        def __new__(cls, one, other):
+            return torch.Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype, device=one.device)
+
+    with pytest.raises(DonationError, match=r"float32\[3\] of the class Two, which is made of other tensors"):
+        f(Two(make(3), make(3)))
+
+
+def test_what_a_trace_does_not_see_is_refused_if_something_keeps_it(make):
+    """Hooks in the backward pass, and operations of a user, run where the trace does not look."""
+    kept = []
+
+    def logs_a_norm(w, x):
+        leaf = w.detach().requires_grad_()
+        hidden = x @ leaf
+        hidden.register_hook(lambda g: kept.append(g.norm()))
+        (gradient,) = torch.autograd.grad(hidden.pow(2).sum(), leaf)
+        return w - gradient
+
+    @torch.library.custom_op("torch_xla_donate_tests::keeps_a_row", mutates_args=())
+    def keeps_a_row(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x[1:])
+        return x * 2
+
+    for f, value in ((logs_a_norm, 7.2111025), (lambda w, x: keeps_a_row(w), [[2.0, 3.0]])):
+        kept.clear()
+        w, x = make(2, 2), make(1, 2)
+        message = error_of(DonationError, pure(f, donate_argnums=0), w, x)
+        assert "computes something from float32[2,2] that a hook, an operation or something outside" in message
+        torch_xla.sync()
+        assert w.tolist() == [[0.0, 1.0], [2.0, 3.0]]
+        torch.testing.assert_close(kept[0].cpu(), torch.tensor(value))
+
+
+def test_random_numbers_that_an_operation_draws_on_the_host_are_refused(make):
+    @torch.library.custom_op("torch_xla_donate_tests::noisy", mutates_args=())
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(x.shape).to(x.device)
+
+    noisy.register_fake(torch.empty_like)
+    x = make(3)
+    assert "draws random numbers on the host" in error_of(DonationError, pure(noisy, donate_argnums=0), x)
+    assert x.tolist() == [0.0, 1.0, 2.0]
+    step = torch_xla_donate.compile(lambda x: noisy(x), backend="openxla")
+    assert step(x).tolist() != step(x).tolist()
+
+
+@pytest.mark.parametrize("options", [{"pure": True}, {"backend": "openxla"}, {}], ids=str)
+def test_hooks_that_come_and_go_after_the_first_call_count(make, options):
+    step = torch_xla_donate.compile(torch.nn.Identity(), **options)
+    found = [step(make(2)).tolist()]
+    step.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
+    last = step.register_forward_hook(lambda module, given, result: result + 100)
+    found.append(step(make(2)).tolist())
+    last.remove()
+    found.append(step(make(2)).tolist())
+    assert found == [[0.0, 1.0], [100.0, 102.0], [0.0, 2.0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
@@ -113,6 +114,7 @@ class RunDonation(_C.Scope):
 
     def refuse_shared(self) -> None:
         """Refuses the leaves whose buffers other live tensors hold. Runs pending work that may read them."""
+        self._shared: set[int] = set()
         if not _C.perhaps_shared(self._call):
             return
         if _host.list_live_tensors():
@@ -125,6 +127,15 @@ class RunDonation(_C.Scope):
             shared = _C.shared_with_live(self._call)
         for leaf in shared:
             self._refused[leaf] = _C.Reason("held_by_others")
+        self._shared = set(_C.perhaps_shared(self._call))
+
+    def newly_shared(self) -> list[int]:
+        """The leaves that something else holds, or pending work reads, only since `refuse_shared`."""
+        found = [leaf for leaf in _C.perhaps_shared(self._call) if leaf not in self._shared]
+        if found:
+            gc.collect()  # a reference cycle may do that
+            found = [leaf for leaf in _C.perhaps_shared(self._call) if leaf not in self._shared]
+        return found
 
     def choice(self) -> Hashable:
         """The key for the result of `positions`, in addition to the signature of the arguments."""

@@ -56,8 +56,17 @@ class ArgumentProxies:
         self.separate()
 
     def _refuse_views(self, leaves: Sequence[Any]) -> None:
-        """Raises DonationError for a view that the trace does not replace: a view of it would read its base."""
+        """Raises DonationError for a view that the trace does not replace: a view of it would read its base.
+
+        Also for a tensor that consists of others.
+        """
         for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and not _C.identity(leaf)[0]:
+                raise DonationError(
+                    f"{self._function} is declared pure, but its arguments have {_trees.dtype_and_shape(leaf)} of the "
+                    f"class {type(leaf).__name__}, which is made of other tensors. Pass these, or remove pure=True. "
+                    f"Nothing was donated. {see('pure')}"
+                )
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._plain and leaf._is_view():
                 array = _trees.dtype_and_shape(leaf)
                 if type(leaf) in _PLAIN:
@@ -166,7 +175,9 @@ class ArgumentProxies:
         for tensor, where in kept():
             raise self._refuse(
                 f"{'makes' if where else 'gets the argument'} {_trees.dtype_and_shape(tensor)}, which "
-                + (f"a result of type {opaque} keeps" if opaque else "something outside the function keeps"),
+                + (
+                    f"a result of type {opaque} keeps" if opaque else "something outside the function, or a hook, keeps"
+                ),
                 "Return the tensor in a tuple, list or dict, or register the type with torch.utils._pytree"
                 if opaque
                 else "Return it",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _config, _host, _numbers, _report, _trees
+from torch_xla_donate import _C, _config, _host, _numbers, _report, _trace, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donation import RepeatedCall, RunDonation, leaves_of_call, signature_of
@@ -162,7 +162,16 @@ class PureCompiled(Compiled):
                 f"limit. {see('pure')}"
             )
         offered = donation.positions(call.leaves) if donation is not None else ()
-        program = self._programs[key] = TracedProgram(self._trace, self.function, call.arguments, offered)
+        program = TracedProgram(self._trace, self.function, call.arguments, offered)
+        for leaf in donation.newly_shared() if donation is not None else ():
+            # Made where the trace does not look: in an operation of a user, or by a hook of autograd.
+            raise _trace.Refusal(self.function)(
+                f"computes something from {_trees.dtype_and_shape(call.leaves[leaf])} that a hook, an operation or "
+                "something outside the function keeps",
+                "Return it",
+                "",
+            )
+        self._programs[key] = program
         if donation is not None and donation.is_whole():
             names = self.names(call.arguments, call.structures[: len(call.arguments.roles.donated)])
             program.set_replay(call.structures, call.leaves, donation.count, names)
