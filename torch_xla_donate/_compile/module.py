@@ -55,15 +55,15 @@ class ModuleProxy:
         return type(self._orig_mod)
 
     def __getattr__(self, name: str) -> Any:
-        module = self._orig_mod
-        value = getattr(module, name)
-        if not inspect.ismethod(value) or value.__self__ is not module:
+        value = getattr(self._orig_mod, name)
+        if not inspect.ismethod(value) or value.__self__ is not self._orig_mod:
             return value
+        function = value.__func__
 
-        @functools.wraps(value)
+        @functools.wraps(function)
         def method(self: ModuleProxy, *args: Any, **kwargs: Any) -> Any:
-            result = value(*args, **kwargs)
-            return self if result is module else result
+            result = function(self._orig_mod, *args, **kwargs)
+            return self if result is self._orig_mod else result
 
         return types.MethodType(method, self)  # torch.compile looks at the function of a method
 
