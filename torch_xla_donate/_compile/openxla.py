@@ -50,7 +50,7 @@ class Graph:
         self._frame = frame
         self._is_resumed = frame is not None and frame.code.co_name.startswith(_RESUMED)
         self._refusal = refusal
-        self._runs_on_host = False
+        self._runs_on_host = self._drew = False
         self._unread = refusal or NOT_READ  # code that may read this graph's donors may also read other donors
         self._variants: dict[Any, _FunctionalGraph] = {}  # such a graph never runs if a result holds a donated buffer
 
@@ -82,9 +82,7 @@ class Graph:
             if donation is not None and self._refusal:  # set at the start, or by a trace
                 donation.refuse(args, self._refusal)
             if self._runs_on_host:
-                results = self._model(*args)
-                _host.compute_alone(results)
-                return results
+                return self._run_by_operations(args)
             positions = donation.positions(args) if donation is not None else ()
             # XLA makes one parameter of arguments that share memory, and a graph is for these numbers and shardings.
             # torch.compile guards none of these.
@@ -93,12 +91,19 @@ class Graph:
             graph = self._variants.get(key)
             if graph is None:
                 try:
-                    graph = self._variants[key] = _FunctionalGraph(self._model, args, positions)
-                except _RunsOnHost:
-                    self._runs_on_host, self._refusal = True, _C.Reason("host_operations")
-                else:
+                    self._variants[key] = _FunctionalGraph(self._model, args, positions)
+                except _RunsOnHost as found:
+                    # Another thread may have drawn the random numbers.
+                    self._runs_on_host = self._drew or not found.drew
+                    self._drew = True
+                    if self._runs_on_host:
+                        self._refusal = _HOST_OPERATIONS
                     if donation is not None:
-                        donation.refuse_shared()  # an operation of a user may have kept tensors of the trace
+                        donation.refuse(args, _HOST_OPERATIONS)
+                    return self._run_by_operations(args)
+                # An operation of a user may have kept tensors of the trace.
+                if donation is not None and donation.newly_shared():
+                    donation.refuse_shared()
                 continue
             if donation is None or not donation.refuse([args[i] for i in graph.returned], _STILL_NEEDED):
                 break
@@ -107,6 +112,11 @@ class Graph:
         donors = graph.donors or graph.usable(donation.undonated(args))
         with donation.consumed([args[i] for i in donors], graph.name, graph.places(donors)):
             return graph.run_graph(args)
+
+    def _run_by_operations(self, args: Sequence[Any]) -> Any:
+        results = self._model(*args)
+        _host.compute_alone(results)
+        return results
 
     def _refuse_kept(self, donation: RunDonation, args: Sequence[Any]) -> None:
         """Refuses arguments that outlive the graph, as far as they are known before its trace."""
@@ -120,7 +130,14 @@ class Graph:
 
 
 class _RunsOnHost(Exception):
-    """A part of a graph runs on the host, or reads a value there."""
+    """A part of a graph runs on the host, or reads a value there.
+
+    drew: whether random numbers were drawn on the host, maybe by another thread, and nothing else was seen.
+    """
+
+    def __init__(self, drew: bool = False) -> None:
+        super().__init__()
+        self.drew = drew
 
 
 class _FunctionalGraph(TracedGraph):
@@ -148,7 +165,7 @@ class _FunctionalGraph(TracedGraph):
             reads.check()
             given = [_C.identity(one) for _, one in tensors_among(leaves)]
             if reads.drew or given != before:  # a custom operation that updates an argument
-                raise _RunsOnHost
+                raise _RunsOnHost(drew=given == before)
             own = [own_result(leaf, {identity for identity, _ in given}) for leaf in results]
             graph = self._compile(own, leaves, positions, {}, {})
         self._connect(graph, leaves)
@@ -177,24 +194,29 @@ class OpenxlaCompiled(Compiled):
         self._codes = _codes_of(f)
         self._module = f if isinstance(f, torch.nn.Module) else None
         self._options = options
-        self._hooks: tuple[int, ...] | None = None
+        self._compiled = torch.compile(f, backend=self._capture, **options)
+        self._with_hooks: tuple[tuple[int, ...], Callable[..., Any]] = (), self._compiled
 
     def _run(self, call: CallArguments, where: str) -> Any:
-        hooks = () if self._module is None else _host.hooks_of(self._module)
-        if hooks != self._hooks:
-            # torch.compile does not look for new hooks, but compiles again for another backend.
-            self._hooks, backend = hooks, functools.partial(self._capture)
-            self._compiled = torch.compile(self._f, backend=backend, **self._options)
+        compiled = self._compiled_for(() if self._module is None else _host.hooks_of(self._module))
         if not call.roles.donated:
-            return self._compiled(*call.args, **call.kwargs)
+            return compiled(*call.args, **call.kwargs)
         leaves, parts = leaves_of_call(call)
         with self.on_device(call, _C.devices(leaves)), RunDonation(self, call, parts, where) as donation:
             del leaves, parts  # the function may drop an argument
             donation.unread = _C.Reason("no_graph")  # until a graph runs
             with _running.replaced((self, donation)):
-                result = self._compiled(*call.args, **call.kwargs)
+                result = compiled(*call.args, **call.kwargs)
             _C.keep_returned(_trees.tensors_in(result))
             return result
+
+    def _compiled_for(self, hooks: tuple[int, ...]) -> Callable[..., Any]:
+        """torch.compile does not look for new hooks of the module, but compiles again for another backend."""
+        known = self._with_hooks
+        if hooks and known[0] != hooks:
+            backend = functools.partial(self._capture)
+            known = self._with_hooks = hooks, torch.compile(self._f, backend=backend, **self._options)
+        return known[1] if hooks else self._compiled
 
     def _capture(self, model: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls for each graph: as openxla's, but each graph runs as a `Graph`."""
@@ -246,6 +268,7 @@ class OpenxlaCompiled(Compiled):
 
 
 _RESUMED = "torch_dynamo_resume_in_"  # torch.compile's name of a frame after a graph break
+_HOST_OPERATIONS = _C.Reason("host_operations")
 _STILL_NEEDED = _C.Reason("still_needed")
 
 
