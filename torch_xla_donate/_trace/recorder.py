@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from torch_xla_donate import _C, _frames, _host, _numbers, _trees
 from torch_xla_donate._host import interrupts
@@ -51,7 +52,7 @@ class TensorSnapshot:
 
 def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
     """What a graph depends on besides the module's tensors."""
-    return module.training, *_host.hooks_of(module)
+    return module.training, _host.hooks_of(module)
 
 
 class ModulesCalled(_C.Scope):
@@ -63,6 +64,7 @@ class ModulesCalled(_C.Scope):
         self._seen: set[int] = set()
 
     def enter(self) -> None:
+        self._next_hook = RemovableHandle.next_id
         torch.nn.modules.module.register_module_forward_pre_hook(self.note)
 
     def leave(self, raised: bool) -> None:
@@ -71,7 +73,9 @@ class ModulesCalled(_C.Scope):
     def note(self, module: torch.nn.Module, _: Any = None) -> None:
         if id(module) not in self._seen:
             self._seen.add(id(module))
-            self.found.append((weakref.ref(module), state_of(module)))
+            training, hooks = state_of(module)
+            # A hook that the function itself registers is gone after the trace.
+            self.found.append((weakref.ref(module), (training, tuple(one for one in hooks if one < self._next_hook))))
 
 
 class Recorder(TorchFunctionMode):
