@@ -263,6 +263,14 @@ for i in range(6):
     torch_xla.sync()
 print(w.grad.sum().item())
 """,
+    "average in place": """
+w, average = torch.ones(64, 64).to("xla"), torch.zeros(64, 64).to("xla")
+for i in range(6):
+    w.mul_(0.9)
+    average.lerp_(w, 0.1)
+    torch_xla.sync()
+print(average.sum().item())
+""",
 }
 
 

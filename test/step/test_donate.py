@@ -581,3 +581,29 @@ def test_marks_from_several_threads_meet_in_one_step(make):
     torch_xla.sync(wait=True)
     assert all(is_donated(t) for t in tensors)
     assert [o[0].item() for o in out] == [k + 1 for k in range(8)]
+
+
+def test_an_in_place_update_fulfils_the_mark_and_keeps_tensors(make):
+    t = make(4)
+    address = pointer(t)
+    donate_buffer(t)
+    t.add_(1)
+    torch_xla.sync(wait=True)
+    assert not is_donated(t)
+    assert t.tolist() == [1, 2, 3, 4]
+    assert pointer(t) == address
+    assert donation_report(steps=1).donors[0].outcome == "donated"
+
+
+def test_steps_that_do_not_read_the_buffer_leave_the_mark(make):
+    t, other = make(4), make(4)
+    donate_buffer(t)
+    torch_xla.sync()
+    moved = other + 1
+    torch_xla.sync()
+    assert not is_donated(t)
+    assert [donor.outcome for donor in donation_report().pending] == ["pending"]
+    out = t + moved
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 3, 5, 7]
