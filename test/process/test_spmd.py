@@ -426,6 +426,17 @@ def test_compiled_functions_donate_sharded_arguments_or_say_why(dump_folder, opt
 
 
 @in_process(devices=4)
+def test_a_sharded_result_of_a_pure_function_is_that_of_each_call():
+    """xs.mark_sharding returns a wrapper, and so do operations on it."""
+    g = compile(lambda x: xs.mark_sharding(x * 2, mesh(), named(ROWS)), donate_argnums=0, pure=True)
+    for number in range(3):
+        x = make((8, 16), ROWS) + number
+        torch_xla.sync()
+        assert torch.equal(g(x).cpu(), (values(8, 16) + number) * 2)
+        assert is_donated(x)
+
+
+@in_process(devices=4)
 def test_sharded_indices_that_torch_xla_computes_in_32_bits_keep_dtype_and_sharding():
     g = compile(lambda x: (x + 1, torch.cummax(x, 1)[1]), donate_argnums=0, pure=True)
     for _ in range(3):

@@ -803,8 +803,9 @@ def test_an_argument_of_a_subclass_is_refused_with_the_remedy(make):
         def __new__(cls, one, other):
             return torch.Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype, device=one.device)
 
-    with pytest.raises(DonationError, match=r"float32\[3\] of the class Two, which is made of other tensors"):
-        f(Two(make(3), make(3)))
+    for function, argument in ((lambda w: w * 1, Two(make(3), make(3))), (lambda w: Two(w, w), make(3))):
+        message = error_of(DonationError, pure(function), argument)
+        assert "float32[3] of the class Two, which is made of other tensors" in message
 
 
 def test_what_a_trace_does_not_see_is_refused_if_something_keeps_it(make):
@@ -831,6 +832,8 @@ def test_what_a_trace_does_not_see_is_refused_if_something_keeps_it(make):
         torch_xla.sync()
         assert w.tolist() == [[0.0, 1.0], [2.0, 3.0]]
         torch.testing.assert_close(kept[0].cpu(), torch.tensor(value))
+        with donation_disabled():  # then nothing can be lost
+            pure(f, donate_argnums=0)(w, x)
 
 
 def test_random_numbers_that_an_operation_draws_on_the_host_are_refused(make):
@@ -856,3 +859,21 @@ def test_hooks_that_come_and_go_after_the_first_call_count(make, options):
     last.remove()
     found.append(step(make(2)).tolist())
     assert found == [[0.0, 1.0], [100.0, 102.0], [0.0, 2.0]]
+
+
+def test_a_hook_of_the_function_itself_is_no_reason_to_trace_again(make):
+    layer, traces = torch.nn.Linear(2, 2).to("xla"), []
+
+    def feature(x):
+        traces.append(x)
+        kept = []
+        hook = layer.register_forward_hook(lambda module, given, result: kept.append(result.detach()))
+        layer(x)
+        hook.remove()
+        traces[-1] = None
+        return kept[0]
+
+    step = pure(feature)
+    for _ in range(3):
+        step(make(1, 2))
+    assert len(traces) == 1

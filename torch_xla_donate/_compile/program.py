@@ -13,7 +13,7 @@ from torch_xla_donate import _C, _host, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import CallArguments, CallNames
 from torch_xla_donate._compile.donation import new_graph_name, signature_of
 from torch_xla_donate._compile.floats import upload_floats
-from torch_xla_donate._compile.proxies import ArgumentProxies
+from torch_xla_donate._compile.proxies import ArgumentProxies, refuse_composed
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
@@ -194,6 +194,7 @@ class TracedProgram(TracedGraph):
                     del tree
                 proxies.refuse_changed()
                 recorder.reads.check()
+                refuse_composed(function, "it returns", results)
                 _refuse_gradients(function, results, recorder)
                 recorder.note_returned(results)
                 recorder.check()
@@ -257,6 +258,7 @@ def own_result(leaf: Any, outside: Container[int]) -> Any:
 
     outside: the identities of the tensors that were not made in the trace.
     """
+    leaf = _trees.without_wrapper(leaf)  # of a sharded tensor
     if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
         return leaf
     return leaf if _C.identity(leaf)[0] in outside else _host.computed(leaf)

@@ -39,6 +39,7 @@ class ArgumentProxies:
             if type(tensor) in _PLAIN and _C.identity(tensor)[1]:
                 self._plain[id(leaf)] = tensor
         leaves, _ = leaves_of_call(call)
+        refuse_composed(function, "its arguments have", leaves)
         self._refuse_views(leaves)
         self.values = upload_floats(leaves)
         self.floats: dict[int, int] = {}
@@ -56,17 +57,8 @@ class ArgumentProxies:
         self.separate()
 
     def _refuse_views(self, leaves: Sequence[Any]) -> None:
-        """Raises DonationError for a view that the trace does not replace: a view of it would read its base.
-
-        Also for a tensor that consists of others.
-        """
+        """Raises DonationError for a view that the trace does not replace: a view of it would read its base."""
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and not _C.identity(leaf)[0]:
-                raise DonationError(
-                    f"{self._function} is declared pure, but its arguments have {_trees.dtype_and_shape(leaf)} of the "
-                    f"class {type(leaf).__name__}, which is made of other tensors. Pass these, or remove pure=True. "
-                    f"Nothing was donated. {see('pure')}"
-                )
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._plain and leaf._is_view():
                 array = _trees.dtype_and_shape(leaf)
                 if type(leaf) in _PLAIN:
@@ -182,4 +174,15 @@ class ArgumentProxies:
                 if opaque
                 else "Return it",
                 where,
+            )
+
+
+def refuse_composed(function: str, who: str, leaves: Iterable[Any]) -> None:
+    """Raises DonationError for a tensor that is made of other tensors, except for torch_xla's own wrapper."""
+    for leaf in map(_trees.without_wrapper, leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and not _C.identity(leaf)[0]:
+            raise DonationError(
+                f"{function} is declared pure, but {who} {_trees.dtype_and_shape(leaf)} of the class "
+                f"{type(leaf).__name__}, which is made of other tensors. Use these, or remove pure=True. Nothing was "
+                f"donated. {see('pure')}"
             )
