@@ -20,6 +20,7 @@ from torch_xla_donate import (
     _host,
     cancel_donation,
     donate_buffer,
+    donation_disabled,
     donation_report,
     gradient_accumulation,
     is_donated,
