@@ -114,8 +114,8 @@ class RunDonation(_C.Scope):
 
     def refuse_shared(self) -> None:
         """Refuses the leaves whose buffers other live tensors hold. Runs pending work that may read them."""
-        self._shared: set[int] = set()
-        if not _C.perhaps_shared(self._call):
+        self._shared = set(_C.perhaps_shared(self._call))
+        if not self._shared:
             return
         if _host.list_live_tensors():
             torch_xla.sync()  # pending work may read them
@@ -131,11 +131,10 @@ class RunDonation(_C.Scope):
 
     def newly_shared(self) -> list[int]:
         """The leaves that something else holds, or pending work reads, only since `refuse_shared`."""
-        found = [leaf for leaf in _C.perhaps_shared(self._call) if leaf not in self._shared]
-        if found:
-            gc.collect()  # a reference cycle may do that
-            found = [leaf for leaf in _C.perhaps_shared(self._call) if leaf not in self._shared]
-        return found
+        if self._shared.issuperset(_C.perhaps_shared(self._call)):
+            return []
+        gc.collect()  # a reference cycle may do that
+        return [leaf for leaf in _C.perhaps_shared(self._call) if leaf not in self._shared]
 
     def choice(self) -> Hashable:
         """The key for the result of `positions`, in addition to the signature of the arguments."""

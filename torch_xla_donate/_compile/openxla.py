@@ -92,12 +92,8 @@ class Graph:
             if graph is None:
                 try:
                     self._variants[key] = _FunctionalGraph(self._model, args, positions)
-                except _RunsOnHost as found:
-                    # Another thread may have drawn the random numbers.
-                    self._runs_on_host = self._drew or not found.drew
-                    self._drew = True
-                    if self._runs_on_host:
-                        self._refusal = _HOST_OPERATIONS
+                except _RunsOnHost as reason:
+                    self._note_host(reason)
                     if donation is not None:
                         donation.refuse(args, _HOST_OPERATIONS)
                     return self._run_by_operations(args)
@@ -112,6 +108,12 @@ class Graph:
         donors = graph.donors or graph.usable(donation.undonated(args))
         with donation.consumed([args[i] for i in donors], graph.name, graph.places(donors)):
             return graph.run_graph(args)
+
+    def _note_host(self, reason: _RunsOnHost) -> None:
+        """Random numbers count when they are seen again: another thread may have drawn the first ones."""
+        if self._drew or not reason.drew:
+            self._runs_on_host, self._refusal = True, _HOST_OPERATIONS
+        self._drew = True
 
     def _run_by_operations(self, args: Sequence[Any]) -> Any:
         results = self._model(*args)

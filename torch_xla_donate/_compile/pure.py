@@ -163,10 +163,11 @@ class PureCompiled(Compiled):
             )
         offered = donation.positions(call.leaves) if donation is not None else ()
         program = TracedProgram(self._trace, self.function, call.arguments, offered)
-        for leaf in set(donation.newly_shared()).intersection(program.donors) if donation is not None else ():
-            # Made where the trace does not look: in an operation of a user, or by a hook of autograd.
+        shared = donation.newly_shared() if donation is not None else []
+        kept = [call.leaves[leaf] for leaf in shared if leaf in program.donors]
+        if kept:  # by what was made where the trace does not look: in an operation of a user, or by a hook of autograd
             raise _trace.Refusal(self.function)(
-                f"computes something from {_trees.dtype_and_shape(call.leaves[leaf])} that a hook, an operation or "
+                f"computes something from {_trees.dtype_and_shape(kept[0])} that a hook, an operation or "
                 "something outside the function keeps",
                 "Return it",
                 "",

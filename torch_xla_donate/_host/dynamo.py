@@ -146,7 +146,7 @@ def wrapping_code() -> types.CodeType:
 def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
     """The numbers of the hooks that a call of the module runs. torch gives each number once, in rising order."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
-        return ()  # in a third of the time: a call asks each module
+        return ()  # first, because each call asks all modules, and most have none
     return (
         *module._forward_hooks,
         *module._forward_pre_hooks,
