@@ -559,6 +559,12 @@ class _Caller(_Writer):
     def up_to_the_call(self, call: int) -> None:
         if self.program.writes // 2 % 2 == 0 and call % 2:
             self.put("x", self.batch % (call + 1))
+        if self.mode == "openxla":
+            # torch.compile reads the base of a view that it gets, also of one that kept its value when that was donated.
+            for leaf in self.leaves:
+                x = self.names[leaf]
+                if x._is_view() and any(self.storage(x) in consumed for consumed in self.donations):
+                    self.put(leaf, f"{leaf}.clone()")
         if self.mode in ("marks", "stock_marks"):
             self.line("torch_xla.sync()")
 
