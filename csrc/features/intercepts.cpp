@@ -42,15 +42,19 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
                           : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
 }
 
-[[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
-  if (ThreadStep::Get().IsNextListRead(*self)) {
-    return current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-  }
+// A function of its own, so that a read of the list, of which a step has one for each live tensor, needs no clean-up.
+[[gnu::noinline]] lazy::BackendDataPtr HandleForProgram(ThreadStep& step, const lazy::LazyTensor* self) {
   lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
-  if (!ThreadStep::Get().IsListRead(*self, handle != nullptr) && handle != nullptr && !IsReplacing()) {
+  if (!step.IsListRead(*self, handle != nullptr) && handle != nullptr && !IsReplacing()) {
     CheckRead(handle.get());
   }
   return handle;
+}
+
+[[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
+  ThreadStep& step = ThreadStep::Get();
+  return step.IsNextListRead(*self) ? current_data_handle.As<abi::CurrentDataHandleFn>()(self)
+                                    : HandleForProgram(step, self);
 }
 
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {

@@ -58,7 +58,9 @@ bool phases::ListBegins(const lazy::BackendDevice* device) {
 }
 
 void phases::TensorMade() {
-  ForgetReused();  // the operation that used them has its result
+  if (Watches(kUndonated)) {
+    ForgetReused();  // the operation that used them has its result
+  }
   Reach("TensorMade");
 }
 

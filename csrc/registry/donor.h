@@ -106,7 +106,7 @@ struct DonorStatus {
 };
 
 struct Donor {
-  explicit Donor(DonorArray of) : array(std::move(of)) {
+  explicit Donor(DonorArray&& of) : array(std::move(of)) {
     status.reported = array.automatic;  // no call has asked for it
   }
   Donor(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, Mark mark) : array(buffer, sizes) {
