@@ -75,9 +75,8 @@ def unhooked() -> None:
     prepare(hooks=False)
 
 
-def multiply(count: int, before: Callable[[list[torch.Tensor]], Any] | None = None) -> Callable[[], None]:
-    """A step that replaces each of so many tensors by p * c."""
-    held = _common.small_tensors(count)
+def multiply(held: list[torch.Tensor], before: Callable[[list[torch.Tensor]], Any] | None = None) -> Callable[[], None]:
+    """A step that replaces each of these tensors by p * c."""
 
     def step() -> None:
         if before is not None:
@@ -101,17 +100,17 @@ def nothing_marked(count: int) -> dict[str, Variant]:
 
 
 def all_replaced(count: int) -> dict[str, Variant]:
-    changed = _common.small_tensors(count)
+    held = _common.small_tensors(count)  # the same for all, so that no step has others beside it
 
     def in_place() -> None:
-        for tensor in changed:
+        for tensor in held:
             tensor.mul_(SCALE)
         _common.step()
 
     return {
-        "not donated": (off, multiply(count)),
-        "by hand": (off, multiply(count, torch_xla_donate.donate_buffer)),
-        "auto": (on, multiply(count)),
+        "not donated": (off, multiply(held)),
+        "by hand": (off, multiply(held, torch_xla_donate.donate_buffer)),
+        "auto": (on, multiply(held)),
         "in place": (off, in_place),
     }
 
@@ -127,7 +126,7 @@ def beside(count: int, read: bool) -> dict[str, Variant]:
         results = [tensor * SCALE for tensor in others]
         _common.step()
         del results
-    replace = multiply(1)
+    replace = multiply(_common.small_tensors(1))
 
     def step(others: list[torch.Tensor] = others) -> None:
         replace()
