@@ -560,7 +560,7 @@ class _Caller(_Writer):
         if self.program.writes // 2 % 2 == 0 and call % 2:
             self.put("x", self.batch % (call + 1))
         if self.mode == "openxla":
-            # torch.compile reads the base of a view that it gets, also of one that kept its value when that was donated.
+            # torch.compile reads the base of a view, also of one that has kept its value when the base was donated.
             for leaf in self.leaves:
                 x = self.names[leaf]
                 if x._is_view() and any(self.storage(x) in consumed for consumed in self.donations):
