@@ -37,9 +37,6 @@ class Run:
     outcomes: dict[str, str] = field(default_factory=dict)  # by the test's name
     auto: bool | None = None  # whether donation was on; None without the package
     steps: int | None = None  # how many have donated; None if the process did not come to its end
-    compiles: int | None = None  # of torch_xla, since the test file has cleared its metrics for the last time
-    graphs: int = 0  # how many have been looked at for donors
-    refusals: dict[str, int] = field(default_factory=dict)  # how many steps were skipped, by reason
     exit_code: int | None = None  # None if it ran out of time
     last_line: str = ""  # of stderr
 
@@ -110,10 +107,8 @@ def run(case: Case, path: Path, auto: bool, timeout: float, log: Path) -> Run:
                     found.outcomes[line["test"]] = line["outcome"]
             elif "auto" in line:
                 found.auto = line["auto"]
-            elif "compiles" in line:
-                found.compiles = line["compiles"]
             else:
-                found.steps, found.graphs, found.refusals = line["steps"], line["graphs"], line["refusals"]
+                found.steps = line["steps"]
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     found.last_line = lines[-1] if lines else ""
     return found
@@ -150,7 +145,7 @@ def main(checkout: Path, cases: tuple[str, ...], timeout: float, logs: Path | No
     cases.txt, which are run if there are none. Nothing is downloaded; what the files import has to be there.
     """
     table = Table(title="passed / failed / skipped")
-    for column in ("file", "without", "with", "compiles", "graphs looked at", "donating steps"):
+    for column in ("file", "without", "with", "donating steps"):
         table.add_column(column, overflow="fold", justify="left" if column == "file" else "right")
     trouble: list[str] = []
     console = Console()
@@ -167,17 +162,10 @@ def main(checkout: Path, cases: tuple[str, ...], timeout: float, logs: Path | No
                 run(case, path, auto, timeout, logs / f"{stem}_{'with' if auto else 'without'}.log")
                 for auto in (False, True)
             )
-            graphs = "?" if with_auto.steps is None else str(with_auto.graphs)
-            compiles = " / ".join("?" if way.compiles is None else str(way.compiles) for way in (without, with_auto))
             steps = "?" if with_auto.steps is None else str(with_auto.steps)
-            table.add_row(case.text, without.counts, with_auto.counts, compiles, graphs, steps)
-            progress = (
-                f"{case.text}: {without.counts} without, {with_auto.counts} with, {compiles} compiles, "
-                f"{graphs} graphs looked at, {steps} donating steps"
-            )
+            table.add_row(case.text, without.counts, with_auto.counts, steps)
+            progress = f"{case.text}: {without.counts} without, {with_auto.counts} with, {steps} donating steps"
             console.print(progress, markup=False, highlight=False, soft_wrap=True)
-            for reason, count in with_auto.refusals.items():
-                console.print(f"  {count} steps skipped: {reason}", markup=False, highlight=False, soft_wrap=True)
             error = error_of(without, with_auto)
             failing = [error] if error else failing_with_auto(without, with_auto)
             for text in failing:

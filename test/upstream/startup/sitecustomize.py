@@ -72,17 +72,12 @@ def loaded() -> None:
         import torch_xla_donate
 
         write(auto=torch_xla_donate._C.auto_donates())
-    from torch_xla.debug import metrics
 
-    # After this comes torch_xla's own end, which shuts the runtime down.
-    @atexit.register
-    def count() -> None:
-        compiled = metrics.metric_data("CompileTime")
-        write(compiles=compiled[0] if compiled else 0)
-        if AUTO:
+        # After this comes torch_xla's own end, which shuts the runtime down.
+        @atexit.register
+        def count() -> None:
             report = torch_xla_donate.donation_report()
-            steps = report.donors[-1].step if report.donors else 0
-            write(steps=steps, graphs=torch_xla_donate._C.sizes()["auto_plans"], refusals=dict(report.auto_refusals))
+            write(steps=report.donors[-1].step if report.donors else 0)
 
 
 class AfterTorchXla(importlib.abc.MetaPathFinder):
