@@ -60,16 +60,12 @@ BY_NUMBER_AND_NAME = ({"donate_argnums": (0, 1)}, {"donate_argnames": ("z", "y")
 
 @case("the output takes the place of the argument named by number", PAGE)
 def _(side: Side) -> Observations:
-    x, y = side.array(2, 3), side.array(2, 3)
-    out = side.compile(add, donate_argnums=(1,))(x, y)
-    return {"x, y deleted": side.gone(x, y), "value": side.values(out)}
+    return side.donate(add, side.array(2, 3), side.array(2, 3), donate_argnums=(1,))
 
 
 @case("every array of a donated list is donated", PAGE)
 def _(side: Side) -> Observations:
-    xs = [side.array(2, 3), side.array(3, 4)]
-    out = side.compile(lambda xs: [x + 1 for x in xs], donate_argnums=0)(xs)
-    return {"deleted": side.gone(xs), "values": side.values(out)}
+    return side.donate(lambda xs: [x + 1 for x in xs], [side.array(2, 3), side.array(3, 4)], donate_argnums=0)
 
 
 @case("an operation on a donated array, or reading it, is an error", PAGE)
@@ -114,11 +110,10 @@ def _(side: Side) -> Observations:
     "needs the same bytes only",
 )
 def _(side: Side) -> Observations:
-    x, y = side.array(6), side.array(6)
-    f = side.compile(lambda x, y: (side.cast(x, "int32") + 1, (y * 2).reshape(2, 3)), donate_argnums=(0, 1))
-    out = f(x, y)
-    side.settle()
-    return {"deleted": side.gone(x, y), "values": side.values(out)}
+    def f(x: Any, y: Any) -> Any:
+        return side.cast(x, "int32") + 1, (y * 2).reshape(2, 3)
+
+    return side.donate(f, side.array(6), side.array(6), donate_argnums=(0, 1))
 
 
 @case("shape and dtype of a donated array stay readable", PAGE)
@@ -134,9 +129,7 @@ def _(side: Side) -> Observations:
     "torch returns the very tensor, which has to stay usable; JAX returns another array in the old memory",
 )
 def _(side: Side) -> Observations:
-    x = side.array(3)
-    same, out = side.compile(lambda x: (x, x + 1), donate_argnums=0)(x)
-    return {"deleted": side.gone(x), "values": side.values(same, out)}
+    return side.donate(lambda x: (x, x + 1), side.array(3), donate_argnums=0)
 
 
 @case(
@@ -328,24 +321,19 @@ def _(side: Side) -> Observations:
 
 @case("numbers and names together mean their union", "api_test::test_specify_donate_argnums_and_argnames")
 def _(side: Side) -> Observations:
-    x, y, z = side.array(2, 5, value=4.0), side.array(2, 5, value=2.0), side.array(2, 5)
-    f = side.compile(lambda i, j, k: (i * 2, j * 2, k * 2), donate_argnums=0, donate_argnames=("j", "k"))
-    out = f(x, j=y, k=z)
-    return {"deleted": side.gone(x, y, z), "values": side.values(out)}
+    x, named = side.array(2, 5, value=4.0), {"j": side.array(2, 5, value=2.0), "k": side.array(2, 5)}
+    options = {"donate_argnums": 0, "donate_argnames": ("j", "k")}
+    return side.donate(lambda i, j, k: (i * 2, j * 2, k * 2), x, named=named, **options)
 
 
 @case("donated by name, given by position", "api_test::test_donate_argnames_with_args")
 def _(side: Side) -> Observations:
-    x = side.array(2, 5)
-    side.compile(lambda inp: inp * 2, donate_argnames="inp")(x)
-    return {"deleted": side.gone(x)}
+    return side.donate(lambda inp: inp * 2, side.array(2, 5), donate_argnames="inp")
 
 
 @case("donated by number, given by keyword", "api_test::test_donate_argnums_with_kwargs")
 def _(side: Side) -> Observations:
-    x = side.array(2, 5)
-    side.compile(lambda inp: inp * 2, donate_argnums=0)(inp=x)
-    return {"deleted": side.gone(x)}
+    return side.donate(lambda inp: inp * 2, named={"inp": side.array(2, 5)}, donate_argnums=0)
 
 
 @case("the lowered function shows which leaves are donated", "api_test::test_donate_args_info_aot")
@@ -392,9 +380,7 @@ def _(side: Side) -> Observations:
 
 @case("a compiled function inside another one donates nothing", "api_test::test_jit_nested_donate_ignored")
 def _(side: Side) -> Observations:
-    x = side.array(3, value=3.0)
-    out = side.compile(lambda x: side.compile(lambda y: y * y, donate_argnums=0)(x))(x)
-    return {"deleted": side.gone(x), "value": side.values(out)}
+    return side.donate(lambda x: side.compile(lambda y: y * y, donate_argnums=0)(x), side.array(3, value=3.0))
 
 
 @case("the lowered function knows the donated number", "api_test::test_jit_lower_donate_argnums_available")
@@ -493,9 +479,7 @@ def _(side: Side) -> Observations:
 
 @case("an array that is whole on every device", "array_test::test_fully_replicated_donated_array_is_deleted", spmd=True)
 def _(side: Side) -> Observations:
-    x = side.split(side.array(16), None)
-    out = side.compile(lambda x: side.split(x * 2, None), donate_argnums=0)(x)
-    return {"deleted": side.gone(x), "value": side.values(out)}
+    return side.donate(lambda x: side.split(x * 2, None), side.split(side.array(16), None), donate_argnums=0)
 
 
 @case(
@@ -628,35 +612,30 @@ def _pjit(side: Side, *sizes: int, **options: Any) -> Any:
 
 @case("split arrays, donated by number", "pjit_test::testBufferDonation", spmd=True)
 def _(side: Side) -> Observations:
-    x, y = _pjit(side, 5, 5)
-    out = side.compile(lambda x, y: side.split(x + y), donate_argnums=0)(x, y)
-    return {"deleted": side.gone(x, y), "value": side.values(out)}
+    return side.donate(lambda x, y: side.split(x + y), *_pjit(side, 5, 5), donate_argnums=0)
 
 
 @case("split arrays, donated by name", "pjit_test::testBufferDonationWithNames", spmd=True)
 def _(side: Side) -> Observations:
-    x, y = _pjit(side, 5, 5)
-    out = side.compile(lambda a, b: side.split(a + b), donate_argnames="b")(x, y)
-    return {"deleted": side.gone(x, y), "value": side.values(out)}
+    return side.donate(lambda a, b: side.split(a + b), *_pjit(side, 5, 5), donate_argnames="b")
 
 
 @case("split arrays, given by keyword", "pjit_test::testBufferDonationWithKwargs", spmd=True)
 def _(side: Side) -> Observations:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        return side.split(a + b + c), side.split(c * 2)
+
     x, y, z = _pjit(side, 5, 5, 5)
-    f = side.compile(lambda a, b, c: (side.split(a + b + c), side.split(c * 2)), donate_argnames=("b", "c"))
-    out = f(x, b=y, c=z)
-    return {"deleted": side.gone(x, y, z), "values": side.values(out)}
+    return side.donate(f, x, named={"b": y, "c": z}, donate_argnames=("b", "c"))
 
 
 @case("pytrees of split arrays, given by keyword", "pjit_test::testBufferDonationWithPyTreeKwargs", spmd=True)
 def _(side: Side) -> Observations:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        return side.map(lambda i, j, k: side.split(i + j + k), a, b, c)
+
     trees = [{"a": {"b": x}, "c": y} for x, y in (_pjit(side, 5, 5) for _ in range(3))]
-    f = side.compile(
-        lambda a, b, c: side.map(lambda i, j, k: side.split(i + j + k), a, b, c),
-        donate_argnames="b",
-    )
-    out = f(trees[0], b=trees[1], c=trees[2])
-    return {"deleted": [side.gone(tree) for tree in trees], "values": side.values(out)}
+    return side.donate(f, trees[0], named={"b": trees[1], "c": trees[2]}, donate_argnames="b")
 
 
 @case(
@@ -665,14 +644,10 @@ def _(side: Side) -> Observations:
     spmd=True,
 )
 def _(side: Side) -> Observations:
-    x, y, z = _pjit(side, 5, 7, 11)
-
     def f(a: Any, b: Any, c: Any) -> Any:
         return [(side.split(t + 1, None), side.split(t * 2)) for t in (a, b, c)]
 
-    out = side.compile(f, donate_argnames=("b", "c"))(x, y, z)
-    side.settle()
-    return {"deleted": side.gone(x, y, z), "values": side.values(out)}
+    return side.donate(f, *_pjit(side, 5, 7, 11), donate_argnames=("b", "c"))
 
 
 nothing_here(
@@ -697,14 +672,11 @@ def _(side: Side) -> Observations:
 
 @case("outputs of another shape, split alike", "pjit_test::testBufferDonationDifferentIOShapes", spmd=True)
 def _(side: Side) -> Observations:
+    def f(x: Any, y: Any) -> Any:
+        return side.split(x + 1), side.split(y.reshape(16))
+
     x, y = side.split(side.array(16, value=2.0)), side.split(side.array(16, 1, value=3.0))
-    f = side.compile(
-        lambda x, y: (side.split(x + 1), side.split(y.reshape(16))),
-        donate_argnames=("x", "y"),
-    )
-    out = f(x, y)
-    side.settle()
-    return {"deleted": side.gone(x, y), "values": side.values(out)}
+    return side.donate(f, x, y, donate_argnames=("x", "y"))
 
 
 def _knows_its_donors(side: Side, **options: Any) -> Observations:

@@ -40,6 +40,13 @@ class Side:
         found = [np.asarray(self.to_numpy(leaf)) for tree in trees for leaf in self.leaves(tree)]
         return [a.flat[0].item() if a.size and (a == a.flat[0]).all() else a.tolist() for a in found]
 
+    def donate(self, f: Callable[..., Any], *given: Any, named: Any = None, **options: Any) -> dict[str, Any]:
+        """Calls a function that was compiled with the options: what is gone then, and the values of the results."""
+        named = named or {}
+        out = self.compile(f, **options)(*given, **named)
+        self.settle()
+        return {"deleted": self.gone(*given, *named.values()), "values": self.values(out)}
+
     def error(self, f: Callable[[], Any]) -> str:
         """The builtin class of the error that f raises, or `none`."""
         try:
