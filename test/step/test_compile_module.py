@@ -104,12 +104,3 @@ def test_a_copy_is_compiled_and_has_its_own_parameters(linear, make):
 def test_pickling_is_refused_with_a_remedy(linear):
     with pytest.raises(TypeError, match=r"a compiled Linear cannot be pickled.*state_dict\(\)"):
         pickle.dumps(compile(linear))
-
-
-def test_hooks_of_the_module_run(linear, make):
-    seen = []
-    compiled = compile(linear)
-    compiled.register_forward_hook(lambda module, args, output: seen.append(module))
-    with torch.no_grad():
-        compiled(make(3, 3))
-    assert seen == [linear]

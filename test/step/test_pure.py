@@ -852,10 +852,12 @@ def test_random_numbers_that_an_operation_draws_on_the_host_are_refused(make):
 
 @pytest.mark.parametrize("options", [{"pure": True}, {"backend": "openxla"}, {}], ids=str)
 def test_hooks_that_come_and_go_after_the_first_call_count(make, options):
-    step = torch_xla_donate.compile(torch.nn.Identity(), **options)
+    """They get the module itself."""
+    inner = torch.nn.Identity()
+    step = torch_xla_donate.compile(inner, **options)
     found = [step(make(2)).tolist()]
     step.register_forward_pre_hook(lambda module, given: (given[0] * 2,))
-    last = step.register_forward_hook(lambda module, given, result: result + 100)
+    last = step.register_forward_hook(lambda module, given, result: result + 100 * (module is inner))
     found.append(step(make(2)).tolist())
     last.remove()
     found.append(step(make(2)).tolist())

@@ -151,25 +151,28 @@ ENTRY main.1 {
 """
 
 
-def test_a_module_that_the_step_cannot_call_is_refused_before(make):
-    """Its names would end the process, or its donor is a tuple."""
-    other = make(2) + 1
-    for text, refusal in [
+ENDS = "a computation that the builder cannot import ends the process (ConsumeValue; 2.9 throws)"
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
         (TEXT.replace("main.1", "main"), r"computation m has the name 'main', and.*such as main\.1"),
         (TEXT.replace("b.3", "b"), r"computation m has the name 'b', and.*such as b\.1"),
         (TUPLE_DONOR, r"donates \(0, \{\}\), which is a tuple .* such as \(0, \{0\}\)"),
-    ]:
-        with pytest.raises(ValueError, match=refusal):
-            user_computation("text", [make(4)], from_text(text))
-    torch_xla.sync()
-    assert other.tolist() == [1, 2]
-
-
-@lacking("2.8", "a computation that the builder cannot import ends the process (ConsumeValue; 2.9 throws)", run=False)
-def test_a_module_that_torch_xla_cannot_build_is_refused_before(make):
+        pytest.param(
+            TEXT,
+            "torch_xla cannot call computation m: Computation . not found in builder",
+            marks=lacking("2.8", ENDS, run=False),
+        ),
+    ],
+    ids=["main", "name", "tuple", "builder"],
+)
+def test_a_module_that_the_step_cannot_call_is_refused_before(make, text, refusal):
+    """Its names would end the process, its donor is a tuple, or torch_xla cannot build it."""
     other = make(2) + 1
-    with pytest.raises(ValueError, match="torch_xla cannot call computation m: Computation . not found in builder"):
-        user_computation("text", [make(4)], from_text(TEXT))
+    with pytest.raises(ValueError, match=refusal):
+        user_computation("text", [make(4)], from_text(text))
     torch_xla.sync()
     assert other.tolist() == [1, 2]
 
