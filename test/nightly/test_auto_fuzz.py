@@ -26,17 +26,16 @@ def counts_of(last: Path, *arguments: str, devices: int | None = None) -> dict[s
     return counts
 
 
-def test_random_programs_compute_the_same(tmp_path):
-    counts = counts_of(tmp_path / "last", "--programs", "200", "--seed", "1")
-    assert counts["programs"] == 200
+@pytest.mark.parametrize(
+    ("programs", "options", "devices", "of_stock", "donated"),
+    [(200, ("--seed", "1"), None, 8, 20), (60, ("--seed", "2", "--sharded"), 4, 6, 5)],
+    ids=["one device", "four devices"],
+)
+def test_random_programs_compute_the_same(tmp_path, programs, options, devices, of_stock, donated):
+    counts = counts_of(tmp_path / "last", "--programs", str(programs), *options, devices=devices)
+    assert counts["programs"] == programs
     # A program says nothing if torch_xla itself differs from the CPU, or if nothing is donated.
-    assert counts["of_stock"] < 8 and counts["donated"] > 20
-
-
-def test_random_programs_compute_the_same_on_four_devices(tmp_path):
-    counts = counts_of(tmp_path / "last", "--programs", "60", "--seed", "2", "--sharded", devices=4)
-    assert counts["programs"] == 60
-    assert counts["of_stock"] < 6 and counts["donated"] > 5
+    assert counts["of_stock"] < of_stock and counts["donated"] > donated
 
 
 def test_each_operation_means_something_on_the_cpu():

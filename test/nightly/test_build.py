@@ -118,28 +118,25 @@ def test_a_machine_that_has_everything_passes():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "line"),
-    [
+@pytest.fixture
+def old_python(tmp_path):
+    path = tmp_path / "python"
+    path.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.8.2; else exit 1; fi\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_what_is_missing_is_told_in_one_line(old_python):
+    for arguments, env, line in [
         (("", "1", "x"), {}, "no Python found; install Python 3.11, or name one: make PYTHON="),
         ((sys.executable, "1", "x"), {"CXX": "no-such-compiler"}, "no C++ compiler (no-such-compiler); install g++"),
         ((sys.executable, "999999", "x"), {}, "999999 GB needed for torch and its CUDA libraries"),
-    ],
-)
-def test_what_is_missing_is_told_in_one_line(arguments, env, line):
-    done = preflight(*arguments, env=env)
-    assert done.returncode == 1
-    assert line in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_a_python_without_wheels_is_told_in_one_line(tmp_path):
-    old = tmp_path / "python"
-    old.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.8.2; else exit 1; fi\n')
-    old.chmod(0o755)
-    done = preflight(str(old), "1", "x")
-    assert done.returncode == 1
-    assert "Python 3.8.2 has no torch_xla 2.9 wheel (3.10 to 3.13 have one)" in done.stderr
+        ((old_python, "1", "x"), {}, "Python 3.8.2 has no torch_xla 2.9 wheel (3.10 to 3.13 have one)"),
+    ]:
+        done = preflight(*arguments, env=env)
+        assert done.returncode == 1
+        assert line in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_make_rebuilds_only_when_csrc_has_changed(sources, tmp_path):
