@@ -69,22 +69,6 @@ def test_a_setting_that_ignores_donors_keeps_the_arguments(options, env):
         assert not any(map(is_donated, xs))
 
 
-@each_trace
-@in_process(devices=4)
-def test_sharded_tensors_are_donated_at_every_call(options):
-    mesh()
-    g = compile(lambda x, y: (x * 2 + 1, y + 1), donate_argnums=0, **options)
-    for spec in (("x", None), (None, None)):
-        for offset in (0, 3):
-            value = torch.arange(32.0).reshape(8, 4) + offset
-            x, y = shard(value.to("xla"), *spec), shard(value.to("xla"), *spec)
-            torch_xla.sync(wait=True)
-            a, b = g(x, y)
-            assert torch.equal(a.cpu(), value * 2 + 1)
-            assert (is_donated(x), is_donated(y)) == (True, False)
-            assert b.cpu()[0, 0].item() == offset + 1
-
-
 @in_process(devices=4)
 def test_a_sharded_tensor_is_donated_in_its_wrapper_and_named():
     cut, w = mesh(), torch.arange(32.0).reshape(8, 4).to("xla")
