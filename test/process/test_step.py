@@ -157,7 +157,6 @@ def test_auto_sharding_that_begins_between_steps_is_noticed():
     ("name", "value"),
     [
         ("XLA_ENABLE_PARAM_ALIASING", "0"),
-        ("XLA_ENABLE_PARAM_ALIASING", "false"),
         ("XLA_STABLEHLO_COMPILE", "1"),
         ("XLA_AUTO_SPMD", "1"),
     ],
