@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from children import run_command
+from click.testing import CliRunner
 from helpers import ROOT
 
 from torch_xla_donate import _C, _host
+from torch_xla_donate import __main__ as command_line
 
 
 def test_doctor_shows_versions_and_every_hook():
@@ -33,34 +35,39 @@ def test_doctor_fails_for_settings_that_switch_donation_off():
     assert "PROBLEM: TORCH_XLA_DONATE_DEBUG_NANS=1 switches donation off" in done.stdout
 
 
+def explained(*words: str, exit_code: int = 0) -> str:
+    done = CliRunner().invoke(command_line.main, ["explain", *words])
+    assert done.exit_code == exit_code, done.output
+    return str(done.output)
+
+
 def test_explain_shows_the_section_that_a_message_names():
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    assert run_command("explain", "errors").stdout == run_command("explain", "docs/errors.md").stdout == page
-    section = run_command("explain", "unusable").stdout
+    assert explained("errors") == explained("docs/errors.md") == page
+    section = explained("unusable")
     assert section.startswith("## Unusable donations\n") and section in page
     assert "### The reasons" in section and "## Refused donations" not in section
-    assert run_command("explain", "errors#the-reasons").stdout in section
+    assert explained("errors#the-reasons") in section
 
 
 def test_explain_without_a_word_lists_the_pages():
-    lines = run_command("explain").stdout.splitlines()
+    lines = explained().splitlines()
     assert {line.split()[0] for line in lines} == {path.stem for path in (ROOT / "docs").glob("*.md")}
     assert any(line.startswith("errors ") and line.endswith("Errors and warnings by message") for line in lines)
 
 
 def test_explain_names_the_pages_there_are():
-    done = run_command("explain", "donations", exit_code=2)
-    assert "'donations' is neither a page nor a word that a message names. Choose one of" in done.stderr
-    assert "errors, " in done.stderr
-    run_command("explain", "errors#no-such-section", exit_code=2)
+    shown = explained("donations", exit_code=2)
+    assert "'donations' is neither a page nor a word that a message names. Choose one of" in shown
+    assert "errors, " in shown
+    explained("errors#no-such-section", exit_code=2)
 
 
 def test_explain_names_the_sections_that_contain_a_message():
     """Case and line breaks do not matter, and a single word is the name of a page."""
-    found = run_command("explain", "has  No buffer\nyet").stdout.splitlines()
+    found = explained("has  No buffer\nyet").splitlines()
     assert any(line.startswith("errors#refused-donations ") for line in found)
-    done = run_command("explain", "no page says this", exit_code=2)
-    assert "'no page says this' is neither a page" in done.stderr
+    assert "'no page says this' is neither a page" in explained("no page says this", exit_code=2)
 
 
 @pytest.mark.parametrize(
