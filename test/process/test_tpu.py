@@ -18,7 +18,7 @@ from sharding import mesh, shard
 from torch_xla.distributed.spmd import Mesh
 from torch_xla.utils.dlpack import to_dlpack
 
-from torch_xla_donate import DonationError, compile, donate_buffer, hlo, placeholder, placeholder_like
+from torch_xla_donate import compile, donate_buffer, hlo, placeholder, placeholder_like
 from torch_xla_donate.hlo.dump import copies
 
 pytestmark = needs_jax
@@ -235,29 +235,6 @@ def test_a_use_of_a_placeholder_raises_and_loses_nothing(is_lowered):
     assert consume(x, wait=True).tolist() == [1, 2, 3, 4]
 
 
-HOST_OPERATIONS = [
-    lambda x: x[x > 0].sum(),
-    lambda x: x if torch.equal(x, x) else -x,
-    lambda x: x[x.bool()].sum(),
-    torch.lgamma,
-    lambda x: x * x.sum().item(),
-    lambda x: torch.lgamma(x * 2),
-]
-
-
-@in_process
-def test_an_operation_on_the_host_cannot_be_lowered():
-    for operation in HOST_OPERATIONS:
-        x = make(4)
-
-        def f(x, operation=operation):
-            return operation(x)
-
-        with pytest.raises(DonationError, match=r"f cannot be lowered, because at .*test_tpu.py:\d+ it (makes|reads)"):
-            compile(f, static_argnums=1).lower(x)
-        assert consume(x, wait=True).tolist() == [1, 2, 3, 4]
-
-
 @in_process
 def test_a_tensor_of_eight_bit_floats_is_lowered():
     for dtype, array in ((torch.float8_e5m2, "f8e5m2[4]"), (torch.float8_e4m3fn, "f8e4m3fn[4]")):
@@ -421,8 +398,6 @@ SMALL = BIG.replace("65536", "128")
             r"does not fit on a device of v6e:1x1: Used 40.00G of 31.25G hbm .*arguments 32.00G",
         ),
         (SMALL, "v6e:3", ValueError, "topology 'v6e:3' does not exist .*v6e:4x8"),
-        (SMALL, "v99:2x2", ValueError, "topology 'v99:2x2' does not exist"),
-        (SMALL, "v6e:11x1", ValueError, "topology 'v6e:11x1' does not exist"),
         (SMALL, "", ValueError, "topology '' does not exist. Use GENERATION:CHIPS"),
         (SMALL, 8, ValueError, "topology 8 does not exist. Use GENERATION:CHIPS"),
         (SMALL.replace("dot(", "dott("), "v6e:1x1", ValueError, "module big is not HLO that XLA can read"),
@@ -431,7 +406,7 @@ SMALL = BIG.replace("65536", "128")
         (SMALL.replace(" big", " big, replica_count=4"), "v6e:2x2", ValueError, "module big has 4 replicas"),
     ],
     ids=[
-        *("memory", "chips", "generation", "11 chips", "empty", "number"),
+        *("memory", "chips", "empty", "number"),
         *("text", "dtype", "scheduled", "replicas"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from helpers import Couple, compiles, error_of
+from helpers import Couple, compiles, consume, error_of
 from torch_xla.core import xla_builder
 
 import torch_xla_donate
@@ -114,13 +114,29 @@ def test_a_pytree_class_that_takes_only_tensors_is_lowered(make):
         executable(Couple(make(4), make(5)), k=3)
 
 
-def test_reading_a_value_while_lowering_is_refused(make):
+RUNS = "makes torch_xla run something, as a read on the host or an operation that XLA lacks does"
+HOST_OPERATIONS = [
+    (lambda x: x * x.sum().item(), r"reads float32\[\] on the host"),
+    (lambda x: x[x > 0].sum(), RUNS),
+    (lambda x: x if torch.equal(x, x) else -x, RUNS),
+    (lambda x: x[x.bool()].sum(), RUNS),
+    (torch.lgamma, RUNS),
+    (lambda x: torch.lgamma(x * 2), RUNS),
+]
+
+
+def test_an_operation_on_the_host_cannot_be_lowered(make):
     """Nothing is left behind."""
-    x = make(3)
-    with pytest.raises(DonationError, match=r"test_ahead.py:\d+ it reads float32\[\] on the host"):
-        compile(lambda x: x * x.sum().item()).lower(x)
-    assert torch_xla._XLAC._get_allow_execution()
-    assert (x + 1).tolist() == [1, 2, 3]
+    for operation, what in HOST_OPERATIONS:
+        x = make(4)
+
+        def f(x, operation=operation):
+            return operation(x)
+
+        with pytest.raises(DonationError, match=rf"f cannot be lowered, because at .*test_ahead.py:\d+ it {what}"):
+            compile(f, static_argnums=1).lower(x)
+        assert torch_xla._XLAC._get_allow_execution()
+        assert consume(x, wait=True).tolist() == [1, 2, 3, 4]
 
 
 def test_arguments_on_another_device_are_not_lowered():
