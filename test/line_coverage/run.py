@@ -4,7 +4,7 @@
 
 `make coverage` calls it with the module that it builds in build-coverage/. Without arguments the result goes into the
 README. The exit code is 1 if a test fails, or if less than 95% of the lines of either language run. uncovered.md says
-why the C++ lines that do not run do not; what it lacks, or has and should not have, is printed.
+of which kinds the C++ lines are that do not run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ NEEDED = 95.0
 # No statements: a closing brace, the head of a lambda, and the documented arguments of a binding. GCC counts there what
 # would destroy the objects of the statement around them, had that thrown.
 NO_STATEMENT = r"\s*(\},?|\[[^][]*\][^{}]*[{,]|py::arg\(.*)\s*$"
-REASONS = Path(__file__).with_name("uncovered.md")
 BEGIN, END = "<!-- coverage -->", "<!-- end of coverage -->"
 
 
@@ -82,32 +81,6 @@ def cpp_lines(report: str) -> list[Lines]:
     return files
 
 
-def reasons_to_correct(files: list[Lines], page: str, root: Path = ROOT) -> list[str]:
-    """Groups of lines that do not run and have no row in the table of reasons, and rows whose lines run or are gone.
-
-    A row holds a file, a piece of code, and the reason. It stands for each group in the file that contains the piece.
-    """
-    rows = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| \S", page, re.MULTILINE)
-    needed, result = set(), []
-    for one in files:
-        source = (root / one.path).read_text(encoding="utf-8").splitlines()
-        groups: list[list[int]] = []
-        for number in sorted(one.missing):
-            if groups and number - groups[-1][-1] <= 3:  # a brace or a comment between them
-                groups[-1].append(number)
-            else:
-                groups.append([number])
-        for group in groups:
-            code = "\n".join(source[group[0] - 1 : group[-1]])
-            found = {(path, piece) for path, piece in rows if path == one.path and piece in code}
-            if not found:
-                result.append(f"{one.path}: no reason for {ranges(tuple(group))}")
-            needed |= found
-    return result + [
-        f"{path}: no line with `{piece}` is left out" for path, piece in rows if (path, piece) not in needed
-    ]
-
-
 def with_result(readme: str, python: float, cpp: float) -> str:
     """The README with the result between its two comments. Rounded down, so that 94.9% is not 95%."""
     text = f"The tests run {int(python)}% of the Python lines and {int(cpp)}% of the C++ lines (`make coverage`)."
@@ -161,8 +134,6 @@ def main(arguments: list[str]) -> int:
     for one in (*python, *cpp):
         if one.missing:
             print(one)
-    for correction in reasons_to_correct(cpp, REASONS.read_text(encoding="utf-8")):
-        print(f"{REASONS.name}: {correction}")
     shares = percentage(python), percentage(cpp)
     print(f"Python {shares[0]:.2f}%, C++ {shares[1]:.2f}%, needed {NEEDED:.0f}%")
     if not passed:
