@@ -66,7 +66,7 @@ def in_process(
 
     Args:
       env: as of `run_in_child`, or a function of the test's arguments that it names.
-      options: devices, flags and timeout, as of `run_in_child`.
+      options: devices and timeout, as of `run_in_child`.
     """
     if function is None:
         return functools.partial(in_process, env=env, **options)
@@ -89,7 +89,6 @@ def run_in_child(
     kwargs: Mapping[str, Any] | None = None,
     env: Environment | None = None,
     devices: int | None = None,
-    flags: tuple[str, ...] = (),
     dump: str | os.PathLike[str] | None = None,
     timeout: float = 300.0,
     exit_code: int | None = None,
@@ -102,7 +101,6 @@ def run_in_child(
       args, kwargs: the function's arguments, which are pickled.
       env: set before torch_xla's runtime starts and before torch_xla_donate is imported; None removes a variable.
       devices: the number of virtual CPU devices.
-      flags: added to XLA_FLAGS.
       dump: the folder for XLA's dump.
       timeout: seconds. A child that needs longer is killed. The test fails with its stack and its forks' stacks.
       exit_code: None: the function has to return. A number: the child has to end with it. An uncaught exception
@@ -110,7 +108,7 @@ def run_in_child(
     """
     __tracebackhide__ = True
     name = function.__qualname__
-    environment = _environment(env, devices, flags, dump)
+    environment = _environment(env, devices, dump)
     arguments = pickle.dumps((args, dict(kwargs or {}), list(warnings.filters)))
     call = (inspect.getfile(function), function.__module__, name, arguments)
     if multiprocessing.parent_process() is not None:
@@ -167,9 +165,7 @@ def _program(path: str, *argv: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _environment(
-    env: Environment | None, devices: int | None, flags: tuple[str, ...], dump: str | os.PathLike[str] | None
-) -> dict[str, str]:
+def _environment(env: Environment | None, devices: int | None, dump: str | os.PathLike[str] | None) -> dict[str, str]:
     """This process's environment without XLA_FLAGS, with what a child asks for."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PJRT_DEVICE"] = "CPU"
@@ -180,7 +176,6 @@ def _environment(
     if devices is not None:
         words.append(f"--xla_force_host_platform_device_count={devices}")
         asked["CPU_NUM_DEVICES"] = str(devices)
-    words += flags
     if words:
         asked["XLA_FLAGS"] = " ".join(words)
     for name, value in asked.items():
