@@ -265,22 +265,15 @@ def _(side: Side) -> Observations:
 
 @case("donors that fit no output", "api_test::test_jit_donate_warning_raised")
 def _(side: Side) -> Observations:
-    x, y = side.array(2), side.array(2, dtype="int32")
-
-    by_number = side.compile(lambda x, y: x.sum() + y.sum(), donate_argnums=(0, 1))(x, y)
-    side.settle()
-    by_name = side.compile(lambda x, y: x.sum() + y.sum(), donate_argnames=("x", "y"))(x, y)
-    side.settle()
-    return {"deleted": side.gone(x, y), "values": side.values(by_number, by_name)}
+    given = side.array(2), side.array(2, dtype="int32")
+    options = ({"donate_argnums": (0, 1)}, {"donate_argnames": ("x", "y")})
+    return {"each": [side.donate(lambda x, y: x.sum() + y.sum(), *given, **one) for one in options]}
 
 
 @case("a 0-d array", "api_test::test_jit_donate_invalidates_input")
 def _(side: Side) -> Observations:
-    given, out = [], []
-    for options in ({"donate_argnums": 0}, {"donate_argnames": "x"}):
-        given.append(side.array())
-        out.append(side.compile(lambda x: x + x - x, **options)(given[-1]))
-    return {"deleted": side.gone(given), "values": side.values(out)}
+    options = ({"donate_argnums": 0}, {"donate_argnames": "x"})
+    return {"each": [side.donate(lambda x: x + x - x, side.array(), **one) for one in options]}
 
 
 @case("static arguments before donated ones", "api_test::test_jit_donate_static_argnums")

@@ -84,6 +84,7 @@ ROWS: dict[str, tuple[str, str, list[str]]] = {
         ["nothing marked"] * 2 + ["all replaced"] * 2 + ["beside"] * 3 + ["beside read"] * 3,
     ),
     "call_cost": ("call_cost", "call", ["torch_xla.compile", "lazy", "pure"]),
+    "overlap": ("overlap", "variant", ["not donated", "marks", "pure=True", "JAX, donated"]),
 }
 
 
@@ -270,15 +271,6 @@ def test_growth_finds_the_parts_that_bend() -> None:
     growth = import_from("benchmarks", "growth")
     flat, bent = {"10": 90.0, "1000": 5.0, "10000": 9.0}, {"1000": 5.0, "10000": 11.0, "100000": 30.0}
     assert growth.bends({"flat": flat, "bent": bent, "without 1,000": {"10": 1.0}}) == {"bent": 10_000}
-
-
-def test_overlap_reads_calls_and_runs_from_the_profile(tmp_path: Path) -> None:
-    found = measured("overlap.py", tmp_path, "overlap")
-    assert [row["variant"] for row in found["rows"]] == ["not donated", "marks", "pure=True", "JAX, donated"]
-    for row in found["rows"]:
-        assert len(row["calls"]) == len(row["begins"]) == 12
-        assert all(begin < end for part in ("calls", "busy") for begin, end in row[part])
-    assert (tmp_path / "overlap.svg").exists()
 
 
 def test_first_call_measures_the_import_and_the_same_step_in_three_ways(tmp_path: Path) -> None:
