@@ -15,7 +15,6 @@ import selectors
 import signal
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -370,16 +369,14 @@ class Campaign:
 
         return work
 
-    def run(
-        self, start: int, stop: int, jobs: int, until: float | None = None, on_failure: Callable[[Failure], bool] = bool
-    ) -> Iterator[int]:
-        """Runs the programs from start to stop; yields how many are done. `on_failure` returns whether to go on."""
+    def run(self, start: int, stop: int, jobs: int, on_failure: Callable[[Failure], None]) -> Iterator[int]:
+        """Runs the programs from start to stop, or to the first failure; yields how many are done."""
         ranges = collections.deque((i, min(i + CHUNK, stop)) for i in range(start, stop, CHUNK))
         waiting = selectors.DefaultSelector()
         running: dict[Child, list[int]] = {}  # the start, the number of the program that runs, and the end
 
         def launch() -> None:
-            while ranges and len(running) < jobs and (until is None or time.monotonic() < until):
+            while ranges and len(running) < jobs:
                 first, last = ranges.popleft()
                 child = Child(self._work(first, last), self.sharded)
                 running[child] = [first, first, last]
@@ -399,7 +396,8 @@ class Campaign:
                         del running[child]
                         if child.code != 0:
                             words = f"the process ended with {child.code}: {child.last_words()}"
-                            self._suspect(place, Outcome([words]), on_failure)
+                            if not self._suspect(place, Outcome([words]), on_failure):
+                                return
                             ranges.appendleft((place[1] + 1, place[2])) if place[1] + 1 < place[2] else None
                         launch()
                         continue
@@ -439,7 +437,7 @@ class Campaign:
         if outcome.refused:
             self.refusals[normal(outcome.refused)] += 1
 
-    def _suspect(self, place: list[int], outcome: Outcome, on_failure: Callable[[Failure], bool]) -> bool:
+    def _suspect(self, place: list[int], outcome: Outcome, on_failure: Callable[[Failure], None]) -> bool:
         """Whether to go on after a program with a problem."""
         first, number, _ = place
         program, mode = self.program(number)
@@ -477,7 +475,8 @@ class Campaign:
             step //= 2
         return self._fail(Failure(number, program, mode, again, tuple(earlier)), on_failure)
 
-    def _fail(self, failure: Failure, on_failure: Callable[[Failure], bool]) -> bool:
+    def _fail(self, failure: Failure, on_failure: Callable[[Failure], None]) -> bool:
         self.counts["failures"] += 1
         self.failures.append(failure)
-        return on_failure(failure)
+        on_failure(failure)
+        return False

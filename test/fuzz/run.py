@@ -144,21 +144,15 @@ def compile_fast() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}=0"
 
 
-def run_states(campaign: Campaign, numbers: range, jobs: int, until: float | None, keep_going: bool) -> int:
+def run_states(campaign: Campaign, numbers: range, jobs: int) -> int:
     """Runs programs of `fuzz.states`, and prints what it finds. Returns the exit code."""
     started = time.monotonic()
-    kinds: set[tuple[str, str]] = set()
 
-    def on_failure(failure: Failure) -> bool:
-        kind = (failure.mode, failure.outcome.kind)
-        if kind not in kinds:
-            kinds.add(kind)
-            shrunk = shrink(failure, campaign.sharded)
-            click.echo(shrunk.text(campaign.seed, campaign.sharded), err=True)
-        return keep_going
+    def on_failure(failure: Failure) -> None:
+        click.echo(shrink(failure, campaign.sharded).text(campaign.seed, campaign.sharded), err=True)
 
     told = 0
-    for done in campaign.run(numbers.start, numbers.stop, jobs, until, on_failure):
+    for done in campaign.run(numbers.start, numbers.stop, jobs, on_failure):
         if done // 1000 > told:  # an hour is long
             told = done // 1000
             click.echo(json.dumps(campaign.counts), err=True)
@@ -179,28 +173,23 @@ def run_states(campaign: Campaign, numbers: range, jobs: int, until: float | Non
 @click.option("--seed", default=0, show_default=True, help="Programs follow from it.")
 @click.option("--sharded", is_flag=True, help="Under SPMD, with operations that shard.")
 @click.option("--kind", type=click.Choice(("operations", "states")), default="operations", show_default=True)
-@click.option("--minutes", type=float, help="Stop after this time.")
 @click.option("--start", default=0, help="States: the number of the first program.")
 @click.option("--jobs", default=1, show_default=True, help="States: how many processes.")
 @click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="States: these ways of donating only.")
-@click.option("--keep-going", is_flag=True, help="States: go on after a failure; shrink one of each kind.")
 @click.option("--last", type=click.Path(path_type=Path), help="Receives each program before it runs, for a crash.")
 def main(
     programs: int,
     seed: int,
     sharded: bool,
     kind: str,
-    minutes: float | None,
     start: int,
     jobs: int,
     modes: tuple[str, ...],
-    keep_going: bool,
     last: Path | None,
 ) -> None:
     compile_fast()
-    until = None if minutes is None else time.monotonic() + 60 * minutes
     if kind == "states":
-        sys.exit(run_states(Campaign(seed, sharded, modes), range(start, start + programs), jobs, until, keep_going))
+        sys.exit(run_states(Campaign(seed, sharded, modes), range(start, start + programs), jobs))
     if sharded:
         import torch_xla.runtime as xr
 
@@ -216,8 +205,6 @@ def main(
     )
     @given(PROGRAMS)
     def check(program: Program) -> None:
-        if until is not None and time.monotonic() > until:
-            return
         if last is not None:
             last.write_text(repr(program))
         compare(program, sharded)
