@@ -98,9 +98,7 @@ def _(side: Side) -> Observations:
 @case("a donor of another shape than the output stays", PAGE)
 def _(side: Side) -> Observations:
     x, y = side.array(2, 3), side.array(1, 3)
-    out = side.compile(add, donate_argnums=1)(x, y)
-    side.settle()
-    return {"deleted": side.gone(x, y), "values": side.values(out, y)}
+    return {**side.donate(add, x, y, donate_argnums=1), "y": side.values(y)}
 
 
 @case(
@@ -265,9 +263,13 @@ def _(side: Side) -> Observations:
 
 @case("donors that fit no output", "api_test::test_jit_donate_warning_raised")
 def _(side: Side) -> Observations:
-    given = side.array(2), side.array(2, dtype="int32")
-    options = ({"donate_argnums": (0, 1)}, {"donate_argnames": ("x", "y")})
-    return {"each": [side.donate(lambda x, y: x.sum() + y.sum(), *given, **one) for one in options]}
+    x, y = side.array(2), side.array(2, dtype="int32")
+
+    by_number = side.compile(lambda x, y: x.sum() + y.sum(), donate_argnums=(0, 1))(x, y)
+    side.settle()
+    by_name = side.compile(lambda x, y: x.sum() + y.sum(), donate_argnames=("x", "y"))(x, y)
+    side.settle()
+    return {"deleted": side.gone(x, y), "values": side.values(by_number, by_name)}
 
 
 @case("a 0-d array", "api_test::test_jit_donate_invalidates_input")
@@ -689,8 +691,7 @@ case("the same by name", "pjit_test::testLowerDonateArgnumsAvailableWithNames", 
 def _(side: Side) -> Observations:
     y = side.array(1000, value=3.0)
     z = side.copied(y)
-    out = side.compile(lambda y: y * 2, donate_argnums=0)(y)
-    return {"deleted": side.gone(y, z), "values": side.values(out, z)}
+    return {**side.donate(lambda y: y * 2, y, donate_argnums=0), "copy": [side.gone(z), side.values(z)]}
 
 
 nothing_here(
