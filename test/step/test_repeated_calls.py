@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
-from helpers import compiles, error_of, pointer
+from helpers import UNUSABLE_IGNORED, compiles, error_of, pointer
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -19,10 +19,7 @@ from torch_xla_donate import (
 )
 from torch_xla_donate._compile import pure
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning"),
-    pytest.mark.usefixtures("notices_taken"),
-]
+pytestmark = UNUSABLE_IGNORED
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_xla
-from helpers import BACKENDS, UNUSABLE_IGNORED, compiles, consume
-from torch.utils import _pytree as pytree
+from helpers import BACKENDS, UNUSABLE_IGNORED, Couple, compiles, consume
 
 from torch_xla_donate import _C, DonatedBufferError, DonationError, _trees, compile, hlo, is_donated
 
@@ -30,13 +29,6 @@ Pair = collections.namedtuple("Pair", "p t")
 class Box:
     def __init__(self, p, t):
         self.p, self.t = p, t
-
-
-class Registered(Box):
-    pass
-
-
-pytree.register_pytree_node(Registered, lambda box: ([box.p, box.t], None), lambda leaves, _: Registered(*leaves))
 
 
 def whole_copy(w):
@@ -100,7 +92,7 @@ def dictionary(a, b, x):
 #: Functions of two tensors of one buffer, and of another tensor: they return the first, and the buffer stays.
 RETURNED = {
     "in a namedtuple": (arguments, lambda a, b, x: (Pair(a, b + 1), x * 2)),
-    "in a pytree": (arguments, lambda a, b, x: (Registered(a, b + 1), x * 2)),
+    "in a pytree": (arguments, lambda a, b, x: (Couple(a, b + 1), x * 2)),
     "in builtins": (arguments, lambda a, b, x: ({"p": [a], "t": ({"t": b + 1},)}, x * 2)),
     "by a function inside": (arguments, lambda a, b, x: (inner if a.is_xla else inner.__wrapped__)(a, b, x)),
     "in a dictionary": (dictionary, lambda s: {"a": s["a"], "b": s["b"] * 2, "rest": [s["a"], s["c"][0] + 1]}),
