@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def fuzz_states_with_a_defect() -> None:
         return outcome._replace(wrong=[])
 
     farm.run = broken_run
+    warnings.simplefilter("ignore", ResourceWarning)  # of the children that the failure ends
     fuzz(*STATES, "--programs", "40", "--seed", "3", "--mode", "auto", "--mode", "marks")
 
 
