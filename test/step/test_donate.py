@@ -527,6 +527,18 @@ def test_an_unusable_mark_is_over_and_may_be_made_again(make):
     assert consume(t, lambda t: t + total).tolist() == [3, 4, 5]
 
 
+def test_a_refused_mark_is_over_and_may_be_made_again(make):
+    t = make(4)
+    copy = whole_copy(t)
+    donate_buffer(t, strict="off")
+    out = t + copy
+    torch_xla.sync()
+    assert not is_donated(t) and not _C.pending()
+    del copy
+    assert consume(t).tolist() == [1, 2, 3, 4]
+    assert is_donated(t) and out.tolist() == [0, 2, 4, 6]
+
+
 # --- Memory that others see ---
 
 

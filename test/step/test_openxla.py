@@ -12,6 +12,7 @@ import torch_xla_donate
 from torch_xla_donate import (
     _C,
     _compile,
+    _host,
     cancel_donation,
     compile,
     donate_buffer,
@@ -175,6 +176,19 @@ def test_code_outside_the_graph_keeps_the_argument(make):
             assert (result[0] if isinstance(result, tuple) else result).tolist() == expected
             assert not is_donated(x)
             assert reason in last_reasons()[-1]
+
+
+def test_an_error_in_the_search_for_returned_arguments_keeps_them(make, monkeypatch):
+    def fail(frame):
+        raise LookupError("no frame is running")
+
+    monkeypatch.setattr(_host.CapturedFrame, "values_around", fail)
+    step = give_away(lambda x: x * 2)
+    for _ in range(2):
+        x = make(3)
+        assert step(x).tolist() == [0, 2, 4]
+        assert not is_donated(x)
+        assert "looking for that raised LookupError('no frame is running')" in last_reasons()[-1]
 
 
 def test_a_graph_of_another_function_consumes_nothing(make):
@@ -465,6 +479,44 @@ def test_tensors_that_an_operation_of_a_user_keeps_from_the_trace(make):
             found += [donor.outcome for donor in donation_report(steps=1).donors]
         assert found == outcomes
         assert kept[0].tolist() == ([0.0, 1.0, 2.0] if itself else [0.0, 2.0, 4.0])
+
+
+def test_what_an_operation_keeps_after_pending_work_has_run_is_found(make):
+    """Before the call pending work reads the argument, in the trace the operation keeps a part of it."""
+    kept = []
+
+    @torch.library.custom_op("torch_xla_donate_tests::keeps_a_part", mutates_args=())
+    def keeps_a_part(x: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            kept.append(x[1:])
+        return x * 2
+
+    keeps_a_part.register_fake(torch.empty_like)
+    x = make(3)
+    work = x + 1
+    assert give_away(lambda x: keeps_a_part(x))(x).tolist() == [0, 2, 4]
+    assert (kept[0].tolist(), work.tolist()) == ([1, 2], [1, 2, 3])
+
+
+def test_random_numbers_count_when_an_operation_draws_them_again(make):
+    """Those of the first trace may be another thread's."""
+    calls = []
+
+    @torch.library.custom_op("torch_xla_donate_tests::draws_at_first", mutates_args=())
+    def draws_at_first(x: torch.Tensor, calls_that_draw: int) -> torch.Tensor:
+        calls.append(len(calls))
+        if calls[-1] < calls_that_draw:
+            torch.rand(1)
+        return x + 1
+
+    draws_at_first.register_fake(lambda x, calls_that_draw: torch.empty_like(x))
+    for draws, outcomes, count in ((1, ["unusable", "donated", "donated"], 3), (9, ["unusable"] * 3, 5)):
+        calls.clear()
+        step, found = give_away(lambda x, draws=draws: draws_at_first(x, draws)), []
+        for _ in range(3):
+            assert step(make(3)).tolist() == [1, 2, 3]
+            found += [donor.outcome for donor in donation_report(steps=1).donors]
+        assert (found, len(calls)) == (outcomes, count)  # the second trace that draws is the last
 
 
 def test_a_compiled_module_inside_a_function(make):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import UNUSABLE_IGNORED, compiles, consume, error_of, last_reasons, pointer, whole_copy
+from helpers import UNUSABLE_IGNORED, compiles, consume, error_of, last_reasons, no_collections, pointer, whole_copy
 from torch.func import functional_call
 from torch_xla import _XLAC
 
@@ -498,7 +498,7 @@ def test_reads_on_the_host_are_refused(make, custom_operations):
     doubled, _ = custom_operations
     for name, read in {**READS, "a user's operation": doubled}.items():
         g = give_away(lambda x, read=read: (read(x), x + 1)[1])
-        refusal = "is declared pure, but at .* it (reads|makes torch_xla run)"
+        refusal = r"is declared pure, but at \S*test_pure.py:\d+ it (reads|makes torch_xla run)"
         assert re.search(refusal, error_of(DonationError, g, x)), name
         assert x.tolist() == [0, 1, 2], name
 
@@ -702,7 +702,8 @@ def test_changing_a_container_among_the_arguments_is_refused(make):
 # --- Other threads ---
 
 
-def test_a_mark_cancelled_before_the_run_raises_and_keeps_the_tensor(make, monkeypatch):
+@pytest.mark.parametrize("marked_again", [False, True])
+def test_a_mark_cancelled_before_the_run_raises_and_keeps_the_tensor(make, monkeypatch, marked_again):
     """The graph was compiled with the donor, so the call raises before anything runs."""
     double = give_away(lambda t: t * 2)  # its first call; later ones mark and arm without a gap
     t = make(4)
@@ -710,6 +711,8 @@ def test_a_mark_cancelled_before_the_run_raises_and_keeps_the_tensor(make, monke
 
     def cancel_then_arm(*arguments):  # as another thread would, between the choice of the graph and its run
         cancel_donation(t)
+        if marked_again:  # for a step, not for the run
+            donate_buffer(t)
         return arm_run(*arguments)
 
     monkeypatch.setattr(_C, "arm_run", cancel_then_arm)
@@ -729,6 +732,8 @@ def test_a_mark_whose_run_begins_cannot_be_cancelled(make, monkeypatch):
         armed = arm_run(*arguments)
         with pytest.raises(DonationError, match=r"a step has consumed it\. .*No mark was cancelled"):
             cancel_donation(t)
+        with pytest.raises(ZeroDivisionError), donate_buffer(t):
+            raise ZeroDivisionError
         return armed
 
     monkeypatch.setattr(_C, "arm_run", arm_then_cancel)
@@ -835,6 +840,37 @@ def test_what_a_trace_does_not_see_is_refused_if_something_keeps_it(make):
         torch.testing.assert_close(kept[0].cpu(), torch.tensor(value))
         with donation_disabled():  # then nothing can be lost
             pure(f, donate_argnums=0)(w, x)
+
+
+def test_what_is_kept_after_pending_work_has_run_is_refused(make):
+    """Before the call pending work reads the argument, in the trace an operation of a user keeps a part of it."""
+    kept = []
+
+    @torch.library.custom_op("torch_xla_donate_tests::keeps_after_work", mutates_args=())
+    def keeps_after_work(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x[1:])
+        return x * 2
+
+    x = make(3)
+    work = x + 1
+    message = error_of(DonationError, give_away(lambda x: keeps_after_work(x)), x)
+    assert "computes something from float32[3] that a hook, an operation or something outside" in message
+    assert (kept[0].tolist(), work.tolist()) == ([1, 2], [1, 2, 3])
+
+
+@no_collections()
+def test_what_only_garbage_keeps_of_a_trace_is_no_obstacle(make):
+    @torch.library.custom_op("torch_xla_donate_tests::makes_garbage", mutates_args=())
+    def makes_garbage(x: torch.Tensor) -> torch.Tensor:
+        cycle = [x * 2]
+        cycle.append(cycle)
+        return x + 1
+
+    makes_garbage.register_fake(torch.empty_like)
+    for options in ({"pure": True}, {"backend": "openxla"}):
+        step, x = torch_xla_donate.compile(lambda x: makes_garbage(x), donate_argnums=0, **options), make(3)
+        assert step(x).tolist() == [1, 2, 3]
+        assert is_donated(x), options
 
 
 def test_random_numbers_that_an_operation_draws_on_the_host_are_refused(make):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torch_xla_donate import hlo
 from torch_xla_donate.hlo import Alias, BufferDonor, DumpedModule, HloModule, HloShape
+from torch_xla_donate.hlo.dump import copied_bytes
 
 # Folders
 
@@ -200,6 +201,31 @@ def test_dynamic_dimensions_are_kept_apart_from_static_ones() -> None:
     assert module.parameters[0] == HloShape("f32", (8, 4, 2), dynamic=(0, 2))
     assert str(module.parameters[0]) == "f32[<=8,4,<=2]"
     assert module.parameters[0] != module.result
+
+
+# Copies
+
+
+def test_all_copies_of_a_parameter_count() -> None:
+    text = """ENTRY %main (p: f32[8,4], q: f32[3]) -> (f32[8,4], f32[8,4]) {
+  %p = f32[8,4]{1,0} parameter(0)
+  %q = f32[3]{0} parameter(1)
+  %copy.1 = f32[8,4]{1,0} copy(%p)
+  %copy.2 = f32[8,4]{0,1} copy(f32[8,4]{1,0} %p)
+  ROOT %t = (f32[8,4]{1,0}, f32[8,4]{0,1}) tuple(%copy.1, %copy.2)
+}
+"""
+    assert copied_bytes(text) == {0: 256}
+
+
+def test_a_copied_element_of_the_tuple_of_all_parameters_counts() -> None:
+    text = """ENTRY %main (p: (f32[8,4], f32[3])) -> f32[3] {
+  %p = (f32[8,4]{1,0}, f32[3]{0}) parameter(0)
+  %element = f32[3]{0} get-tuple-element(%p), index=1
+  ROOT %copy.1 = f32[3]{0} copy(%element)
+}
+"""
+    assert copied_bytes(text) == {1: 12}
 
 
 # Errors
