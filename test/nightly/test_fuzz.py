@@ -101,12 +101,12 @@ def test_a_state_has_the_same_values(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "260", "--seed", "1")
     assert counts["programs"] == 260 and counts["openxla"] == 20
     # Programs without donors, refused programs, and programs that stock torch_xla makes wrong say nothing.
-    assert counts["donated"] > 100 and counts["refused"] < 13 and counts.get("of_stock", 0) < 13
+    assert counts["donated"] > 40 and counts["refused"] < 13 and counts.get("of_stock", 0) < 13
 
 
 def test_a_state_has_the_same_values_on_four_devices(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "78", "--seed", "2", "--sharded", devices=4)
-    assert counts["programs"] == 78 and counts["donated"] > 20
+    assert counts["programs"] == 78 and counts["donated"] > 15
 
 
 def fuzz_states_with_a_defect() -> None:
