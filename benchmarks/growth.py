@@ -59,7 +59,7 @@ def parts_of_marks(count: int) -> Iterator[dict[str, tuple[Run, Run]]]:
 @contextlib.contextmanager
 def parts_of_report(count: int) -> Iterator[dict[str, tuple[Run, Run]]]:
     """What is measured for the donors of a step. The record is that of a process under `verify`."""
-    step = step_cost.multiply(count, torch_xla_donate.donate_buffer)
+    step = step_cost.multiply(_common.small_tensors(count), torch_xla_donate.donate_buffer)
     for _ in range(3):
         step()
     graph = _C.steps()[-1]["graph"]
