@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import collections
 import gc
-import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
-import selectors
 import signal
-import sys
 import tempfile
 import traceback
 import warnings
@@ -43,6 +42,7 @@ from torch_xla_donate import DonatedBufferError, DonationError
 
 CHUNK = 250  # programs that one process runs: what they leave behind slows later ones down
 PATIENCE = 300.0  # seconds without a sign of life
+FORK = multiprocessing.get_context("fork")
 
 
 class Outcome(NamedTuple):
@@ -170,93 +170,57 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
 
 
 class Child:
-    """A forked process that runs `work`, and sends lines of JSON."""
+    """A forked process that runs `work`, which sends what it finds."""
 
     def __init__(self, work: Callable[[Callable[[Any], None]], None], sharded: bool) -> None:
-        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        reading, writing = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                os.close(reading)
-                os.dup2(self.errors.fileno(), 2)
-                os.dup2(self.errors.fileno(), 1)
-                _start(sharded)
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.found, sends = FORK.Pipe(duplex=False)
+        self.process = FORK.Process(target=_start, args=(work, sends, self._errors.fileno(), sharded))
+        self.process.start()
+        sends.close()
 
-                def send(value: Any) -> None:
-                    os.write(writing, (json.dumps(value) + "\n").encode())
-
-                work(send)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        os.close(writing)
-        self.reading = os.fdopen(reading, "rb", buffering=0)
-        self._rest = b""
-        self.code: int | None = None
-
-    def fileno(self) -> int:
-        return self.reading.fileno()
-
-    def receive(self) -> list[Any] | None:
-        """The bytes that have arrived; None at the end.
-
-        Does not close the pipe: other children hold it too, so epoll would report its end for ever.
-        """
-        data = self.reading.read(1 << 16)
-        if not data:
-            return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def end(self) -> None:
-        if self.code is None:
-            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            self.reading.close()
+    def receive(self) -> Any:
+        """What it sends next. Raises EOFError at its end."""
+        try:
+            return self.found.recv()
+        except EOFError:
+            self.process.join()
+            raise
 
     def kill(self) -> None:
-        if self.code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self.end()
+        self.process.kill()
+        self.process.join()
 
-    def last_words(self) -> str:
-        """The first line on stderr that gives the cause of a crash."""
-        self.errors.seek(0)
-        lines = self.errors.read().decode(errors="replace").splitlines()
+    def end(self) -> str:
+        """The exit code, and the first line on stderr that gives the cause of a crash."""
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").splitlines()
         telling = [line for line in lines if "Check failed" in line or "terminate" in line or "Error" in line]
-        return (telling or lines or [""])[-1][-300:]
+        return f"the process ended with {self.process.exitcode}: {(telling or lines or [''])[-1][-300:]}"
 
 
-def _start(sharded: bool) -> None:
+def _start(work: Callable[[Callable[[Any], None]], None], sends: Any, errors: int, sharded: bool) -> None:
+    os.dup2(errors, 2)
+    os.dup2(errors, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sharded:
         import torch_xla.runtime as xr
 
         xr.use_spmd()
     torch_xla.device()
+    work(sends.send)
 
 
 def all_of(child: Child) -> list[Any]:
     """Everything that a child sends."""
     found = []
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(child, selectors.EVENT_READ)
-        while True:
-            if not waiting.select(PATIENCE):
-                child.kill()
-                return found
-            got = child.receive()
-            if got is None:
-                waiting.unregister(child)
-                child.end()
-                return found
-            found += got
+    while child.found.poll(PATIENCE):
+        try:
+            found.append(child.receive())
+        except EOFError:
+            return found
+    child.kill()
+    return found
 
 
 def in_fresh_process(programs: Sequence[tuple[Program, str]], sharded: bool) -> Outcome:
@@ -270,7 +234,7 @@ def in_fresh_process(programs: Sequence[tuple[Program, str]], sharded: bool) -> 
 
     child = Child(work, sharded)
     found = all_of(child)
-    return Outcome(*found[0]) if found else Outcome([f"the process ended with {child.code}: {child.last_words()}"])
+    return found[0] if found else Outcome([child.end()])  # type: ignore[no-any-return]
 
 
 def first_wrong(programs: Sequence[tuple[Program, str]], sharded: bool) -> int | None:
@@ -285,7 +249,7 @@ def first_wrong(programs: Sequence[tuple[Program, str]], sharded: bool) -> int |
 
     child = Child(work, sharded)
     found = all_of(child)
-    if found and (found[-1] == -1 or child.code != 0):
+    if found and (found[-1] == -1 or child.process.exitcode != 0):
         return next(i for i in reversed(found) if i >= 0)  # type: ignore[no-any-return]
     return None
 
@@ -372,60 +336,49 @@ class Campaign:
     def run(self, start: int, stop: int, jobs: int, on_failure: Callable[[Failure], None]) -> Iterator[int]:
         """Runs the programs from start to stop, or to the first failure; yields how many are done."""
         ranges = collections.deque((i, min(i + CHUNK, stop)) for i in range(start, stop, CHUNK))
-        waiting = selectors.DefaultSelector()
-        running: dict[Child, list[int]] = {}  # the start, the number of the program that runs, and the end
+        running: dict[Any, tuple[Child, list[int]]] = {}  # the start, the program that runs, and the end, by pipe
 
         def launch() -> None:
             while ranges and len(running) < jobs:
                 first, last = ranges.popleft()
                 child = Child(self._work(first, last), self.sharded)
-                running[child] = [first, first, last]
-                waiting.register(child, selectors.EVENT_READ)
+                running[child.found] = child, [first, first, last]
 
         launch()
         try:
             while running:
-                ready = waiting.select(PATIENCE)
-                for key, _ in ready:
-                    child: Child = key.fileobj  # type: ignore[assignment]
-                    place = running[child]
-                    got = child.receive()
-                    if got is None:
-                        waiting.unregister(child)
-                        child.end()
-                        del running[child]
-                        if child.code != 0:
-                            words = f"the process ended with {child.code}: {child.last_words()}"
-                            if not self._suspect(place, Outcome([words]), on_failure):
-                                return
-                            ranges.appendleft((place[1] + 1, place[2])) if place[1] + 1 < place[2] else None
-                        launch()
-                        continue
-                    for item in got:
-                        if isinstance(item, int):
-                            place[1] = item
-                            continue
-                        outcome = Outcome(*item)
-                        self._count(place[1], outcome)
-                        if outcome.wrong:
-                            # The failure may have left tensors without buffers, so the others get a new process.
-                            waiting.unregister(child)
-                            del running[child]
-                            child.kill()
-                            if not self._suspect(place, outcome, on_failure):
-                                return
-                            ranges.appendleft((place[1] + 1, place[2])) if place[1] + 1 < place[2] else None
-                            launch()
-                            break
-                    yield self.counts["programs"]
+                ready = multiprocessing.connection.wait(list(running), PATIENCE)
                 if not ready:
-                    for child in list(running):
-                        child.kill()
-                    raise RuntimeError(f"no sign of life of the programs {[place[1] for place in running.values()]}")
+                    raise RuntimeError(f"no sign of life of the programs {[at[1] for _, at in running.values()]}")
+                for pipe in ready:
+                    child, place = running[pipe]
+                    outcome = None
+                    try:
+                        got = child.receive()
+                    except EOFError:
+                        if child.process.exitcode != 0:
+                            outcome = Outcome([child.end()])
+                    else:
+                        if isinstance(got, int):
+                            place[1] = got
+                            continue
+                        self._count(place[1], got)
+                        yield self.counts["programs"]
+                        if not got.wrong:
+                            continue
+                        outcome = got
+                    # A failure may have left tensors without buffers, so the others get a new process.
+                    del running[pipe]
+                    child.kill()
+                    if outcome is not None:
+                        if not self._suspect(place, outcome, on_failure):
+                            return
+                        if place[1] + 1 < place[2]:
+                            ranges.appendleft((place[1] + 1, place[2]))
+                    launch()
         finally:
-            for child in running:
+            for child, _ in running.values():
                 child.kill()
-            waiting.close()
 
     def _count(self, number: int, outcome: Outcome) -> None:
         self.counts["programs"] += 1
