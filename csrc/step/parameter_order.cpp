@@ -23,7 +23,7 @@ constexpr std::size_t kOutputSalt = 0x6f7574707574;
 std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
                                            abi::Executor::SyncTensorCollection& collection) {
   const std::size_t count = graph.parameters_data.size();
-  if (order.size() != count) {
+  if (order.empty() || order.size() != count) {
     return {};
   }
   // new_number[i] is the new position of parameter i.

@@ -502,3 +502,14 @@ def test_an_input_that_no_output_can_take_compiles_nothing(make):
         assert donated() == ["f32[5]"]
     assert counts[0] == counts[1]
     assert kept[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_step_without_inputs_is_the_same_graph_with_and_without():
+    counts = []
+    for automatic in (False, True):
+        with auto_donate(automatic):
+            zeros = torch.zeros(29, device="xla")
+            torch_xla.sync()
+        assert zeros.sum().item() == 0
+        counts.append(compiles())
+    assert counts[0] == counts[1]
