@@ -16,6 +16,7 @@ import signal
 import tempfile
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NamedTuple
 
@@ -52,7 +53,7 @@ class Outcome(NamedTuple):
     refused: str = ""  # why this package did not run a call
     consumed: int = 0  # checks that a consumed tensor has refused
     checks: int = 0
-    donated: int = 0  # donors that the last steps' report calls donated
+    donated: int = 0  # donors that the report of the program's last 8 steps calls donated
 
     @property
     def kind(self) -> str:
@@ -120,6 +121,12 @@ def _mildness(problem: str) -> tuple[bool, bool, str]:
     return "is_donated" in problem, "wrong value" not in normal(problem), problem
 
 
+def _donors() -> Sequence[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch_xla_donate.donation_report().donors
+
+
 def run(program: Program, mode: str, sharded: bool) -> Outcome:
     """Runs a program in this process."""
     rendered = render(program, mode, sharded)
@@ -128,6 +135,7 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
     wrong: list[str] = []
     refused = ""
     exec(PRELUDE + SHARD * sharded, scope)
+    before = max((donor.step for donor in _donors()), default=0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -155,11 +163,7 @@ def run(program: Program, mode: str, sharded: bool) -> Outcome:
     consumed = sum(look[0] == "consumed" for _, look in found)
     for number, look in found:
         wrong = wrong + _judge(rendered.expected[number], look)
-    donated = 0
-    if "stock" not in mode:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            donated = sum(donor.outcome == "donated" for donor in torch_xla_donate.donation_report(steps=1).donors)
+    donated = 0 if "stock" in mode else sum(donor.outcome == "donated" for donor in _donors() if donor.step > before)
     scope.clear()
     if "openxla" in mode:
         torch._dynamo.reset()
@@ -174,8 +178,9 @@ class Child:
 
     def __init__(self, work: Callable[[Callable[[Any], None]], None], sharded: bool) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        weakref.finalize(self, self._errors.close)
         self.found, sends = FORK.Pipe(duplex=False)
-        self.process = FORK.Process(target=_start, args=(work, sends, self._errors.fileno(), sharded))
+        self.process = FORK.Process(target=_start, args=(work, sends, self._errors.fileno(), sharded), daemon=True)
         self.process.start()
         sends.close()
 

@@ -301,7 +301,11 @@ class _Body(_Writer):
             banned = {batch_storage, *(self.copied if writes else ())}
             allowed = [name for name in everything if self.storage(self.names[name]) not in banned]
             found = self.alike(self.names[leaf], numbers[0], allowed)
-            self.results.append(leaf if found is None or numbers[1] % 12 == 0 else found)
+            result = leaf if found is None or numbers[1] % 12 == 0 else found
+            if numbers[2] % 4:  # most results are computed from their leaf, and can take its buffer
+                self.put(_small(f"{leaf} + {result}"))
+                result = next(reversed(self.names))
+            self.results.append(result)
         self.extras = [self.name(a) for _, a, _, _ in program.extras]
 
     def written_storages(self) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -101,12 +100,12 @@ def test_a_state_has_the_same_values(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "260", "--seed", "1")
     assert counts["programs"] == 260 and counts["openxla"] == 20
     # Programs without donors, refused programs, and programs that stock torch_xla makes wrong say nothing.
-    assert counts["donated"] > 40 and counts["refused"] < 13 and counts.get("of_stock", 0) < 13
+    assert counts["donated"] > 1000 and counts["refused"] < 13 and counts.get("of_stock", 0) < 13
 
 
 def test_a_state_has_the_same_values_on_four_devices(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "78", "--seed", "2", "--sharded", devices=4)
-    assert counts["programs"] == 78 and counts["donated"] > 15
+    assert counts["programs"] == 78 and counts["donated"] > 300
 
 
 def fuzz_states_with_a_defect() -> None:
@@ -122,7 +121,6 @@ def fuzz_states_with_a_defect() -> None:
         return outcome._replace(wrong=[])
 
     farm.run = broken_run
-    warnings.simplefilter("ignore", ResourceWarning)  # of the children that the failure ends
     fuzz(*STATES, "--programs", "40", "--seed", "3", "--mode", "auto", "--mode", "marks")
 
 
