@@ -103,14 +103,6 @@ def _runtime_comes_first() -> None:
     torch_xla.device()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _searches_are_short() -> None:
-    """The package looks for names also in pytest's frames, after those of the test, where the whole budget is spent."""
-    from torch_xla_donate._report import walk
-
-    walk.OBJECTS = 20_000
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
     """After each test: no new mark, no notice, hooks in place, donation enabled."""

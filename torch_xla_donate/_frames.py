@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 
 def is_internal(frame: types.FrameType) -> bool:
-    """Whether a frame belongs to this package, torch, torch_xla or a helper between them, and not to the user."""
+    """Whether a frame belongs to this package, torch, torch_xla, pytest or a helper, and not to the user."""
     return is_internal_code(str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename)
 
 
@@ -23,7 +23,10 @@ def is_internal_code(module: str, file: str) -> bool:
     return generated or module.partition(".")[0] in _INTERNAL
 
 
-_INTERNAL = {"torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "runpy", "typing_extensions"}
+_INTERNAL = {
+    *("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "runpy", "typing_extensions"),
+    *("_pytest", "pluggy", "xdist", "execnet"),  # their variables lead to all tests, and so does each search for names
+}
 
 
 def call_site(stacklevel: int = 1) -> str:
