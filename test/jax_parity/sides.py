@@ -42,10 +42,13 @@ class Side:
 
     def donate(self, f: Callable[..., Any], *given: Any, named: Any = None, **options: Any) -> dict[str, Any]:
         """Calls a function that was compiled with the options: what is gone then, and the values of the results."""
-        named = named or {}
-        out = self.compile(f, **options)(*given, **named)
+        arguments = (*given, *(named or {}).values())
+        out = self.compile(f, **options)(*given, **(named or {}))
+        gone = self.gone(*arguments)
         self.settle()
-        return {"deleted": self.gone(*given, *named.values()), "values": self.values(out)}
+        deleted = self.gone(*arguments)
+        assert all(early or not late for early, late in zip(gone, deleted)), "gone only after the next step"
+        return {"deleted": deleted, "values": self.values(out)}
 
     def error(self, f: Callable[[], Any]) -> str:
         """The builtin class of the error that f raises, or `none`."""

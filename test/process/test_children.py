@@ -33,7 +33,9 @@ def end(how: str) -> None:
     print("printed before")
     if how == "signal":
         os.kill(os.getpid(), signal.SIGSEGV)
-    os._exit(0)
+    elif how == "_exit":
+        os._exit(0)
+    sys.exit(0)
 
 
 def failed(function, *args, **options) -> str:
@@ -74,9 +76,8 @@ def test_an_expected_error_ends_with_1_and_its_traceback():
     assert "/children.py" not in done.stderr
 
 
-@pytest.mark.parametrize(("how", "code"), [("_exit", 0), ("signal", -signal.SIGSEGV)])
+@pytest.mark.parametrize(("how", "code"), [("exit", 0), ("_exit", 0), ("signal", -signal.SIGSEGV)])
 def test_an_end_is_an_exit_code_and_never_a_success(how, code):
-    """Also those of `sys.exit`, which test_tools_run.py has."""
     done = run_in_child(end, how, exit_code=code)
     assert done.returncode == code
     assert done.stdout == "printed before\n"
