@@ -9,6 +9,7 @@ from helpers import UNUSABLE_IGNORED, compiles, error_of, pointer
 
 import torch_xla_donate
 from torch_xla_donate import (
+    _C,
     DonatedBufferError,
     _host,
     cancel_donation,
@@ -66,33 +67,63 @@ def test_numbers_of_a_repeated_call_may_change(step, general):
 
 DEVIATIONS = {
     "another shape": lambda state, gradient: (
-        {"w": torch.ones(2, device="xla"), "n": 3},
-        [torch.ones(2, device="xla")],
+        {**state, "w": torch.ones(2).to("xla")},
+        [torch.ones(2).to("xla")],
         0.5,
     ),
-    "another dtype": lambda state, gradient: ({"w": state["w"].half(), "n": 3}, [gradient[0].half()], 0.5),
-    "another int": lambda state, gradient: ({"w": state["w"], "n": 4}, gradient, 0.5),
-    "a bool for an int": lambda state, gradient: ({"w": state["w"], "n": True}, gradient, 0.5),
+    "another dtype": lambda state, gradient: (
+        {**state, "w": torch.ones(4).half().to("xla")},
+        [torch.ones(4).half().to("xla")],
+        0.5,
+    ),
+    "another int": lambda state, gradient: ({**state, "n": 4}, gradient, 0.5),
+    "a bool for an int": lambda state, gradient: ({**state, "n": True}, gradient, 0.5),
+    "another text": lambda state, gradient: ({**state, "name": "adam"}, gradient, 0.5),
     "an int for a float": lambda state, gradient: (state, gradient, 1),
-    "another order of keys": lambda state, gradient: ({"n": 3, "w": state["w"]}, gradient, 0.5),
+    "another order of keys": lambda state, gradient: (dict(reversed(state.items())), gradient, 0.5),
+    "one key less": lambda state, gradient: ({"w": state["w"], "n": 3}, gradient, 0.5),
     "a tuple for a list": lambda state, gradient: (state, tuple(gradient), 0.5),
     "one more element": lambda state, gradient: (state, [*gradient, gradient[0] * 2], 0.5),
     "a gradient is wanted": lambda state, gradient: (state, [gradient[0].detach().requires_grad_()], 0.5),
-    "pending work": lambda state, gradient: ({"w": state["w"] + 0, "n": 3}, gradient, 0.5),
+    "pending work": lambda state, gradient: ({**state, "w": state["w"] + 0}, gradient, 0.5),
 }
 
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_a_call_that_differs_goes_the_general_way(step, general, deviation):
     f, state, gradient = step
-    arguments = DEVIATIONS[deviation](state, gradient)
-    cpu = [torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), a) for a in arguments]
-    with torch.no_grad():
-        expected = update(*cpu)
+    with torch.no_grad():  # a call is like one in the same mode
+        state = f(state, gradient, 0.5)
+        general.clear()
+        deviate = DEVIATIONS[deviation]
+        cpu = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, (state, gradient))
+        expected, arguments = update(*deviate(*cpu)), deviate(state, gradient)
         result = f(*arguments)
     assert len(general) == 1 and is_donated(arguments[0]["w"])
     assert list(result) == list(expected) and result["n"] is expected["n"]
     assert result["w"].dtype == expected["w"].dtype and result["w"].tolist() == expected["w"].tolist()
+
+
+def test_tensors_under_each_others_keys_go_the_general_way(make, general):
+    f = torch_xla_donate.compile(lambda state: state["a"] * 10 + state["b"], donate_argnums=0, pure=True)
+    for _ in range(2):
+        f({"a": make(4), "b": make(4)})
+    general.clear()
+    assert f({"b": make(4), "a": torch.ones(4).to("xla")}).tolist() == [10, 11, 12, 13]
+    assert len(general) == 1
+
+
+@pytest.mark.parametrize("before", [torch.int32, torch.int64], ids=str)
+def test_indices_of_32_bits_are_no_other_integers(make, general, before):
+    """They have the dtype of one and the element type of the other."""
+    f = torch_xla_donate.compile(lambda t: t + 1, donate_argnums=0, pure=True)
+    for _ in range(2):
+        f(make(4, dtype=before))
+    indices = make(4).cummax(0).indices
+    torch_xla.sync()
+    general.clear()
+    out = f(indices)
+    assert len(general) == 1 and out.dtype == torch.int64 and out.tolist() == [1, 2, 3, 4]
 
 
 def test_other_keywords_modes_and_statics_go_the_general_way(step, general):
@@ -104,6 +135,16 @@ def test_other_keywords_modes_and_statics_go_the_general_way(step, general):
     for k in (2, 2, 3, True):
         t = g(t, k)
     assert t.tolist() == [12.0] * 3
+
+
+def test_the_mode_of_a_module_without_tensors_is_looked_at(make, general):
+    drop = torch.nn.Dropout(1.0).eval()
+    f = torch_xla_donate.compile(lambda t: drop(t) + 1, donate_argnums=0, pure=True)
+    for _ in range(2):
+        assert f(make(4)).tolist() == [1, 2, 3, 4]
+    general.clear()
+    drop.train()
+    assert f(make(4)).tolist() == [1, 1, 1, 1] and len(general) == 1
 
 
 def test_a_held_argument_is_kept(step):
@@ -154,7 +195,9 @@ def test_a_failing_repeated_run_keeps_its_arguments(step, monkeypatch):
         raise RuntimeError("the run failed")
 
     monkeypatch.setattr(pure._host, "run_graph", fail)
-    assert "the run failed" in error_of(RuntimeError, f, state, gradient, 0.5)
+    with pytest.raises(RuntimeError, match="the run failed") as _kept:  # an error that is kept keeps the call
+        f(state, gradient, 0.5)
+    assert _C.pending() == []
     monkeypatch.undo()
     assert not is_donated(state["w"]) and state["w"].tolist() == before
     assert is_donated(state["w"]) is False and f(state, gradient, 0.0)["w"].tolist() == before
