@@ -122,6 +122,34 @@ def test_inference_mode_does_not_matter(make):
     assert g(make(3)).tolist() == [1, 2, 3]
 
 
+def test_each_state_of_autocast_has_a_graph(make):
+    for g in (pure(lambda x: x @ x), give_away(lambda x: x @ x)):
+        for _ in range(3):
+            assert g(make(2, 2)).dtype == torch.float32
+            with torch.autocast("xla", dtype=torch.bfloat16):
+                assert g(make(2, 2)).dtype == torch.bfloat16
+
+
+def test_a_call_that_wants_gradients_is_no_call_without(make):
+    w, g = make(3).requires_grad_(), pure(lambda w: w * 2)
+    with torch.no_grad():
+        assert g(w).tolist() == [0, 2, 4]
+    assert "gradient history" in error_of(DonationError, g, w)
+
+
+def test_each_default_dtype_has_a_graph(make):
+    g = pure(lambda x: x + torch.ones(3, device="xla"))
+    x = make(3, dtype=torch.int32)
+    found = []
+    try:
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            found.append(g(x).dtype)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == [torch.float32, torch.bfloat16]
+
+
 # --- What the function closes over ---
 
 
