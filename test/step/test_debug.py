@@ -138,6 +138,19 @@ def test_inputs_of_a_step_that_raised_are_used_without_a_warning(make):
     assert t.tolist() == [0, 1, 2, 3]
 
 
+def test_inputs_of_an_earlier_step_than_the_one_that_raised_warn(make, reuses):
+    t = make(4)
+    with debug_nans():
+        donate_buffer(t)
+        _fine = t + 1
+        torch_xla.sync()
+        _bad = torch.log(make(2) - 1)
+        with pytest.raises(FloatingPointError):
+            torch_xla.sync()
+        assert (t * 2).tolist() == [0, 2, 4, 6]
+    assert len(reuses()) == 1
+
+
 def test_an_in_place_update_is_checked_before_the_next_step(make):
     """The next step takes its memory."""
     t = make(4)
