@@ -39,8 +39,9 @@ test: build test-cpp  ## what guards every promise: C++ (ctest), then Python (py
 	$(PYTEST) -m "not nightly" $(addprefix --record=,$(RECORD)) $(PYTEST_ARGS)
 
 support:  ## `make test` on each release, and the table of docs/safety.md that says what passed
-	for release in $(RELEASES); do $(MAKE) test TORCH_XLA=$$release RECORD=test/results/torch_xla-$$release.json || exit 1; done
-	$(BIN)/python test/support.py
+	for release in $(RELEASES); do \
+		$(MAKE) test TORCH_XLA=$$release RECORD=test/results/torch_xla-$$release.json && $(BIN)/python test/support.py || exit 1; \
+	done
 
 test-fast: build  ## what an edit needs: the tests that start no process
 	$(PYTEST) -m "unit or step" $(PYTEST_ARGS)
