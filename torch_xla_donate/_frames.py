@@ -25,7 +25,7 @@ def is_internal_code(module: str, file: str) -> bool:
 
 _INTERNAL = {
     *("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "runpy", "typing_extensions"),
-    *("_pytest", "pluggy", "xdist", "execnet"),  # their variables lead to all tests, and so does each search for names
+    *("_pytest", "pluggy", "xdist", "execnet"),  # a search for names through their variables would visit all tests
 }
 
 

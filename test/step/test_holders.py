@@ -187,6 +187,11 @@ def test_the_variables_of_another_thread_are_read():
     thread.join()
 
 
+def test_a_search_leaves_the_frames_of_pytest_out():
+    modules = {frame.f_globals["__name__"] for frame in user_frames()}
+    assert __name__ in modules and not {name.partition(".")[0] for name in modules} & {"_pytest", "pluggy"}
+
+
 def test_attributes_items_keys_parameters_and_closures(make):
     def closed(w):
         return lambda: w
