@@ -115,7 +115,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
     gc.collect()
     marks, notices = _C.pending(), _C.take_notices()
     _report.notices._warned_sites.clear()
-    _report.reuse._reported.clear()
+    _report.notices._reported.clear()
     assert _C.installed()
     assert not _C.disabled()
     assert all(hook["slots"] == hook["in_place"] for hook in _C.hooks())

@@ -74,7 +74,7 @@ def run_blocks(sources: list[str]) -> list[str]:
         warnings.simplefilter("always", torch_xla_donate.DonationWarning)
         warnings.showwarning = lambda message, category, *rest: print(f"{category.__name__}: {message}")
         _report.notices._warned_sites.clear()
-        _report.reuse._reported.clear()
+        _report.notices._reported.clear()
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 exec(compile(source, "example.py", "exec"), namespace)

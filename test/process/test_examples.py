@@ -291,7 +291,7 @@ def test_the_loops_reuse_on_a_tpu_what_the_page_shows(tmp_path: Path) -> None:
 
 
 def test_the_slice_written_cache_of_a_llama_is_donated(tmp_path: Path) -> None:
-    """The smallest size; test/nightly/test_huggingface.py runs all programs."""
+    """The smallest size; test/nightly/test_llamas.py runs all programs."""
     program = "decoding, slice assignment"
     arguments = ("--program", program, "--layers", "1", "--width", "8", "--context", "8", "--steps", "3")
     output = run_example("huggingface.py", *arguments, "--out", str(tmp_path)).stdout

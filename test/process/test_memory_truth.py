@@ -15,8 +15,8 @@ from sharding import mesh
 
 from torch_xla_donate import compile, hlo, placeholder
 from torch_xla_donate._tools.dump import read_text, summarize
-from torch_xla_donate._tools.memory import findings
 from torch_xla_donate._tools.summary import StepSummary
+from torch_xla_donate._tools.table import memory_notes
 
 pytestmark = needs_jax
 MIB = 1 << 20
@@ -61,7 +61,7 @@ def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
     assert (step.memory.alias_bytes, step.memory.temp_bytes) == (MIB, MIB)
     assert (step.undonated.alias_bytes, step.undonated.temp_bytes) == (0, 0)
     assert step.memory.peak_bytes == step.undonated.peak_bytes
-    (sentence,) = findings(step)
+    (sentence,) = memory_notes(step)
     assert sentence == (
         "Aliased, yet a full extra temporary copy: outputs reuse 1.0 MiB of donors, but the temporaries grow by 1.0 "
         "MiB. A run takes 2.0 MiB with donation and 2.0 MiB without."
@@ -72,7 +72,7 @@ def test_aliased_yet_a_full_extra_temporary_copy(dump_folder):
 def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
     step = compared(dump_folder, flipped_and_shifted, 1 << 18)
     assert step.undonated.peak_bytes - step.memory.peak_bytes > 0.9 * MIB
-    assert findings(step) == [
+    assert memory_notes(step) == [
         "XLA copies 1.0 MiB of donated arrays at each run (parameter 0), because an operation reads the old value "
         "after XLA begins to write the new one."
     ]
@@ -82,7 +82,7 @@ def test_a_donor_that_is_copied_saves_memory_but_no_copy(dump_folder):
 def test_a_plain_update_saves_all_that_it_aliases(dump_folder):
     step = compared(dump_folder, scaled, 512, 512)
     assert step.undonated.peak_bytes - step.memory.peak_bytes == step.donated_bytes == MIB
-    assert findings(step) == []
+    assert memory_notes(step) == []
 
 
 @pytest.mark.parametrize("function", [square, flipped_and_shifted, scaled])

@@ -13,7 +13,7 @@ from helpers import needs_jax, spmd_scan_gradients
 
 
 def test_stock_torch_xla_still_confuses_graphs_of_other_wiring() -> None:
-    """pytorch/xla#8353, `graph_wiring.h`. step/test_graph_hash.py shows the right values with the repair."""
+    """pytorch/xla#8353, `graph_wiring.h`. step/test_repairs.py shows the right values with the repair."""
     assert run_in_child(bare.graphs_of_other_wiring).value == [-5.0, -5.0, -5.0]  # the second should be -1.0
 
 

@@ -402,7 +402,7 @@ def test_what_is_reported_is_what_a_step_with_donation_takes(make):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             t.cpu()
-        _report.reuse._reported.clear()
+        _report.notices._reported.clear()
         return bool(caught)
 
     with warnings.catch_warnings():

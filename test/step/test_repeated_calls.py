@@ -65,17 +65,10 @@ def test_numbers_of_a_repeated_call_may_change(step, general):
     assert state["w"].tolist() == [0.0, -0.25, -0.5, -0.75] and not general
 
 
+ones = torch.ones
 DEVIATIONS = {
-    "another shape": lambda state, gradient: (
-        {**state, "w": torch.ones(2).to("xla")},
-        [torch.ones(2).to("xla")],
-        0.5,
-    ),
-    "another dtype": lambda state, gradient: (
-        {**state, "w": torch.ones(4).half().to("xla")},
-        [torch.ones(4).half().to("xla")],
-        0.5,
-    ),
+    "another shape": lambda state, _: ({**state, "w": ones(2).to("xla")}, [ones(2).to("xla")], 0.5),
+    "another dtype": lambda state, _: ({**state, "w": ones(4).half().to("xla")}, [ones(4).half().to("xla")], 0.5),
     "another int": lambda state, gradient: ({**state, "n": 4}, gradient, 0.5),
     "a bool for an int": lambda state, gradient: ({**state, "n": True}, gradient, 0.5),
     "another text": lambda state, gradient: ({**state, "name": "adam"}, gradient, 0.5),

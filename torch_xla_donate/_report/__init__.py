@@ -6,10 +6,10 @@ from torch_xla_donate._report.notices import (
     postpone_notices,
     print_notices,
     raise_with_notices,
+    report_reuse,
     unusable_texts,
     warn_once,
     warn_or_raise,
 )
 from torch_xla_donate._report.reasons import Reason, no_donation, sentence
 from torch_xla_donate._report.report import DonationReport, HeldInput, donation_report, reasons_by_buffer
-from torch_xla_donate._report.reuse import report_reuse

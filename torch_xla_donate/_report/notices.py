@@ -1,13 +1,14 @@
-"""Reports unusable donations by warnings and errors, when the program can receive them."""
+"""Warnings and errors of unusable donations, and of uses that donation would have made errors."""
 
 from __future__ import annotations
 
 import atexit
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
-from torch_xla_donate import _C, _config
-from torch_xla_donate._errors import DonationError, DonationWarning, see, warn
+from torch_xla_donate import _C, _config, _frames
+from torch_xla_donate._errors import DonationError, DonationWarning, describe_reuse, see, warn
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._report.donors import describe_donors
 from torch_xla_donate._text import cut
@@ -126,3 +127,26 @@ def _unusable_text(where: str, unusable: Sequence[_C._Donor], step: _C._Step) ->
         lines.append(f"  {donor.array}{f' {donor.name}' if donor.name else ''}: {donor.reason}.")
     lines.append(f"  They stay readable. {see('unusable')}")
     return "\n".join(lines)
+
+
+_reported: set[tuple[str, str, int]] = set()
+
+
+def report_reuse(name: str, array: str, where: str, step: int) -> None:
+    """Warns of the running use, once for each pair of a donating and a using line.
+
+    The hooks call this inside the operation. If a filter turns the warning into an error, the operation raises it.
+    """
+    frame = _frames.user_frame()
+    if frame is None:
+        filename, _, line = where.rpartition(":")
+        module, lineno = "<unknown>", int(line)
+    else:
+        filename, lineno = frame.f_code.co_filename, frame.f_lineno
+        module = frame.f_globals.get("__name__", "<unknown>")
+    key = (where, filename, lineno)
+    if key in _reported:
+        return
+    warnings.warn_explicit(describe_reuse(name, array, where, step), DonationWarning, filename, lineno, module)
+    # Not reached if the warning is an error, so each use raises.
+    _reported.add(key)
