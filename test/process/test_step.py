@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as metrics
 from children import in_process, run_in_child
 from helpers import assert_a_step_donates, compiles, consume, make, no_collections, run_in_a_fork, run_script
 from interrupts import with_pending
@@ -549,3 +550,27 @@ def test_an_interrupt_while_a_warning_is_shown_is_not_lost():
         torch_xla.sync(wait=True)
     assert "f32[5]" in str(raised.value.__cause__)
     assert total.item() == 13 and a.tolist() == [0, 1, 2]
+
+
+@in_process
+def test_an_error_inside_a_hook_is_in_the_report():
+    for _ in range(2):
+        _C.note_error("out of memory")
+    report = donation_report()
+    assert report.errors == {"out of memory": 2} == report.to_dict()["errors"]
+    assert "A hook failed 2 times and the step went on without it: out of memory." in str(report)
+
+
+@in_process
+def test_the_first_step_with_donors_counts_those_before():
+    value, compiled = make(23), []
+    for operations, mark in ((1, False), (2, True), (2, True), (3, False)):
+        if mark:
+            donate_buffer(value)
+        for _ in range(operations):
+            value = value * value
+        torch_xla.sync()
+        compiled.append([step.compilations for step in donation_report().steps])
+    assert compiled == [[], [2], [2, 0], [2, 0, 1]]
+    assert metrics.counter_value("UncachedCompile") == 3
+    assert value.shape == (23,)

@@ -5,17 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import itertools
 import pickle
+import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch_xla
-from helpers import Couple, compiles, each_backend, error_of
+from helpers import BACKENDS, Couple, compiles, each_backend, error_of
 from torch.utils import _pytree as pytree
 
 import torch_xla_donate
-from torch_xla_donate import _C, DonatedBufferError, DonationError, DonationWarning, donation_report, is_donated
+from torch_xla_donate import (
+    _C,
+    DonatedBufferError,
+    DonationError,
+    DonationWarning,
+    debug_nans,
+    donation_disabled,
+    donation_report,
+    expect_donated,
+    is_donated,
+)
 
 
 def add(x, y):
@@ -443,3 +455,111 @@ def test_a_compiled_function_is_pickled_by_its_name():
     assert copy.deepcopy(module_level)(torch.ones(2, device="xla")).tolist() == [2, 2]
     with pytest.raises(TypeError, match="the compiled added cannot be pickled, because 'added' is not its name"):
         pickle.dumps(torch_xla_donate.compile(added))
+
+
+# --- Functions that return before their body has run ---
+
+
+def generator(x):
+    yield x
+
+
+async def coroutine(x):
+    return x
+
+
+async def asynchronous_generator(x):
+    yield x
+
+
+class Callable:
+    def __call__(self, x):
+        yield x
+
+    async def method(self, x):
+        return x
+
+
+class Module(torch.nn.Module):
+    async def forward(self, x):
+        return x
+
+
+CASES = {
+    "generator is a generator function": generator,
+    "coroutine is an async def function": coroutine,
+    "asynchronous_generator is an async generator function": asynchronous_generator,
+    "Callable is a generator function": Callable(),
+    "method is an async def function": Callable().method,
+    "Module is an async def function": Module(),
+    "generator is a generator function, and a call": functools.partial(generator, 1),
+}
+
+
+def test_functions_that_return_before_their_body_are_refused():
+    """By compile() with each backend, and by the decorators."""
+    for text, function in CASES.items():
+        for options in BACKENDS.values():
+            found = error_of(TypeError, torch_xla_donate.compile, function, **options)
+            assert text in found and "Compile a function that returns its results" in found, (text, options, found)
+        modes = () if isinstance(function, Module) else (donation_disabled, debug_nans, expect_donated)
+        for mode in modes:
+            found = error_of(TypeError, mode(), function)
+            kind, remedy = text.partition(",")[0].partition(" is ")[2], f"`with {mode.__name__}():` inside its body"
+            assert f" is {kind}, and" in found and remedy in found, (text, mode, found)
+    with pytest.raises(TypeError, match="Compile a function that returns its results"):
+        torch_xla_donate.compile(donate_argnums=0)(generator)
+    assert donation_disabled()(_C.disabled)()
+
+
+# --- Autograd's own threads keep gradients into the step at random ---
+
+
+def gradients(parameters, x, seen):
+    leaves = [p.detach().requires_grad_() for p in parameters]
+    h = x
+    for p in leaves:
+        h = torch.tanh(h @ p)
+    h.register_hook(lambda gradient: seen.append(threading.get_ident()))
+    return torch.autograd.grad(h.pow(2).mean(), leaves)
+
+
+def model(make):
+    sizes = [4, 6, 9, 11, 4]
+    return [make(a, b) * 0.01 for a, b in itertools.pairwise(sizes)], make(2, 4)
+
+
+def test_outside_of_compile_autograd_has_its_own_threads(make):
+    """The reason for the other tests."""
+    seen = []
+    gradients(*model(make), seen)
+    assert seen != [threading.get_ident()]
+    torch_xla.sync()
+
+
+@each_backend
+def test_compiled_functions_run_autograd_on_their_thread(make, options):
+    seen = []
+    parameters, x = model(make)
+    inner = torch.compiler.disable(gradients) if "backend" in options else gradients
+
+    @torch_xla_donate.compile(**options)
+    def f(parameters, x):
+        return inner(parameters, x, seen)
+
+    f(parameters, x)
+    if "backend" not in options:
+        f.lower(parameters, x)
+    assert set(seen) == {threading.get_ident()}
+    assert torch.autograd.is_multithreading_enabled()
+
+
+def test_the_setting_of_the_program_comes_back_after_an_error(make):
+    def fail(x):
+        raise ValueError("no")
+
+    for before in (True, False):
+        with torch.autograd.set_multithreading_enabled(before):
+            with pytest.raises(ValueError, match="no"):
+                torch_xla_donate.compile(fail)(make(2))
+            assert torch.autograd.is_multithreading_enabled() is before

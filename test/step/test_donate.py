@@ -619,3 +619,42 @@ def test_steps_that_do_not_read_the_buffer_leave_the_mark(make):
     torch_xla.sync()
     assert is_donated(t)
     assert out.tolist() == [1, 3, 5, 7]
+
+
+# --- What a run has consumed ---
+
+
+def just_consumed() -> int:
+    """How many buffers stay, when nothing runs any more."""
+    xm.wait_device_ops()
+    return _C.sizes()["just_consumed"]
+
+
+def marked(tensors):
+    donate_buffer(tensors)
+    updated = [t + 1.0 for t in tensors]
+    tensors.clear()
+    torch_xla.sync()
+    return updated
+
+
+pure = compile(lambda tensors: [t + 1.0 for t in tensors], donate_argnums=0, pure=True)
+
+
+@pytest.mark.parametrize("update", [marked, pure])
+def test_consumed_buffers_stay_until_the_next_run(make, update):
+    """XLA's CPU client waits for a run to destroy it. A run that donates nothing ends them, and the hooks rest."""
+    other = make(4)
+    tensors = [make(4) for _ in range(5)]
+    before = _C.sizes()["consumed"]  # tensors of other tests that still wait for the garbage collector
+    for _ in range(3):
+        memory = pointer(tensors[0])
+        tensors = update(tensors)
+        assert just_consumed() == 5
+        assert pointer(tensors[0]) == memory  # and the array itself is not one of them
+    for _ in range(2):
+        other = other * 2
+        torch_xla.sync()
+        assert just_consumed() == 0
+    assert _C.sizes()["consumed"] <= before
+    assert [t.tolist() for t in tensors] == [[3.0, 4.0, 5.0, 6.0]] * 5

@@ -1,4 +1,4 @@
-"""The documentation: its texts are what the code says, its links lead somewhere."""
+"""The documentation says what the code does, its links lead somewhere, and the workflows of CI run real commands."""
 
 from __future__ import annotations
 
@@ -206,3 +206,22 @@ def test_the_reference_gives_signatures_and_fields() -> None:
             assert heading == f"{name}{found.replace(parameters=parameters, return_annotation=inspect.Signature.empty)}"
         else:
             assert inspect.ismodule(thing) or (isinstance(thing, type) and issubclass(thing, Exception | enum.Enum))
+
+
+WORKFLOWS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def test_each_target_of_a_workflow_is_one_of_make() -> None:
+    targets = {name for text in WORKFLOWS.values() for name in re.findall(r"run: make ([a-z-]+)", text)}
+    targets |= set(re.search(r"target: \[(.+)\]", WORKFLOWS["nightly"])[1].split(", "))  # type: ignore[index]
+    assert targets >= {"lint", "test", "wheel", "docs", "test-nightly", "test-upstream", "soak", "fuzz"}
+    assert {name for name in targets if not re.search(rf"^{name}:", MAKEFILE, re.MULTILINE)} == set()
+
+
+def test_the_workflows_test_each_release() -> None:
+    releases = re.search(r"^RELEASES\s*:= (.+)$", MAKEFILE, re.MULTILINE)[1].split()  # type: ignore[index]
+    matrices = [row.split(", ") for text in WORKFLOWS.values() for row in re.findall(r"torch-xla: \[(.+)\]", text)]
+    assert len(matrices) == 2 and all(row == releases for row in matrices)
+    used = {version for text in WORKFLOWS.values() for version in re.findall(r"torch-xla: (\d\S*)", text)}
+    assert used and used <= set(releases)
