@@ -1,7 +1,7 @@
 // XLA's rule for donors, and the order of parameters and outputs by which XLA gives each donor to its next value.
 //
 // XLA pairs donors and outputs of equal bytes per device in order: the first donor takes the first output, the second
-// the second (measured on 2.9.0, test/step/test_into.py). If pairs cross, XLA copies. So each donor gets the output
+// the second (measured on 2.9.0, test/step/test_pairs.py). If pairs cross, XLA copies. So each donor gets the output
 // computed from it, and the parameters get the order of these outputs.
 //
 // This file has the only copy of the rule. It uses neither torch nor XLA.
