@@ -12,7 +12,7 @@ from torch_xla_donate import _config, _marks
 from torch_xla_donate._checks import kind_of_lazy_body
 from torch_xla_donate._compile.arguments import ArgNames, ArgNums, Arguments, function_name
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.lazy import LazyCompiled
+from torch_xla_donate._compile.lazy import LazyCompiled, PlainCompiled
 from torch_xla_donate._compile.module import ModuleProxy
 from torch_xla_donate._compile.pure import PureCompiled
 from torch_xla_donate._errors import see
@@ -186,8 +186,6 @@ def _make(
     if backend not in ("lazy", "openxla"):
         raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile_errors")}')
     if _config.IS_OFF:
-        from torch_xla_donate._compile.plain import PlainCompiled  # training needs no switch
-
         return PlainCompiled(f, arguments, strict)
     if pure:
         return PureCompiled(f, arguments, strict, **kwargs)

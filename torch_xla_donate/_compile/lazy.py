@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch_xla
 
 from torch_xla_donate import _C, _config, _host, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
-from torch_xla_donate._compile.base import Compiled
+from torch_xla_donate._compile.base import Compiled, check_static
 from torch_xla_donate._compile.donation import NOT_READ, mark_donated
+from torch_xla_donate._errors import DonationError, see
+
+if TYPE_CHECKING:
+    from torch_xla_donate._compile.lower import Lowered
 
 
 class LazyCompiled(Compiled):
@@ -58,3 +62,25 @@ class LazyCompiled(Compiled):
             _C.cancel_call(marks)
             raise
         return result
+
+
+class PlainCompiled(Compiled):
+    """While `TORCH_XLA_DONATE=0` switches the package off: runs the function, and then all pending work.
+
+    For all backends, since each computes the same values.
+    """
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for argument in self._arguments.roles(args, kwargs).static:
+            check_static(argument, argument.value(args, kwargs))
+        torch_xla.sync()  # pending work is a step of its own
+        result = self.body(*args, **kwargs)
+        torch_xla.sync()
+        return result
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Raises DonationError, because a lowering without the package has neither donors nor their outcome."""
+        raise DonationError(
+            f"lower of {self.function} needs the hooks, which TORCH_XLA_DONATE=0 keeps out of this process. Unset it "
+            f"to lower a function. {see('switched_off')}"
+        )

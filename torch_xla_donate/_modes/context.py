@@ -1,4 +1,4 @@
-"""The base class of the modes, which are contexts of a thread."""
+"""The base class of the modes, which are contexts of a thread, and the plainest of them."""
 
 from __future__ import annotations
 
@@ -59,3 +59,23 @@ class SwitchMode(ThreadMode[_C.Mode]):
 
     def __init__(self, **switches: bool) -> None:
         super().__init__(functools.partial(_C.Mode, **switches), _C.Mode.on, _C.Mode.off)
+
+
+class donation_disabled(SwitchMode):
+    """Steps of this thread inside the context donate nothing through this package.
+
+    A mark ends at a step that reads it, as always. The report gives the reason, without a warning. torch_xla still
+    reuses the memory of tensors that are updated in place.
+
+    Args:
+        report_reuse: whether a `DonationWarning` reports each use of a tensor that such a step would have consumed, at
+            the line of the use, also after the context. The value is right, and stays. XLA would have consumed the
+            donors whose bytes per device an output has, in the order of the graph's parameters. An inner context adds
+            to the outer one.
+
+    Raises:
+        TypeError: as a decorator, if the function is a generator or ``async def`` function.
+    """
+
+    def __init__(self, *, report_reuse: bool = False) -> None:
+        super().__init__(disabled=True, report_reuse=report_reuse)

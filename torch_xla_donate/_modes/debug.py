@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch_xla_donate import _C, _config, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._locks import make_lock
-from torch_xla_donate._modes.context import SwitchMode
-from torch_xla_donate._modes.disabled import donation_disabled
+from torch_xla_donate._modes.context import SwitchMode, donation_disabled
 from torch_xla_donate._text import cut
 
 _SHOWN = 5
