@@ -388,6 +388,15 @@ def test_a_view_with_all_elements_of_its_base_donates_it(make):
         assert out.tolist() == [value + 1 for value in WRITTEN]
 
 
+def test_a_view_that_is_used_between_mark_and_step_keeps_its_value(make):
+    base, whole = written(make, REARRANGED["reshape"])
+    donate_buffer(whole)
+    out = whole + 1  # computes the view, which is then an output of the step
+    torch_xla.sync(wait=True)
+    assert (is_donated(base), is_donated(whole)) == (True, False)
+    assert whole.flatten().tolist() == WRITTEN and torch.equal(out.cpu(), whole.cpu() + 1)
+
+
 def test_a_part_of_a_marked_tensor_is_not_marked(make):
     """To cancel it leaves the mark, and another donor may go into it."""
     t, other = make(8), make(4)
