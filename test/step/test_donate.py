@@ -621,9 +621,6 @@ def test_steps_that_do_not_read_the_buffer_leave_the_mark(make):
     assert out.tolist() == [1, 3, 5, 7]
 
 
-# --- What a run has consumed ---
-
-
 def just_consumed() -> int:
     """How many buffers stay, when nothing runs any more."""
     xm.wait_device_ops()
