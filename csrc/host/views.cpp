@@ -186,10 +186,12 @@ void InvalidateViews(const at::Tensor& tensor) {
     return;
   }
   const auto* wrapper = static_cast<const at::FunctionalTensorWrapper*>(tensor.unsafeGetTensorImpl());
-  // A tensor and its views share a storage. Replacing the base by the same tensor makes the views out of date.
+  // A tensor and its views share a storage. Replacing the base by the same tensor makes the views out of date. It is
+  // replaced at once: torch.compile computes even an up-to-date view again if a storage has updates that wait.
   const at::Tensor base = GroupOf(*wrapper).base();
   if (base.unsafeGetTensorImpl() == wrapper->value().unsafeGetTensorImpl()) {
     GroupOf(*wrapper).add_update(base, {});
+    GroupOf(*wrapper).apply_updates();
   }
 }
 

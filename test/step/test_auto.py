@@ -435,6 +435,17 @@ def test_a_call_that_is_never_entered_warns_of_its_line():
         auto_donate()(lambda: None)()
 
 
+def test_an_entered_mode_runs_no_code_when_it_goes():
+    """An interrupt in it would be lost."""
+    with auto_donate() as mode:
+        pass
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name))
+    del mode
+    sys.setprofile(None)
+    assert called == ["test_an_entered_mode_runs_no_code_when_it_goes"]  # calls setprofile
+
+
 # --- Graphs ---
 
 

@@ -555,6 +555,14 @@ def test_a_result_and_its_detached_alias_share_what_is_written():
     assert run(give_away(f), "xla") == run(f, "cpu")
 
 
+def test_a_view_and_its_base_are_both_donated(make):
+    """At the first call torch.compile looks at the arguments."""
+    step, base = openxla(lambda view, base: (view + 1, base * 2), donate_argnums=(0, 1), strict=True), make(2, 2)
+    view = base.t()
+    assert [t.tolist() for t in step(view, base)] == [[[1, 3], [2, 4]], [[0, 2], [4, 6]]]
+    assert is_donated(view) and is_donated(base)
+
+
 def test_a_graph_of_views_is_computed_from_the_views():
     """A mark makes views be computed again from their base, which a graph that is traced then must not contain."""
 

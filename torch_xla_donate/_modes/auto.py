@@ -57,29 +57,34 @@ class auto_donate(SwitchMode):
         TypeError: ``enabled`` is not a bool.
     """
 
-    _is_used = True  # if the check fails, or a signal comes before it
-
     def __init__(self, enabled: bool = True) -> None:
         _check(enabled)
         super().__init__(automatic=enabled)
-        self._is_used = False
+        self._use: _Unused | _Used = _Unused()
 
     def __call__(self, func: F) -> F:
-        self._is_used = True
+        self._use.__class__ = _Used
         return super().__call__(func)
 
-    def __del__(self) -> None:
-        if not self._is_used:
-            warnings.warn(
-                "auto_donate() has no effect without `with`, and is not a switch. Call set_auto_donate(True) to donate "
-                f"in all threads from now on. {see('modes')}",
-                DonationWarning,
-                stacklevel=2,
-            )
-
     def enter(self) -> None:
-        self._is_used = True
+        self._use.__class__ = _Used
         super().enter()
+
+
+class _Unused:
+    """Warns when it goes with its mode. As `_Used` it runs no Python code then: an interrupt in it would be lost."""
+
+    def __del__(self) -> None:
+        warnings.warn(
+            "auto_donate() has no effect without `with`, and is not a switch. Call set_auto_donate(True) to donate "
+            f"in all threads from now on. {see('modes')}",
+            DonationWarning,
+            stacklevel=2,
+        )
+
+
+class _Used:
+    pass
 
 
 def prepare() -> _C.Reason:
