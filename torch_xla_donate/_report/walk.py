@@ -177,6 +177,7 @@ _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "pureli
 _PLAIN = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType, torch.dtype)
 _OF_TORCH = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
+_OF_IMPORT = ("__builtins__", "__loader__", "__spec__")  # pytest's loader leads to all tests
 # The members of a class that its own code cannot replace.
 _IS_LEAF, _GRADIENT = (vars(torch._C.TensorBase)[name].__get__ for name in ("is_leaf", "grad"))
 _MODULE_OF = vars(type)["__module__"].__get__
@@ -205,7 +206,7 @@ class Walk:
         """Adds the variables of a frame, or of a module, whose dictionary is `space`. The name of `root` is empty."""
         for variable, value in list(itertools.islice(dict.items(variables), OBJECTS)):
             self.visited += 1
-            if type(variable) is str and not issubclass(type(value), _PLAIN):
+            if type(variable) is str and variable not in _OF_IMPORT and not issubclass(type(value), _PLAIN):
                 name = dataclasses.replace(root, variable=variable)
                 self._visit(value, _Owner(name, "", 0), "", self._slot_of(name, value, space), _DEPTH)
 
