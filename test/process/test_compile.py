@@ -22,8 +22,6 @@ from torch_xla.distributed.spmd import mark_sharding
 import torch_xla_donate
 from torch_xla_donate import _C, DonationError, DonationWarning, compile, donate_buffer, hlo, is_donated
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
-
 
 @each_backend
 @in_process
@@ -65,6 +63,7 @@ def test_the_name_is_passed_to_torch_xla():
     assert "Graph Name: named_graph" in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
 @each_trace
 @pytest.mark.parametrize("env", [{"XLA_ENABLE_PARAM_ALIASING": "0"}, {"XLA_STABLEHLO_COMPILE": "1"}], ids=str)
 @in_process(env=lambda env: env)
@@ -234,6 +233,7 @@ def test_settings_that_ignore_donors_lower_without_and_warn_once(name, value, pu
     assert f"{name}={value}" in str(warning.message) and " switches donation off" in str(warning.message)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @in_process
 def test_auto_sharding_needs_arguments_with_memory():
     xr.use_spmd(auto=True)

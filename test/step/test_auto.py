@@ -435,6 +435,7 @@ def test_a_call_that_is_never_entered_warns_of_its_line():
         auto_donate()(lambda: None)()
 
 
+@no_collections()  # which run code of other objects
 def test_an_entered_mode_runs_no_code_when_it_goes():
     """An interrupt in it would be lost."""
     with auto_donate() as mode:
