@@ -25,7 +25,8 @@ def is_internal_code(module: str, file: str) -> bool:
 
 _INTERNAL = {
     *("torch", "torch_xla", "torch_xla_donate", "contextlib", "functools", "runpy", "typing_extensions"),
-    *("_pytest", "pluggy", "xdist", "execnet"),  # a search for names through their variables would visit all tests
+    # A search for names through the variables of pytest and its workers would visit all tests.
+    *("_pytest", "pluggy", "xdist", "execnet", "__channelexec__"),
 }
 
 
