@@ -7,7 +7,9 @@ import functools
 import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -174,29 +176,15 @@ def steps(devices: int) -> list[list[Case]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Any, hlo.DumpedModule]]:
-    """For each case: what happened, and the module of its step."""
-    found = {}
-    for devices in DEVICES:
-        folder = tmp_path_factory.mktemp(f"pairs{devices}")
-        planned = steps(devices)
-        results = iter(run_in_child(measure, planned, devices=devices, dump=folder).value)
-        modules = [module for module in hlo.read_dump(folder) if module.donors]
-        assert len(modules) == len(planned)
-        for step, module in zip(planned, modules):
-            assert len(module.donors) == len(step)
-            found.update({case: (next(results), module) for case in step})
-    return found
-
-
-@pytest.mark.parametrize("donor", SPECS)
 @pytest.mark.parametrize("devices", DEVICES)
-def test_the_hlo_the_report_and_the_buffer_agree(measured: Any, devices: int, donor: str) -> None:
-    cases = [case for case in measured if (case.devices, case.donor) == (devices, donor)]
-    assert len(cases) > 12
-    for case in cases:
-        result, module = measured[case]
+def test_the_hlo_the_report_and_the_buffer_agree(tmp_path: Path, devices: int) -> None:
+    planned = steps(devices)
+    results = iter(run_in_child(measure, planned, devices=devices, dump=tmp_path).value)
+    modules = [module for module in hlo.read_dump(tmp_path) if module.donors]
+    assert [len(module.donors) for module in modules] == [len(step) for step in planned]
+    reasons = 0
+    for case, module in ((case, module) for step, module in zip(planned, modules) for case in step):
+        result = next(results)
         # GIVEN what each device holds of the donor
         assert result["bytes"] == [case.donor_bytes] * 2, case
         assert case.donor_bytes in [module.shape_of(donor).bytes for donor in module.donors], case
@@ -207,27 +195,29 @@ def test_the_hlo_the_report_and_the_buffer_agree(measured: Any, devices: int, do
         assert result["kept"], case
         # ... which follows from the bytes
         assert used is (case.donor_bytes == case.output_bytes), case
-
-
-def test_the_reason_names_the_shardings(measured: Any) -> None:
-    reasons = 0
-    for case, (result, _) in measured.items():
-        reason, size = result["reason"], case.donor_bytes
-        if result["outcome"] == "donated":
-            assert reason == ""
-        elif case.dtype == "float16":
-            assert reason.startswith(f"no output of the step has its size of {size} bytes on each device (outputs: ")
+        # AND the reason names the shardings
+        if used:
+            assert result["reason"] == "", case
         else:
-            reasons += 1
-            assert reason.startswith(
-                f"an output has its size of {4 * math.prod(case.shape)} bytes, but not per device: "
-                f"the donor, sharded {result['sharding'][1]}, takes {size} bytes on each device, and the output f32["
-                if case.dtype == "float32"
-                else "an output has"
-            )
-            whole = case.alone and not case.is_even(case.donor) and case.output != "half"
-            assert reason.endswith("do not divide it evenly, so pad it" if whole else "shard donor and output alike")
-    assert reasons > 40
+            assert_reason(case, result["reason"], result["sharding"][1])
+            reasons += case.dtype != "float16"
+    assert all(count > 12 for count in Counter(case.donor for step in planned for case in step).values())
+    assert reasons > 20
+
+
+def assert_reason(case: Case, reason: str, sharding: str) -> None:
+    size = case.donor_bytes
+    if case.dtype == "float16":
+        assert reason.startswith(f"no output of the step has its size of {size} bytes on each device (outputs: "), case
+        return
+    assert reason.startswith(
+        f"an output has its size of {4 * math.prod(case.shape)} bytes, but not per device: "
+        f"the donor, sharded {sharding}, takes {size} bytes on each device, and the output f32["
+        if case.dtype == "float32"
+        else "an output has"
+    ), case
+    whole = case.alone and not case.is_even(case.donor) and case.output != "half"
+    assert reason.endswith("do not divide it evenly, so pad it" if whole else "shard donor and output alike"), case
 
 
 @in_process(devices=4)
