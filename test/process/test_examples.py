@@ -182,7 +182,7 @@ def test_training_exits_with_1_when_the_values_differ(tmp_path: Path) -> None:
     assert "NOT identical" in output
 
 
-TRANSFORMER = ("--steps", "5", "--batch", "1", "--accumulate", "2", "--layers", "2", "--width", "64", "--context", "16")
+TRANSFORMER = ("--steps", "3", "--batch", "1", "--accumulate", "2", "--layers", "2", "--width", "64", "--context", "16")
 
 
 @pytest.mark.parametrize(
