@@ -6,21 +6,21 @@
 
 namespace {
 
-void InterceptAndUndo(const std::string& mode, const char* symbol) {
-  // GIVEN a victim in a link mode
-  const Library victim(VictimName(mode));
+// A call of the victim returns `plain`, and `patched` while the patch lives.
+void InterceptAndUndo(const Library& victim, const PatchSpec& spec, const char* call, int plain, int patched) {
+  // GIVEN a victim in a link mode, before and after the first call has bound the slot
   const ElfImage image = ElfImage::Find(victim.path);
-  const std::vector<RelocationSlot> slots = SlotsOf(image, symbol);
+  const std::vector<RelocationSlot> slots = SlotsOf(image, spec.symbol);
   for (const bool called_before : {false, true}) {
-    if (called_before) CHECK_EQ(victim.Add(2, 3), 5);
+    if (called_before) CHECK_EQ(victim.Call(call, 2, 3), plain);
     const std::vector<void*> contents = Contents(slots);
     const std::string protections = ProtectionsOf(victim.path);
     {
       // WHEN the function is patched
-      GotPatch patch(image, First::Spec(symbol), slots);
+      GotPatch patch(image, spec, slots);
       // THEN calls reach the replacement, which can call the original, and the pages have their old protection
-      CHECK_EQ(victim.Add(2, 3), 1005);
-      CHECK_EQ(First::original.load(), CalleeFunction(symbol));
+      CHECK_EQ(victim.Call(call, 2, 3), patched);
+      CHECK_EQ(spec.original->load(), spec.expected);
       CHECK_EQ(patch.SlotCount(), slots.size());
       CHECK_EQ(patch.InPlace(), slots.size());
       CHECK_EQ(ProtectionsOf(victim.path), protections);
@@ -28,8 +28,12 @@ void InterceptAndUndo(const std::string& mode, const char* symbol) {
     // WHEN the patch is gone THEN every slot has its old bytes, and every page its old protection
     CHECK(Contents(slots) == contents);
     CHECK_EQ(ProtectionsOf(victim.path), protections);
-    CHECK_EQ(victim.Add(2, 3), 5);
+    CHECK_EQ(victim.Call(call, 2, 3), plain);
   }
+}
+
+void InterceptAndUndo(const std::string& mode, const char* symbol) {
+  InterceptAndUndo(Library(VictimName(mode)), First::Spec(symbol), "victim_add", 5, 1005);
 }
 
 }  // namespace
@@ -60,21 +64,10 @@ static int OwnAdd(int a, int b) { return 100 + reinterpret_cast<int (*)(int, int
 
 TEST(a_function_of_the_library_itself_is_intercepted_and_undone) {
   for (const char* mode : {"default", "relro_lazy", "relro_now", "no_plt"}) {
-    // GIVEN a library that calls its own exported function, before and after the first call has bound the slot
+    // GIVEN a library that calls its own exported function
     const Library victim(VictimName(mode));
-    const ElfImage image = ElfImage::Find(victim.path);
-    const std::vector<RelocationSlot> slots = SlotsOf(image, "victim_add");
-    for (const bool called_before : {false, true}) {
-      if (called_before) CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 10);
-      const std::vector<void*> contents = Contents(slots);
-      {
-        const GotPatch patch(
-            image, {"victim_add", victim.Symbol("victim_add"), reinterpret_cast<void*>(&OwnAdd), &own_add}, slots);
-        CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 210);
-      }
-      CHECK(Contents(slots) == contents);
-      CHECK_EQ(victim.Call("victim_add_twice", 2, 3), 10);
-    }
+    const PatchSpec spec{"victim_add", victim.Symbol("victim_add"), reinterpret_cast<void*>(&OwnAdd), &own_add};
+    InterceptAndUndo(victim, spec, "victim_add_twice", 10, 210);
   }
 }
 

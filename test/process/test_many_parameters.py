@@ -9,13 +9,7 @@ from helpers import consume, each_backend, pointer
 from ranks import make
 from sharding import mesh, shard
 
-from torch_xla_donate import (
-    compile,
-    donate_buffer,
-    donation_report,
-    hlo,
-    is_donated,
-)
+from torch_xla_donate import compile, donate_buffer, donation_report, hlo, is_donated
 
 # torch_xla's spelling. By default tuples begin at 3200 parameters.
 WRAPPED = {"XLA_PARAMETER_WRAPPING_THREADSHOLD": "2"}

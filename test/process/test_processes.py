@@ -16,15 +16,7 @@ import torch_xla.distributed.parallel_loader as parallel_loader
 from children import in_process, run_in_child
 from helpers import BACKENDS, consume, error_of, lose, make, pointer
 
-from torch_xla_donate import (
-    _C,
-    DonationError,
-    compile,
-    donate_buffer,
-    donation_report,
-    hlo,
-    is_donated,
-)
+from torch_xla_donate import _C, DonationError, compile, donate_buffer, donation_report, hlo, is_donated
 from torch_xla_donate._report import notices
 
 # On CPU torch_xla.launch starts one process, which has a thread for each of CPU_NUM_DEVICES devices.

@@ -56,8 +56,11 @@ def test_a_loop_consumes_its_arguments_and_compiles_once(make, options):
     assert is_donated(x)
     compiled = compiles()
     for _ in range(5):
-        y = g(y)
-    assert compiles() == compiled
+        given, y = y, g(y)
+        assert is_donated(given)
+    assert y.tolist() == [64 * i + 63 for i in range(8)]
+    g(x := make(8))  # again one that is no result
+    assert is_donated(x) and compiles() == compiled
     with pytest.raises(DonatedBufferError, match="test_backends.py"):
         x + 1
 

@@ -714,24 +714,17 @@ def test_an_error_in_the_search_of_a_result_takes_the_marks_back(make):
     assert x.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_block_without_an_error_donates(make, inside):
+@pytest.mark.parametrize(("inside", "fails"), [(True, False), (False, False), (True, True)])
+def test_a_block_donates_unless_an_error_comes_before_the_step(make, inside, fails):
+    """An error after the step is too late."""
     w = make(3)
-    with donate_buffer(w):
+    with pytest.raises(ValueError, match="late") if fails else contextlib.nullcontext(), donate_buffer(w):
         new = w + 1
         if inside:
             torch_xla.sync()
+        if fails:
+            raise ValueError("late")
     torch_xla.sync()
-    assert is_donated(w)
-    assert torch.equal(new.cpu(), torch.arange(3.0) + 1)
-
-
-def test_an_error_after_the_step_is_too_late(make):
-    w = make(3)
-    with pytest.raises(ValueError, match="late"), donate_buffer(w):  # noqa: PT012
-        new = w + 1
-        torch_xla.sync()
-        raise ValueError("late")
     assert is_donated(w)
     assert torch.equal(new.cpu(), torch.arange(3.0) + 1)
 

@@ -90,17 +90,6 @@ def test_donation_adds_no_recompilation(make):
     assert b.tolist() == [0, 1, 2]
 
 
-def test_a_result_is_donated_to_the_next_call(make):
-    g = give_away(lambda x, y: x * 2 + y)
-    for _ in range(2):
-        x, y = make(3), make(3)
-        first = g(x, y)
-        assert g(first, make(3)).tolist() == [0, 7, 14]
-        assert is_donated(x)
-        assert is_donated(first)
-    assert g(make(3) * 3, make(3)).tolist() == [0, 7, 14]
-
-
 @pytest.mark.parametrize("donated", [0, 1, (0, 1)])
 def test_updates_of_arguments_in_place_are_seen(make, donated):
     def f(x, y):

@@ -393,18 +393,6 @@ def test_filling_with_a_number_cuts_the_gradient(make):
     assert f(make(3), 0.5).tolist() == [0.5] * 3
 
 
-def test_the_default_dtype_is_part_of_the_signature(make):
-    f = compile(lambda x, n: x * n, pure=True)
-    x = make(3, dtype=torch.int64)
-    assert f(x, 0.5).dtype == torch.float32
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert f(x, 0.5).dtype == torch.float64
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert f(x, 0.5).dtype == torch.float32
-
-
 def test_the_floats_of_a_call_are_uploaded_at_once_if_they_are_read(make):
     """In a vector: torch_xla's cache of single numbers neither grows nor loses one."""
 

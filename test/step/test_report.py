@@ -202,11 +202,7 @@ def test_a_partly_used_step_weighs_by_bytes_and_shows_first_what_went_wrong(make
         "f32[10]": "unusable",
     }
     codes = {donor.name: donor.reason_code for donor in (*report.donors, *report.pending)}
-    assert codes == {
-        "['used']": None,
-        "['unused']": Reason.NO_OUTPUT_OF_ITS_SIZE,
-        "['pending']": Reason.UNREAD,
-    }
+    assert codes == {"['used']": None, "['unused']": Reason.NO_OUTPUT_OF_ITS_SIZE, "['pending']": Reason.UNREAD}
     assert json.loads(json.dumps(Reason.UNREAD)) == "unread" == str(Reason.UNREAD)
     _more = pending.sum()
     with donation_disabled():

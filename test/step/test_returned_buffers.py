@@ -346,6 +346,8 @@ def test_a_returned_view_keeps_its_value_and_refuses_writes(make):
     with pytest.raises(DonatedBufferError):
         row.fill_(8)
     assert t.tolist() == [0, 1, 2]
+    part = f(make(4))[1]  # of a view that nothing else holds
+    assert not is_donated(part) and part.item() == 1
     u = compile(lambda a: a.view_as(a).clone(), donate_argnums=0)(make(3))
     u[0] = 8
     assert u.tolist() == [8, 1, 2]

@@ -118,9 +118,9 @@ def test_slices_that_the_backward_scan_does_not_read_are_donated(make):
     assert xs.grad.tolist() == [[7.0] * 3, [5.0] * 3, [3.0] * 3, [1.0] * 3]
 
 
-@pytest.mark.parametrize("how", ["argument", "body", "environment"])
+@pytest.mark.parametrize("how", ["argument", "body", "environment", "mark"])
 def test_strict_donation_of_a_tensor_of_autograd_is_an_error(make, how, monkeypatch):
-    """Each time, and the scan donates nothing."""
+    """Each time, and the scan donates nothing, also if the tensor had a mark already."""
 
     def body(carry, w):
         if how == "body":
@@ -129,9 +129,11 @@ def test_strict_donation_of_a_tensor_of_autograd_is_an_error(make, how, monkeypa
 
     if how == "environment":
         monkeypatch.setenv("TORCH_XLA_DONATE_STRICT", "1")
-    options = {"donate": "init" if how == "body" else ("init", "xs"), "strict": True if how == "argument" else None}
+    options = {"donate": "init" if how == "body" else ("init", "xs"), "strict": how in ("argument", "mark") or None}
     weights, init = make(4, 3).requires_grad_(), make(3)
     for _ in range(2):
+        if how == "mark":
+            donate_buffer(weights)
         with pytest.raises(DonationError, match="xs: autograd has saved it for the backward scan"):
             scan(body, init, weights, **options)
         (donor,) = donation_report(steps=1).donors
@@ -482,15 +484,6 @@ def test_a_pure_body_donates_by_the_shapes_of_its_arguments(make):
         result = scan(body, init, make(4, size), is_fn_pure=True)
         torch_xla.sync()
         assert is_donated(init) is donated and result[0].shape == init.shape
-
-
-def test_a_donation_of_a_tensor_of_autograd_ends_an_earlier_mark(make):
-    weights = make(4, 3).requires_grad_()
-    donate_buffer(weights)
-    with pytest.raises(DonationError, match="autograd has saved it for the backward scan"):
-        scan(lambda carry, x: (carry * x, carry), make(3), weights, donate="xs", strict=True)
-    torch_xla.sync()
-    assert not is_donated(weights)
 
 
 @each_backend

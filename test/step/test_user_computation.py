@@ -126,8 +126,7 @@ def test_inputs_that_do_not_fit_the_computation_are_refused(make):
     other = make(2) + 1
     good = make(4)
     for inputs, kind, text in [
-        ([good], ValueError, "takes 2 arrays, but inputs has 1."),
-        ([good], ValueError, " for each of these: f32[4], f32[4]"),
+        ([good], ValueError, "takes 2 arrays, but inputs has 1. Pass one tensor for each of these: f32[4], f32[4]"),
         ([good, make(3)], ValueError, "inputs[1] of sgd is f32[3], but the computation takes f32[4]"),
         ([make(4, dtype=torch.int32), good], ValueError, "inputs[0] of sgd is s32[4], but the"),
         ([good, torch.ones(4)], ValueError, "inputs[1] of sgd is float32[4] on cpu, but a computation"),

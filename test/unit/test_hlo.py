@@ -248,20 +248,14 @@ def test_a_copied_element_of_the_tuple_of_all_parameters_counts() -> None:
         (header("(f32[2])->f32[2]") + " x=1", "found 'x=1' at offset 57, expected ',' or the end"),
         (header("(f32[2])"), "found '}' at offset 47, expected '->'"),
         (header("(f32[2]->f32[]"), "found '->f32[]}' at offset 46, expected ',' or ')'"),
-        (
-            header("(f32[?])->()"),
-            "found '?])->()}' at offset 44, expected a dimension such as 8 or",
-        ),
+        (header("(f32[?])->()"), "found '?])->()}' at offset 44, expected a dimension such as 8 or"),
         (header("(f32[2,])->()"), "found '])->()}' at offset 46, expected a dimension such as 8"),
         (header("(g32[2])->()"), "found 'g32[2])->()}' at offset 40, expected an HLO element type"),
         (header("(f32)->()"), "found 'f32)->()}' at offset 40, expected a shape such as f32[8,4]"),
         (header("(" * 99), "at offset 104, expected at most 64 tuples in each other"),
         (header("()->()", "num_partitions=x"), "found 'x, entry_computation_lay' at offset 28"),
         (header("()->()", "buffer_donor={ 3 }"), "found '3 }, entry_computation_l' at offset 28"),
-        (
-            header("(f32[2])->()", "buffer_donor={ (1, {}) }"),
-            "at offset 28, expected a parameter number below 1",
-        ),
+        (header("(f32[2])->()", "buffer_donor={ (1, {}) }"), "at offset 28, expected a parameter number below 1"),
         (
             header("(f32[2])->()", "buffer_donor={ (0, {0}) }"),
             "at offset 28, expected an index within parameter 0, f32[2]",

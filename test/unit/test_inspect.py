@@ -62,10 +62,7 @@ def test_a_donor_has_its_output_and_its_copied_bytes(tmp_path):
     assert (step.module, step.file, step.parameters, step.outputs, step.aliases) == ("step.1", str(after), 2, 2, 1)
     assert (used.parameter, used.array, used.bytes, used.kind, used.output) == (0, "f32[8,4]", 128, "unknown", 0)
     assert (used.copied_bytes, used.reason) == (128, "")
-    assert (unused.output, unused.reason) == (
-        None,
-        NO_OUTPUT,
-    )
+    assert (unused.output, unused.reason) == (None, NO_OUTPUT)
     assert (step.executed, step.memory, run.exit_code) == (None, None, None)
     assert (run.donated_fraction, step.donated_bytes, step.offered_bytes) == (128 / 140, 128, 140)
 
