@@ -13,11 +13,11 @@ import torch
 from torch_xla_donate._errors import see
 
 
-def check_count(argument: str, value: Any, least: int, remedy: str) -> None:
-    """Raises TypeError or ValueError for what is not a whole number of at least `least`. NumPy's ints are."""
+def check_count(argument: str, value: Any, remedy: str) -> None:
+    """Raises TypeError or ValueError for what is not a whole number above 0. NumPy's ints are."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{argument} is of type {type(value).__name__}, not an int. {remedy}")
-    if int(value) < least:
+    if int(value) < 1:
         raise ValueError(f"{argument} is {value}. {remedy}")
 
 

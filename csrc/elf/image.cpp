@@ -86,9 +86,9 @@ const char* Name(RelocationKind kind) noexcept {
   return "ABS64";
 }
 
-bool ElfImage::Range::Contains(const void* address) const noexcept {
+bool ElfImage::Contains(const void* address) const noexcept {
   const auto value = reinterpret_cast<std::uintptr_t>(address);
-  return begin <= value && value < end;
+  return mapped_begin_ <= value && value < mapped_end_;
 }
 
 ElfImage ElfImage::Find(const std::string& path) {
@@ -105,7 +105,8 @@ ElfImage ElfImage::Find(const std::string& path) {
   ElfImage image;
   image.path_ = path;
   image.base_ = search.base;
-  image.mapped_ = {search.mapped_begin, search.mapped_end};
+  image.mapped_begin_ = search.mapped_begin;
+  image.mapped_end_ = search.mapped_end;
   image.ReadDynamicSection(search.dynamic);
   return image;
 }

@@ -52,14 +52,9 @@ class ElfImage {
   const std::string& Path() const noexcept { return path_; }
 
   // Whether the address lies between the library's first and last loaded byte.
-  bool Contains(const void* address) const noexcept { return mapped_.Contains(address); }
+  bool Contains(const void* address) const noexcept;
 
  private:
-  struct Range {
-    std::uintptr_t begin = 0;
-    std::uintptr_t end = 0;
-    bool Contains(const void* address) const noexcept;
-  };
   struct Table {  // a relocation table in memory; Elf64_Rela stays out of this header
     const void* data = nullptr;
     std::size_t bytes = 0;
@@ -70,7 +65,7 @@ class ElfImage {
 
   std::string path_;
   std::uintptr_t base_ = 0;  // what the dynamic linker has added to the addresses in the file
-  Range mapped_;
+  std::uintptr_t mapped_begin_ = 0, mapped_end_ = 0;
   Table relocations_;      // DT_RELA
   Table plt_relocations_;  // DT_JMPREL
   const void* symbols_ = nullptr;

@@ -142,29 +142,25 @@ std::vector<std::int64_t> SizesOf(const std::string& array) {
 bool IsDynamic(const std::string& array) { return array.find("<=") != std::string::npos; }
 
 std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
+  return MemoryPerDevice(array, SizeRule::kBytes);
+}
+
+std::optional<std::int64_t> MemoryPerDevice(const std::string& array, SizeRule rule) {
   const std::optional<at::ScalarType> dtype = ElementType(array);
   const auto cuts = Cuts(array);
   if (!dtype || !cuts) {
     return std::nullopt;
   }
-  auto bytes = static_cast<std::int64_t>(c10::elementSize(*dtype));
-  for (const auto& [size, pieces] : *cuts) {
-    bytes *= (size + pieces - 1) / pieces;
-  }
-  return bytes;
-}
-
-std::optional<std::int64_t> MemoryPerDevice(const std::string& array, SizeRule rule) {
-  const std::optional<std::int64_t> bytes = BytesPerDevice(array);
-  if (rule == SizeRule::kBytes || !bytes || *bytes == 0) {
-    return bytes;
-  }
+  const auto width = static_cast<std::int64_t>(c10::elementSize(*dtype));
+  std::int64_t elements = 1;
   std::vector<std::int64_t> sizes;
-  const auto cuts = Cuts(array).value();
-  for (const auto& [size, pieces] : cuts) {
+  for (const auto& [size, pieces] : *cuts) {
     sizes.push_back((size + pieces - 1) / pieces);
+    elements *= sizes.back();
   }
-  const auto width = static_cast<std::int64_t>(c10::elementSize(ElementType(array).value()));
+  if (rule == SizeRule::kBytes || elements == 0) {
+    return elements * width;
+  }
   // An element of 64 bits is two words in two arrays.
   const std::int64_t rows = 4 / std::min<std::int64_t>(width, 4) * (rule == SizeRule::kTilesBeforeV4 ? 2 : 1);
   return PaddedElements(sizes, rows) * width;

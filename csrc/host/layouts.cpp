@@ -22,19 +22,6 @@ constexpr const char* kBufferType = "N9torch_xla7runtime21PjRtComputationClient8
 constexpr const char* kShardedBufferType = "N9torch_xla7runtime21PjRtComputationClient15PjRtShardedDataE";
 constexpr const char* kExecutorType = "N9torch_xla16XLAGraphExecutorE";
 
-// After the first comparison of the texts, the address of a type's name identifies the type cheaply.
-bool HasType(const std::type_info& type, const char* name, std::atomic<const char*>& known) {
-  const char* found = type.name();
-  if (found == known.load(std::memory_order_relaxed)) {
-    return true;
-  }
-  if (std::strcmp(found, name) != 0) {
-    return false;
-  }
-  known.store(found, std::memory_order_relaxed);
-  return true;
-}
-
 }  // namespace
 
 void Mismatch(const std::string& what) { throw std::runtime_error(what); }
@@ -45,9 +32,14 @@ const c10::TensorImpl& ValueImplOf(const c10::TensorImpl* impl) {
 }
 
 const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
+  // After the first comparison of the texts, the address of the type's name identifies the type cheaply.
   static std::atomic<const char*> known{nullptr};
-  if (!HasType(typeid(impl), kTensorImplType, known)) {
-    return nullptr;
+  const char* const name = typeid(impl).name();
+  if (name != known.load(std::memory_order_relaxed)) {
+    if (std::strcmp(name, kTensorImplType) != 0) {
+      return nullptr;
+    }
+    known.store(name, std::memory_order_relaxed);
   }
   return reinterpret_cast<const lazy::LazyTensorPtr*>(reinterpret_cast<const char*>(&impl) + sizeof(c10::TensorImpl));
 }

@@ -69,7 +69,14 @@ struct HostTensor : lazy::LazyTensor {
 
 inline const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
 
-// The impl that has the tensor's value, inside functionalization's wrapper if there is one.
+// Functionalization's wrapper; null if the tensor has none.
+inline at::FunctionalTensorWrapper* WrapperOf(const at::Tensor& tensor) {
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  const bool is_wrapper = impl->key_set().has(c10::DispatchKey::Functionalize);
+  return is_wrapper ? static_cast<at::FunctionalTensorWrapper*>(impl) : nullptr;
+}
+
+// The impl that has the tensor's value, inside the wrapper if there is one.
 const c10::TensorImpl& ValueImplOf(const c10::TensorImpl* impl);
 
 // The pointer to the lazy tensor, which torch_xla::XLATensorImpl has after c10::TensorImpl. Null for another class.

@@ -41,9 +41,14 @@ const TensorData* ValueOf(const c10::TensorImpl& tensor) {
   return lazy_tensor == nullptr || *lazy_tensor == nullptr ? nullptr : (*lazy_tensor)->data().get();
 }
 
+lazy::BackendDataPtr BufferOfValue(const at::Tensor& tensor) {
+  const TensorData* data = ValueOf(*tensor.unsafeGetTensorImpl());
+  return data == nullptr ? nullptr : BufferOf(*data);
+}
+
 Resolution Resolve(const at::Tensor& tensor) {
   Resolution result;
-  if (at::functionalization::impl::isFunctionalTensor(tensor)) {
+  if (WrapperOf(tensor) != nullptr) {
     at::functionalization::impl::sync(tensor);
   }
   const c10::TensorImpl& impl = ValueImplOf(tensor.unsafeGetTensorImpl());
@@ -72,12 +77,11 @@ Resolution Resolve(const at::Tensor& tensor) {
 
 std::optional<HeldArray> HeldBy(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  if (impl->key_set().has(c10::DispatchKey::Functionalize)) {
-    const auto& wrapper = static_cast<const at::FunctionalTensorWrapper&>(*impl);
-    if (!wrapper.is_up_to_date()) {
+  if (const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor)) {
+    if (!wrapper->is_up_to_date()) {
       return std::nullopt;
     }
-    impl = wrapper.value().unsafeGetTensorImpl();
+    impl = wrapper->value().unsafeGetTensorImpl();
   }
   const lazy::LazyTensorPtr* lazy_tensor = LazyTensorOf(*impl);
   if (lazy_tensor == nullptr || *lazy_tensor == nullptr || impl->has_symbolic_sizes_strides()) {
@@ -91,7 +95,6 @@ std::optional<HeldArray> HeldBy(const at::Tensor& tensor) {
 }
 
 void Prefetch(const std::vector<const at::Tensor*>& tensors) {
-  namespace functional = at::functionalization::impl;
   // A shared object follows its counters.
   constexpr std::size_t kCounters = 16;
   c10::SmallVector<const char*, 64> next;
@@ -101,8 +104,7 @@ void Prefetch(const std::vector<const at::Tensor*>& tensors) {
   }
   for (const at::Tensor* tensor : tensors) {
     const c10::TensorImpl* impl = tensor->unsafeGetTensorImpl();
-    if (functional::isFunctionalTensor(*tensor)) {
-      const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(*tensor);
+    if (const at::FunctionalTensorWrapper* wrapper = WrapperOf(*tensor)) {
       const char* storage = reinterpret_cast<const char*>(wrapper->storage().unsafeGetStorageImpl());
       __builtin_prefetch(storage);
       __builtin_prefetch(storage + sizeof(c10::StorageImpl));

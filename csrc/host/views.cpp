@@ -43,11 +43,6 @@ Group& GroupOf(const at::FunctionalTensorWrapper& tensor) {
   return static_cast<Group&>(*tensor.storage().unsafeGetStorageImpl());
 }
 
-lazy::BackendDataPtr BufferOfImpl(const c10::TensorImpl& impl) {
-  const lazy::LazyTensorPtr* tensor = LazyTensorOf(impl);
-  return tensor == nullptr || *tensor == nullptr ? nullptr : BufferOf(*(*tensor)->data());
-}
-
 // A view, computed from its base. torch 2.8 has a member for this, 2.9 shows the notes of the view.
 template <typename View>
 auto Replay(View& view, const at::Tensor& base) -> decltype(view.apply_view_metas(base)) {
@@ -69,8 +64,7 @@ bool RearrangesBase(at::FunctionalTensorWrapper& view) {
       base.scalar_type() != c10::typeMetaToScalarType(view.dtype())) {
     return false;
   }
-  const TensorData* held = ValueOf(*base.unsafeGetTensorImpl());
-  const lazy::BackendDataPtr buffer = held == nullptr ? nullptr : BufferOf(*held);
+  const lazy::BackendDataPtr buffer = BufferOfValue(base);
   if (buffer == nullptr) {
     return false;
   }
@@ -110,21 +104,18 @@ void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
 }
 
 void KeepValue(const at::Tensor& tensor) {
-  if (at::functionalization::impl::isFunctionalTensor(tensor)) {
-    SetUpToDate(*at::functionalization::impl::unsafeGetFunctionalWrapper(tensor));
+  if (at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor)) {
+    SetUpToDate(*wrapper);
   }
 }
 
 lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor) {
-  return BufferOfImpl(*GroupOf(tensor).base().unsafeGetTensorImpl());
+  return BufferOfValue(GroupOf(tensor).base());
 }
 
-lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor) {
-  return BufferOfImpl(*tensor.value().unsafeGetTensorImpl());
-}
+lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor) { return BufferOfValue(tensor.value()); }
 
 std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
   std::vector<const TensorData*> found;
   const auto add = [&found](const at::Tensor& value) {
     if (const TensorData* data = ValueOf(*value.unsafeGetTensorImpl()); data != nullptr) {
@@ -132,60 +123,46 @@ std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor) {
     }
   };
   add(tensor);
-  if (functional::isFunctionalTensor(tensor)) {
-    const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
-    if (wrapper->isBaseTensor()) {
-      add(GroupOf(*wrapper).base());
-    }
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
+  if (wrapper != nullptr && wrapper->isBaseTensor()) {
+    add(GroupOf(*wrapper).base());
   }
   return found;
 }
 
 lazy::BackendDataPtr BufferBehind(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  if (functional::isFunctionalTensor(tensor)) {
-    const at::FunctionalTensorWrapper* wrapper = functional::unsafeGetFunctionalWrapper(tensor);
-    if (!wrapper->is_up_to_date()) {
-      return BaseBuffer(*wrapper);
-    }
-  }
-  return Resolve(tensor).buffer;
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
+  return wrapper != nullptr && !wrapper->is_up_to_date() ? BaseBuffer(*wrapper) : Resolve(tensor).buffer;
 }
 
 at::Tensor TensorToDonate(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  if (functional::isFunctionalTensor(tensor)) {
-    at::FunctionalTensorWrapper* view = functional::unsafeGetFunctionalWrapper(tensor);
-    if (!view->is_up_to_date()) {
-      GroupOf(*view).apply_updates();
-      if (RearrangesBase(*view)) {
-        return GroupOf(*view).base();
-      }
+  at::FunctionalTensorWrapper* view = WrapperOf(tensor);
+  if (view != nullptr && !view->is_up_to_date()) {
+    GroupOf(*view).apply_updates();
+    if (RearrangesBase(*view)) {
+      return GroupOf(*view).base();
     }
   }
   return tensor;
 }
 
 lazy::BackendDataPtr BufferToDonate(const at::Tensor& tensor) {
-  namespace functional = at::functionalization::impl;
-  at::FunctionalTensorWrapper* view =
-      functional::isFunctionalTensor(tensor) ? functional::unsafeGetFunctionalWrapper(tensor) : nullptr;
+  at::FunctionalTensorWrapper* view = WrapperOf(tensor);
   const bool is_own = view == nullptr || view->isBaseTensor() || view->is_up_to_date();
   lazy::BackendDataPtr own = is_own ? BufferBehind(tensor) : nullptr;
   return own == nullptr && view != nullptr && RearrangesBase(*view) ? BaseBuffer(*view) : own;
 }
 
 bool HasAliases(const at::Tensor& tensor) {
-  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  return impl.key_set().has(c10::DispatchKey::Functionalize) &&
-         static_cast<const at::FunctionalTensorWrapper&>(impl).storage().use_count() > 1;
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
+  return wrapper != nullptr && wrapper->storage().use_count() > 1;
 }
 
 void InvalidateViews(const at::Tensor& tensor) {
   if (!HasAliases(tensor)) {
     return;
   }
-  const auto* wrapper = static_cast<const at::FunctionalTensorWrapper*>(tensor.unsafeGetTensorImpl());
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
   // A tensor and its views share a storage. Replacing the base by the same tensor makes the views out of date. It is
   // replaced at once: torch.compile computes even an up-to-date view again if a storage has updates that wait.
   const at::Tensor base = GroupOf(*wrapper).base();

@@ -85,8 +85,7 @@ void BindAuto(py::module_& m) {
   m.def(
       "array_of",
       [](py::handle tensor) {
-        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
-        const lazy::BackendDataPtr buffer = data == nullptr ? nullptr : abi::BufferOf(*data);
+        const lazy::BackendDataPtr buffer = abi::BufferOfValue(TensorOf(tensor));
         return buffer == nullptr ? "" : abi::DescribeBuffer(*buffer);
       },
       py::arg("tensor"),

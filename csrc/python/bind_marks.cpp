@@ -424,8 +424,7 @@ void BindMarks(py::module_& m) {
   m.def(
       "is_constant",
       [](py::handle tensor) {
-        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
-        const lazy::BackendDataPtr buffer = data == nullptr ? nullptr : abi::BufferOf(*data);
+        const lazy::BackendDataPtr buffer = abi::BufferOfValue(TensorOf(tensor));
         const std::optional<abi::DataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
         return info.has_value() && info->read_only;
       },
@@ -473,10 +472,7 @@ void BindMarks(py::module_& m) {
       py::arg("tensor"), "A step that reads this tensor's array raises RuntimeError before it begins.");
   m.def(
       "holds",
-      [](py::handle tensor) {
-        const abi::TensorData* data = abi::ValueOf(*TensorOf(tensor).unsafeGetTensorImpl());
-        return reinterpret_cast<std::uintptr_t>(data == nullptr ? nullptr : abi::BufferOf(*data).get());
-      },
+      [](py::handle tensor) { return reinterpret_cast<std::uintptr_t>(abi::BufferOfValue(TensorOf(tensor)).get()); },
       py::arg("tensor"), "The buffer that a tensor holds (as in identity), without applying pending updates; or 0.");
   m.def(
       "has_unpack_hook", [](py::handle saved) { return SavedBy(saved).has_hooks(); }, py::arg("saved"),

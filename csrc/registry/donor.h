@@ -57,7 +57,6 @@ enum class DonorState {
 
 // The buffer of a donor.
 struct DonorArray {
-  explicit DonorArray(lazy::BackendDevice where) : device(std::move(where)) {}
   DonorArray(const lazy::BackendDataPtr& of, at::IntArrayRef of_sizes)
       : buffer(of),
         key(of.get()),
@@ -71,10 +70,10 @@ struct DonorArray {
   }
 
   std::weak_ptr<lazy::BackendData> buffer;
-  const lazy::BackendData* key = nullptr;  // of a marked donor: the address of the buffer; compared only
+  const lazy::BackendData* key;  // the address of the buffer; compared only
   c10::SmallVector<std::int64_t, 4> sizes;
-  at::ScalarType dtype = at::ScalarType::Undefined;  // of the buffer, not of the tensor
-  std::int64_t bytes = 0;                            // of the whole array, before any sharding
+  at::ScalarType dtype;  // of the buffer, not of the tensor
+  std::int64_t bytes;    // of the whole array, before any sharding
   lazy::BackendDevice device;
   bool automatic = false;  // found by liveness: has no marks
 

@@ -167,7 +167,7 @@ class Steps {
   }
   // The device has the step's run, or the step has failed for the reason given. Reads from the buffers whether XLA used
   // them. Keeps the used ones of a run that has not failed: see TakeConsumed().
-  void RecordOutcome(const StepPtr& step, const Reason& failure = {}) noexcept;
+  void RecordOutcome(const StepPtr& step, const Reason& failure) noexcept;
   // What the device's last run has consumed, for its next run, which destroys it when the device has that run. XLA's
   // CPU client waits for a run when a buffer that it consumes is destroyed. A program whose old tensors go at once
   // could not prepare a step while the one before it runs. The buffers have no memory of the device any more.

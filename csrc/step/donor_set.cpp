@@ -231,9 +231,8 @@ DonorSet::Donation DonorSet::Plan() {
   offers.reserve(choice.pairs.chosen.size() + marks_.size());
   std::vector<DonorPtr> automatic_donors;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
-    DonorArray array = choice.prototypes[i];
-    array.device = context_.collection.device;  // another device may have had this graph before
-    array.buffer = graph.parameters_data[choice.pairs.chosen[i]];
+    DonorArray array(graph.parameters_data[choice.pairs.chosen[i]], choice.sizes[i]);
+    array.automatic = true;
     automatic_donors.push_back(std::make_shared<Donor>(std::move(array)));
     offer_at[choice.pairs.chosen[i]] = offers.size();
     offers.push_back({automatic_donors.back()});

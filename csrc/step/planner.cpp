@@ -55,15 +55,8 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const KeptPlan& plan, const StepFac
   auto choice = std::make_shared<DonorChoice>();
   choice->pairs = limited.PlanFor(plan.sizes).pairs;
   for (std::size_t i : choice->pairs.chosen) {
-    const std::string& array = (*plan.arrays)[i];
-    DonorArray donor(step.graph.parameters_data[i]->device());
-    donor.automatic = true;
-    donor.dtype = ElementType(array).value_or(at::ScalarType::Undefined);
-    const std::vector<std::int64_t> sizes = SizesOf(array);
-    donor.sizes.assign(sizes.begin(), sizes.end());
-    donor.bytes = BytesPerDevice(WithoutLayout(array)).value_or(0);
+    choice->sizes.push_back(SizesOf((*plan.arrays)[i]));
     choice->bytes += plan.sizes.bytes[i].value_or(0);
-    choice->prototypes.push_back(std::move(donor));
   }
   const std::vector<std::int64_t>& room = choice->pairs.room;
   for (const ArraySize& bytes : plan.sizes.bytes) {

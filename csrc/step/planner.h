@@ -46,8 +46,8 @@ struct StepFacts {
 
 struct DonorChoice {
   DonorPairs pairs;
-  std::vector<DonorArray> prototypes;  // of pairs.chosen, without buffers
-  std::vector<bool> has_room;          // by parameter: an output of its size has no donor
+  std::vector<std::vector<std::int64_t>> sizes;  // of pairs.chosen: those of the whole arrays
+  std::vector<bool> has_room;                    // by parameter: an output of its size has no donor
   std::int64_t bytes = 0;
 };
 

@@ -40,7 +40,7 @@ from torch_xla_donate import (
     set_auto_donate,
 )
 
-BUILD = _host.Build("2.9.1+cu128", "2.9.0", "GNU 12")
+BUILD = _host.load.Build("2.9.1+cu128", "2.9.0", "GNU 12")
 
 
 def test_versions_of_the_builds_minor_are_accepted():
@@ -48,9 +48,9 @@ def test_versions_of_the_builds_minor_are_accepted():
     major, minor = torch.__version__.split(".")[:2]
     for rest in (".1+cu128", ".0", ".0.dev20250901", ".1+local", "rc1", ".0a0+git7bcbafe"):
         version = f"{major}.{minor}{rest}"
-        assert _host.module_for(version, version).parent.name == f"torch_{major}_{minor}"
-        _host.check_build(_host.build(), version, version)
-    _host.module_for(f"{major}.{minor}.0", f"{major}.{minor}.1")
+        assert _host.load.module_for(version, version).parent.name == f"torch_{major}_{minor}"
+        _host.load.check_build(_host.build(), version, version)
+    _host.load.module_for(f"{major}.{minor}.0", f"{major}.{minor}.1")
 
 
 def test_other_releases_are_refused_with_the_versions_seen_and_supported():
@@ -61,11 +61,11 @@ def test_other_releases_are_refused_with_the_versions_seen_and_supported():
         ("2.9.1", "2.8.1", "torch 2.9.1 and torch_xla 2.8.1 do not belong together"),
     ]:
         with pytest.raises(ImportError, match=text):
-            _host.module_for(torch_version, torch_xla_version)
+            _host.load.module_for(torch_version, torch_xla_version)
     for version in ("nightly", "2", "", "2.x", "v2.9", None):
         for versions, package in (((version, "2.9.0"), "torch"), (("2.9.1", version), "torch_xla")):
             message = f"{package} says that its version is {version!r}, expected one such as '2.9.1'"
-            assert message in error_of(ImportError, _host.module_for, *versions)
+            assert message in error_of(ImportError, _host.load.module_for, *versions)
 
 
 def test_a_module_whose_record_does_not_fit_its_folder_is_refused():
@@ -74,7 +74,7 @@ def test_a_module_whose_record_does_not_fit_its_folder_is_refused():
         r"installed. Rebuild torch_xla_donate in this environment: pip install --no-build-isolation"
     )
     with pytest.raises(ImportError, match=text):
-        _host.check_build(BUILD, "2.8.0+cpu", "2.8.1")
+        _host.load.check_build(BUILD, "2.8.0+cpu", "2.8.1")
 
 
 def test_the_import_is_refused_before_torch_xla_is_loaded():
@@ -135,7 +135,7 @@ def test_the_module_records_what_it_was_built_against(tmp_path):
     stranger = tmp_path / "_C.so"
     stranger.write_bytes(b"\x7fELF")
     with pytest.raises(ImportError, match="has no record of its build. Rebuild"):
-        _host.build_record(stranger)
+        _host.load.build_record(stranger)
 
 
 def unhooked() -> object:

@@ -36,7 +36,7 @@ def read(path: str) -> str:
 
 
 def test_the_readme_names_the_versions_that_are_supported() -> None:
-    assert f"torch_xla {_host.supported_versions()}" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"torch_xla {_host.load.supported_versions()}" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_releases_is_that_of_the_result_files() -> None:

@@ -86,7 +86,7 @@ class Placeholders:
         self.by_id: dict[int, torch.Tensor] = {}
         self._by_buffer: dict[int, tuple[int, torch.Tensor]] = {}
 
-    def __call__(self, leaf: torch.Tensor, op_sharding: Any = None) -> torch.Tensor:
+    def __call__(self, leaf: torch.Tensor, op_sharding: Any) -> torch.Tensor:
         if id(leaf) not in self.by_id:
             self.by_id[id(leaf)] = self._make(leaf, op_sharding)
         return self.by_id[id(leaf)]

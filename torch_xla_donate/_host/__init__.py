@@ -41,15 +41,7 @@ from torch_xla_donate._host.loops import (
     read_by_backward_scan,
     scan_layers,
 )
-from torch_xla_donate._host.load import (
-    Build,
-    build,
-    build_record,
-    built_modules,
-    check_build,
-    module_for,
-    supported_versions,
-)
+from torch_xla_donate._host.load import build
 from torch_xla_donate._host.repairs import with_pure_copies
 from torch_xla_donate._host.settings import (
     auto_sharding,

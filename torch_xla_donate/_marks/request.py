@@ -15,7 +15,7 @@ def check_options(strict: _config.Strict, stacklevel: int) -> None:
         return
     _config.check_strict(strict)
     remedy = "Pass 1 for the line of the call, or 2 for the line that calls your helper. Nothing was donated."
-    check_count("stacklevel", stacklevel, 1, f"{remedy} {see('refused')}")
+    check_count("stacklevel", stacklevel, f"{remedy} {see('refused')}")
 
 
 class DonationRequest(NamedTuple):

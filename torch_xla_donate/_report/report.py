@@ -260,7 +260,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
         DonationError: a strict donation was unusable, and no step has raised that yet.
     """
     if steps is not None:
-        check_count("steps", steps, 1, f"Pass 1 or more, or None. {see('report')}")
+        check_count("steps", steps, f"Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
     found = _last_steps(int(min(steps or _KEPT, _KEPT)))
     donors: list[Donor] = []
