@@ -38,19 +38,13 @@ class Couple:
 pytree.register_pytree_node(Couple, lambda c: ([c.first, c.second], None), lambda leaves, _: Couple(*leaves))
 
 
-def run_script(
-    source: str,
-    *args: str,
-    env: Mapping[str, str] | None = None,
-    timeout: float = 300.0,
-    exit_code: int | None = 0,
-) -> subprocess.CompletedProcess[str]:
+def run_script(source: str, *args: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Runs Python source in a fresh process on XLA's CPU backend; returns its output as text.
 
     The source is dedented and run from a file `script.py`, so that tracebacks and warnings have
     lines; `args` are its arguments. `env` is added to this process's environment, of which
-    XLA_FLAGS is not passed on. Fails the test with stdout and stderr if the exit code is not
-    `exit_code` (None accepts any), or after `timeout` seconds.
+    XLA_FLAGS is not passed on. Fails the test with stdout and stderr if the exit code is not 0, or
+    after 300 seconds.
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment.update({"PJRT_DEVICE": "CPU", **(env or {})})
@@ -67,15 +61,15 @@ def run_script(
             start_new_session=True,
         )
         try:
-            stdout, stderr = child.communicate(timeout=timeout)
+            stdout, stderr = child.communicate(timeout=300)
         except BaseException as error:
             os.killpg(child.pid, signal.SIGKILL)
             stdout, stderr = child.communicate()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            pytest.fail(f"still running after {timeout} s\n{_shown(stdout, stderr)}")
-    if exit_code is not None and child.returncode != exit_code:
-        pytest.fail(f"found exit code {child.returncode}, expected {exit_code}\n{_shown(stdout, stderr)}")
+            pytest.fail(f"still running after {error.timeout:g} s\n{_shown(stdout, stderr)}")
+    if child.returncode != 0:
+        pytest.fail(f"found exit code {child.returncode}, expected 0\n{_shown(stdout, stderr)}")
     return subprocess.CompletedProcess(child.args, child.returncode, stdout, stderr)
 
 

@@ -188,11 +188,18 @@ AUTO = "import torch_xla_donate\ntorch_xla_donate.set_auto_donate(True)\n"
 DETACHED = LOSS.replace("    torch_xla.sync()", "    loss = loss.detach()\n    torch_xla.sync()")
 
 
+def graphs(folder: Path) -> list[object]:
+    return [(m.before.parameters, m.before.result, m.donors, m.aliases) for m in hlo.read_dump(folder) if m.before]
+
+
 @pytest.mark.parametrize("case", DONATED)
 def test_the_call_of_a_hint_donates_its_bytes(tmp_path: Path, case: str) -> None:
+    """And watching changes neither values nor graphs."""
     source, kind, name, count = DONATED[case]
-    file = written(tmp_path, source)
+    file, plain = written(tmp_path, source), tmp_path / "plain"
     before = measure(file)
+    assert run_file(file, dump=plain).stdout == before.printed
+    assert graphs(plain) == graphs(tmp_path / "dump_0")
     hint = only(before.advice)
     assert (hint.kind, hint.name, hint.bytes, hint.array) == (kind, name, count * SIZE, "f32[64,64]")
     assert hint.where == f"{file}:{line_of(source)}"
@@ -278,18 +285,6 @@ print(average.sum().item())
 def test_a_well_written_program_gets_no_hint(tmp_path: Path, case: str) -> None:
     found = measure(written(tmp_path, WELL_WRITTEN[case]))
     assert found.advice == Advice()
-
-
-@pytest.mark.parametrize("case", ["loss", "slices", "functional", "module_cache"])
-def test_watching_changes_neither_values_nor_graphs(tmp_path: Path, case: str) -> None:
-    file, watched, plain = written(tmp_path, DONATED[case][0]), tmp_path / "watched", tmp_path / "plain"
-    run_in_child(watch, str(file), dump=watched)
-    run_file(file, dump=plain)
-    modules = [
-        [(m.before.parameters, m.before.result, m.donors, m.aliases) for m in hlo.read_dump(folder) if m.before]
-        for folder in (watched, plain)
-    ]
-    assert modules[0] == modules[1]
 
 
 @in_process(devices=4)

@@ -46,25 +46,18 @@ def test_a_functional_update_of_its_arguments():
 
 
 @in_process
-def test_an_argument_by_keyword():
+def test_arguments_by_keyword_in_part_and_of_odd_callables():
     def update(*, old):
         return old * 2
 
     (hint,) = advise(update, old=make(32, 32))
     assert "donate_argnames=('old',)" in hint.edit
 
-
-@in_process
-def test_an_argument_of_which_a_part_has_no_result_is_left_out():
-    def update(state):
+    def partly(state):
         return state[0] * 2 + state[1].sum()
 
-    assert not advise(update, [make(32, 32), make(64, 64)])
-
-
-@in_process
-def test_arguments_of_an_odd_callable():
-    """Not each has a name, and the callable may have no source."""
+    # One of which a part has no result is left out.
+    assert not advise(partly, [make(32, 32), make(64, 64)])
 
     class Odd:
         def __call__(self, first, *others):
@@ -76,6 +69,7 @@ def test_arguments_of_an_odd_callable():
     def last(first, *others):
         return others[1] * 2
 
+    # Not each has a name, and the callable may have no source.
     (hint,) = advise(last, 1, 2, make(32, 32))
     assert (hint.holder, hint.bytes) == ("argument 'others[1]'", SIZE)
     assert "donate_argnums=(2,)" in hint.edit
@@ -126,7 +120,7 @@ def is_watched(make):
 
 
 @in_process
-def test_nothing_stays_behind():
+def test_an_error_and_an_interrupt_at_the_beginning_leave_nothing_behind():
     def fail():
         raise ValueError("no")
 
@@ -134,9 +128,6 @@ def test_nothing_stays_behind():
         advise(fail)
     assert not is_watched(make)
 
-
-@in_process
-def test_an_interrupt_at_the_beginning_leaves_nothing_behind():
     def interrupt(frame, event, function):
         if event == "c_return" and function is _C.watch_inputs:
             raise KeyboardInterrupt

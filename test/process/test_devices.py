@@ -27,6 +27,7 @@ def compiled(f, backend, **options):
 @ANY
 @in_process(devices=4)
 def test_a_function_runs_on_the_device_of_its_arguments(backend):
+    """The current device stays, also after an error."""
     step = compiled(lambda x, y: x * 2 + y, backend, donate_argnums=0)
     for device in (3, 0, 3, 1):
         x = on(device, 1, 2)
@@ -35,6 +36,13 @@ def test_a_function_runs_on_the_device_of_its_arguments(backend):
         assert _XLAC._xla_get_default_device() == "xla:0"
     assert donation_report().reused_fraction == 1.0
     assert compiled(lambda x: x + 1, backend)(on(2, 1) * 2).tolist() == [3]
+
+    def fail(x):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        compiled(fail, backend, donate_argnums=0)(on(3, 1))
+    assert (_XLAC._xla_get_default_device(), _C.pending()) == ("xla:0", [])
 
 
 @ANY
@@ -97,14 +105,3 @@ def test_a_scan_and_an_executable_run_on_the_device_of_their_arguments():
     result = executable(x)
     assert (result.tolist(), str(result.device), is_donated(x)) == ([2], "xla:3", True)
     assert executable.memory_analysis().alias_bytes == 4
-
-
-@ANY
-@in_process(devices=4)
-def test_the_current_device_is_restored_after_an_error(backend):
-    def fail(x):
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        compiled(fail, backend, donate_argnums=0)(on(3, 1))
-    assert (_XLAC._xla_get_default_device(), _C.pending()) == ("xla:0", [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import bare
 import pytest
 import torch
@@ -10,22 +12,12 @@ from children import in_process, run_in_child
 from helpers import pointer
 
 from torch_xla_donate import donate_buffer, donation_report, hlo
-from torch_xla_donate.hlo import DumpedModule, HloModule
 
 
-@pytest.fixture(scope="session")
-def steps(tmp_path_factory: pytest.TempPathFactory) -> tuple[DumpedModule, ...]:
-    folder = tmp_path_factory.mktemp("steps")
-    run_in_child(bare.donate_in_steps, dump=folder)
-    return hlo.read_dump(folder)
-
-
-def texts(module: DumpedModule) -> tuple[HloModule, HloModule]:
-    assert module.before is not None and module.after is not None
-    return module.before, module.after
-
-
-def test_donors_of_every_dtype_are_read_with_their_bytes(steps: tuple[DumpedModule, ...]) -> None:
+def test_a_dump_is_read_with_its_donors_pairs_and_paths(tmp_path: Path) -> None:
+    """Donors of each dtype have their bytes, both texts of a module are paired, and a path gives what its text does."""
+    run_in_child(bare.donate_in_steps, dump=tmp_path)
+    steps = hlo.read_dump(tmp_path)
     (module,) = [module for module in steps if module.donors]
     shapes = {module.shape_of(donor).dtype: module.shape_of(donor).bytes for donor in module.donors}
     sizes = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "s64": 8, "s32": 4, "s16": 2, "s8": 1}
@@ -33,23 +25,18 @@ def test_donors_of_every_dtype_are_read_with_their_bytes(steps: tuple[DumpedModu
     assert shapes == {name: 15 * size for name, size in sizes.items()}
     assert module.donated_bytes == sum(shapes.values())
     assert [str(module.shape_of(donor)) for donor in module.unused_donors] == ["f8e4m3fn[3,5]"]
-    assert module.unused_donors == texts(module)[1].donors
+    assert module.after is not None and module.unused_donors == module.after.donors
 
-
-def test_both_texts_of_a_module_are_paired(steps: tuple[DumpedModule, ...]) -> None:
     assert [module.module_id for module in steps] == list(range(len(steps)))
     for module in steps:
-        before, after = texts(module)
+        before, after = module.before, module.after
+        assert before is not None and after is not None
         assert before.name == after.name == module.name
         assert before.name.startswith("SyncTensorsGraph.")
         assert (before.stage, after.stage) == ("before_optimizations", "after_optimizations")
         assert before.parameters == after.parameters and before.result == after.result
         assert before.num_partitions == before.replica_count == 1
-
-
-def test_a_path_and_its_text_give_the_same_module(steps: tuple[DumpedModule, ...]) -> None:
-    for module in steps:
-        for text in texts(module):
+        for text in (before, after):
             assert text.path is not None
             assert hlo.parse(text.path) == hlo.parse(str(text.path)) == text
             read = hlo.parse(text.path.read_text())

@@ -488,30 +488,28 @@ def test_a_slot_that_another_library_patched_is_an_import_error():
     assert not _C.installed()
 
 
-@pytest.mark.parametrize(
-    ("where", "automatic"), [("atexit.register(last)", True), ("threading.Thread(target=late).start()", False)]
-)
-def test_the_layouts_are_right_where_the_interpreter_is_ending(where, automatic):
-    done = run_script(f"""
+def test_the_layouts_are_right_where_the_interpreter_is_ending():
+    """On a thread that has outlived the main one, and at the exit."""
+    done = run_script("""
         import atexit, threading
         import torch, torch_xla
         import torch_xla_donate as txd
         p = torch.arange(4.0).to("xla"); torch_xla.sync(wait=True)
-        def last():
+        def step(begin):
             global p
-            if {automatic}:
-                txd.set_auto_donate(True)
-            else:
-                txd.donate_buffer(p)
+            txd._host.hooks._verified = False
+            begin()
             p = p + 1
             torch_xla.sync(wait=True)
-            print(txd.donation_report().donors[0].outcome, p.tolist())
+            print(txd.donation_report(steps=1).donors[0].outcome, p.tolist(), txd._host.hooks._verified)
         def late():
             threading.main_thread().join()
-            last()
-        {where}
+            step(lambda: txd.donate_buffer(p))
+        threading.Thread(target=late).start()
+        atexit.register(step, lambda: txd.set_auto_donate(True))
     """)
-    assert done.stdout == "donated [1.0, 2.0, 3.0, 4.0]\n", (done.stdout, done.stderr)
+    expected = "donated [1.0, 2.0, 3.0, 4.0] True\ndonated [2.0, 3.0, 4.0, 5.0] True\n"
+    assert done.stdout == expected, (done.stdout, done.stderr)
 
 
 @in_process(devices=4)

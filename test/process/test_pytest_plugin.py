@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from children import run_in_child
 from helpers import ROOT
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with the package's metadata, as an installation has it."""
-    folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return folder
 
 
 def run_pytest(*arguments: str) -> int:
@@ -39,13 +29,21 @@ def test_nothing(request):
 """
 
 
-def test_a_project_that_does_not_donate_imports_nothing(tmp_path, installed):
-    (tmp_path / "test_unused.py").write_text(UNUSED, encoding="utf-8")
-    (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
+def test_pytest_finds_it_by_its_entry_point(tmp_path):
+    """A project that does not donate imports nothing. The example project passes, also with both ways at once."""
+    # GIVEN a folder with the package's metadata, as an installation has it
+    installed, unused = tmp_path / "installed", tmp_path / "unused"
+    installed.mkdir()
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(installed)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
+    unused.mkdir()
+    (unused / "test_unused.py").write_text(UNUSED, encoding="utf-8")
+    (unused / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(unused)],
         env={"PATH": "", "PYTHONPATH": f"{installed}:{ROOT}:{ROOT / 'torch_xla_donate' / '_pytest'}"},
-        cwd=tmp_path,
+        cwd=unused,
         capture_output=True,
         text=True,
         timeout=300,
@@ -53,13 +51,10 @@ def test_a_project_that_does_not_donate_imports_nothing(tmp_path, installed):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
-
-@pytest.mark.parametrize("also", [(), ("-p", "torch_xla_donate.testing")], ids=["entry point", "both ways at once"])
-def test_the_example_project_passes(installed, also):
-    folder = ROOT / "examples" / "user_project"
-    ended = run_in_child(run_installed, str(installed), "-q", *also, str(folder))
-    assert ended.value == 0, ended.stdout
-    assert "4 passed" in ended.stdout
+    for also in ((), ("-p", "torch_xla_donate.testing")):
+        ended = run_in_child(run_installed, str(installed), "-q", *also, str(ROOT / "examples" / "user_project"))
+        assert ended.value == 0, ended.stdout
+        assert "4 passed" in ended.stdout
 
 
 UNUSABLE = """

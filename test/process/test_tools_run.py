@@ -81,12 +81,20 @@ def test_a_relative_program_sees_what_python_shows_it(script: Path, monkeypatch:
     assert json.loads(found.stdout)["argv"] == [target, "x"]
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="-P is new in Python 3.11")
-def test_a_folder_is_on_a_safe_path_too(script: Path):
-    """A script's folder is not. Options of the interpreter are for the program."""
-    script.rename(script.parent / "__main__.py")
-    found = directly("-P", "-m", "torch_xla_donate", "run", str(script.parent), cwd=ROOT)
-    assert json.loads(found.stdout) == json.loads(directly("-P", str(script.parent)).stdout)
+def test_an_interpreter_shows_a_folder_the_same(script: Path):
+    """Options of the interpreter are for the program: with -P a folder is on the path, and that of a script is not.
+
+    Standard input is the program's. An interrupt ends it by SIGINT, and its traceback begins in the program.
+    """
+    options = ["-P"] if sys.version_info >= (3, 11) else []  # new in Python 3.11
+    script.rename(script.parent / "__main__.py").write_text(f"{SHOWS_ITSELF}    raise KeyboardInterrupt\n")
+    words = (str(script.parent), "--stdin")
+    found = directly(*options, "-m", "torch_xla_donate", "run", *words, cwd=ROOT, stdin="given")
+    expected = directly(*options, *words, stdin="given")
+    assert json.loads(found.stdout) == json.loads(expected.stdout)
+    assert json.loads(found.stdout)["stdin"] == "given"
+    assert found.returncode == expected.returncode == -2
+    assert found.stderr[found.stderr.index("Traceback") :] == expected.stderr
 
 
 def test_a_module_sees_what_python_shows_it(script: Path, monkeypatch: pytest.MonkeyPatch):
@@ -98,13 +106,19 @@ def test_a_module_sees_what_python_shows_it(script: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("statement", "code"),
-    [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1), ("os.kill(os.getpid(), signal.SIGTERM)", -15)],
+    [
+        *(("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('no')", 1)),
+        *(("raise KeyError('lost')", 1), ("os.kill(os.getpid(), signal.SIGTERM)", -15)),
+    ],
 )
 def test_the_exit_code_is_the_scripts(tmp_path: Path, statement: str, code: int):
+    """And the traceback, which begins in the script."""
     path = tmp_path / "script.py"
     path.write_text(f"import os, signal, sys\nprint('before', flush=True)\n{statement}\n")
-    assert directly(str(path)).returncode == code
-    assert run_command("run", str(path), exit_code=code).stdout == "before\n"
+    expected = directly(str(path))
+    assert expected.returncode == code
+    found = run_command("run", str(path), exit_code=code)
+    assert found.stdout == "before\n" and found.stderr.endswith(expected.stderr)
 
 
 def test_auto_donates_only_if_asked(tmp_path: Path):
@@ -122,26 +136,3 @@ def test_a_missing_script_is_one_line():
     done = run_command("run", "no_such_script.py", exit_code=2)
     assert "script 'no_such_script.py' does not exist. Give its path, or a module with -m." in done.stderr
     assert "Traceback" not in done.stderr
-
-
-RAISES = """
-import sys
-
-def inner():
-    raise KeyError("lost") if len(sys.argv) == 1 else KeyboardInterrupt
-
-print(sys.stdin.read())
-inner()
-"""
-
-
-@pytest.mark.parametrize("arguments", [[], ["interrupt"]], ids=["error", "interrupt"])
-def test_an_uncaught_exception_looks_as_without_us(tmp_path: Path, arguments: list[str]):
-    """The traceback begins in the script, standard input is the script's, and an interrupt ends by SIGINT."""
-    path = tmp_path / "script.py"
-    path.write_text(RAISES)
-    found = directly("-m", "torch_xla_donate", "run", str(path), *arguments, cwd=ROOT, stdin="given")
-    expected = directly(str(path), *arguments, stdin="given")
-    assert expected.returncode == (-2 if arguments else 1)
-    assert (found.returncode, found.stdout) == (expected.returncode, expected.stdout)
-    assert found.stderr[found.stderr.index("Traceback") :] == expected.stderr

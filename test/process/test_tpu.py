@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import torch_xla
-from children import in_process
+from children import in_process, run_in_child
 from helpers import consume, make, needs_jax
 from sharding import mesh, shard
 from torch_xla.distributed.spmd import Mesh
@@ -353,23 +351,21 @@ def test_a_single_output_has_one_index_everywhere():
     assert [lowered.compile(topology).donors[0].output for topology in (None, "v6e:1x1")] == [(0,)] * 2
 
 
-SHARDED_BY_JAX = """
-import os
-os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=4")
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-mesh = Mesh(np.array(jax.devices()), ("m",))
-rows = NamedSharding(mesh, PartitionSpec("m", None))
-f = jax.jit(lambda a: a + 1, donate_argnums=0, in_shardings=rows)
-print(f.lower(jnp.ones((256, 128))).compiler_ir("hlo").as_hlo_text())
-"""
+def sharded_by_jax(shardy: bool) -> str:
+    """In a child: the HLO of a function that JAX has sharded over four devices."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_use_shardy_partitioner", shardy)
+    rows = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("m",)), PartitionSpec("m", None))
+    f = jax.jit(lambda a: a + 1, donate_argnums=0, in_shardings=rows)
+    return str(f.lower(jax.numpy.ones((256, 128))).compiler_ir("hlo").as_hlo_text())
 
 
 @pytest.mark.parametrize("shardy", [False, True])
 def test_a_sharded_module_of_jax_keeps_its_sharding(shardy):
-    env = os.environ | {"JAX_USE_SHARDY_PARTITIONER": str(shardy)}
-    program = [sys.executable, "-c", SHARDED_BY_JAX]
-    text = subprocess.run(program, capture_output=True, text=True, check=True, env=env).stdout
+    text = run_in_child(sharded_by_jax, shardy, devices=4).value
     assert ("xla.sdy." in text) == shardy
     module = hlo.compile_for(text, "v6e:2x2")
     (donor,) = module.donors
