@@ -124,7 +124,9 @@ def train_in_forks(script: str, *args: str, in_interpreter: str = "") -> None:
 
 
 def run_here(command: Sequence[str], dump: Path) -> None:
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump} --xla_dump_hlo_as_text"
+    # Without LLVM's optimisation, which takes half of a small run and sees no HLO.
+    flags = ("--xla_dump_hlo_as_text", "--xla_backend_optimization_level=0")
+    os.environ["XLA_FLAGS"] = " ".join((f"--xla_dump_to={dump}", *flags))
     torch_xla._setup_xla_flags()  # as torch_xla does when it is imported
     sys.argv = [*command[1:]]
     runpy.run_path(command[1], run_name="__main__")
