@@ -147,7 +147,8 @@ def lacking(release: str, reason: str, *, run: bool = True) -> pytest.MarkDecora
 spmd_scan_gradients = lacking(
     "2.8", "XLA refuses the backward pass of a scan under SPMD, as its shard_alike has no sharding"
 )
-needs_jax = pytest.mark.skipif(sys.version_info < (3, 11), reason="jax 0.7.1 needs Python 3.11")
+HAS_JAX = sys.version_info >= (3, 11)
+needs_jax = pytest.mark.skipif(not HAS_JAX, reason="jax 0.7.1 needs Python 3.11")
 
 
 def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from children import run_file, run_in_child
-from helpers import ROOT, console
+from helpers import ROOT, console, needs_jax
 
 import torch_xla_donate
 from torch_xla_donate import _report
@@ -58,10 +57,8 @@ def processes(page: Path) -> list[Process]:
 def cases() -> Iterator[object]:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         for process in processes(page):
-            needs_jax = any(
-                re.search("import jax|v6e|compile_for", block.source) for block in process.blocks
-            ) and sys.version_info < (3, 11)
-            skipped = [pytest.mark.skip(reason="jax 0.7.1 and torchax need Python 3.11")] if needs_jax else []
+            uses_jax = any(re.search("import jax|v6e|compile_for", block.source) for block in process.blocks)
+            skipped = [needs_jax] if uses_jax else []
             yield pytest.param(process, id=f"{page.relative_to(ROOT)}:{process.blocks[0].line}", marks=skipped)
 
 

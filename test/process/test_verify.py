@@ -16,7 +16,7 @@ import torch
 import torch_xla
 from children import in_process, run_command, run_in_child
 from click.testing import CliRunner
-from helpers import make, needs_jax
+from helpers import HAS_JAX, make, needs_jax
 from rich.console import Group
 from sharding import mesh, shard
 
@@ -257,8 +257,7 @@ def test_a_program_that_a_signal_ends_has_its_table(tmp_path):
     """
     script, file = tmp_path / "script.py", tmp_path / "run.json"
     script.write_text(LOOP)
-    has_jax = sys.version_info >= (3, 11)
-    options = ["--json", str(file), *["--undonated"] * has_jax]
+    options = ["--json", str(file), *["--undonated"] * HAS_JAX]
     shown = run_command("verify", *options, str(script), exit_code=128 + signal.SIGTERM).stdout
     assert "1.9375 3.0" in shown
     assert "ran 1 time at script.py:10" in shown
@@ -267,7 +266,7 @@ def test_a_program_that_a_signal_ends_has_its_table(tmp_path):
     (donating,) = [step for step in steps if step["donors"]]
     plain = [step for step in steps if step is not donating]
     assert plain
-    if has_jax:
+    if HAS_JAX:
         assert donating["memory"]["alias_bytes"] - donating["undonated"]["alias_bytes"] == 16384
         assert all(step["undonated"] == step["memory"] for step in plain)
 

@@ -135,7 +135,7 @@ def test_each_default_dtype_has_a_graph(make):
     factory, number = pure(lambda x: x + torch.ones(3, device="xla")), pure(lambda x, n: x * n)
     x = make(3, dtype=torch.int64)
     try:
-        for dtype in (torch.float32, torch.float64, torch.float32):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float32):
             torch.set_default_dtype(dtype)
             assert factory(x).dtype == number(x, 0.5).dtype == dtype
     finally:
