@@ -262,7 +262,7 @@ void OutdatedTensors::NoteWrite(FunctionalTensorWrapper& written) {
   // a new value into `t.data`, has given the storage another value.
   const auto has_value = [](const c10::intrusive_ptr<c10::TensorImpl>& tensor) {
     const auto& wrapper = static_cast<const FunctionalTensorWrapper&>(*tensor);
-    return !Watches(kRegistry) || !Steps::Get().IsTracked(abi::ValueBuffer(wrapper).get());
+    return !Watches(kRegistry) || !Steps::Get().IsTracked(abi::BufferOfValue(wrapper.value()).get());
   };
   outdated.erase(std::remove_if(outdated.begin(), outdated.end(), has_value), outdated.end());
   GiveNewValues(outdated);

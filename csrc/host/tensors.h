@@ -47,7 +47,7 @@ void Prefetch(const std::vector<const at::Tensor*>& tensors);
 
 // The tensor's current data, without pending updates; null if it is not a tensor of torch_xla.
 const TensorData* ValueOf(const c10::TensorImpl& tensor);
-// The device data of it; null if there is none.
+// The buffer of that data; null if it is not computed yet, or there is none.
 lazy::BackendDataPtr BufferOfValue(const at::Tensor& tensor);
 
 // The device data that a lazy tensor holds, directly or as the only node of its graph; null if it holds none.

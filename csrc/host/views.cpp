@@ -113,8 +113,6 @@ lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor) {
   return BufferOfValue(GroupOf(tensor).base());
 }
 
-lazy::BackendDataPtr ValueBuffer(const at::FunctionalTensorWrapper& tensor) { return BufferOfValue(tensor.value()); }
-
 std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor) {
   std::vector<const TensorData*> found;
   const auto add = [&found](const at::Tensor& value) {
