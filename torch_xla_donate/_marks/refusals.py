@@ -57,7 +57,7 @@ def refusal(leaf: Any, obstacle: str, name: str) -> Exception:
     if obstacle == "read_only":
         return DonationError(
             f"{name} is {describe(leaf)}, in a buffer that torch_xla shares between tensors (a cached constant or "
-            f"the RNG seed). Donate a .clone() instead. {nothing}"
+            f"the RNG seed). Donate a .clone() instead, or pass a list of the other tensors. {nothing}"
         )
     if obstacle == "viewed":
         return DonationError(
