@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <unordered_set>
@@ -11,7 +12,6 @@
 
 #include "features/outdated_tensors.h"
 #include "features/switches.h"
-#include "features/symbolic_sizes.h"
 #include "features/watched_inputs.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
@@ -85,12 +85,26 @@ std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
   return liveness;
 }
 
+// `torch.nonzero(t).t().size(1)` on dynamic shapes is a size with a graph that reads t, which no live tensor shows.
+// torch_xla makes such sizes only with this setting, which it reads once. A program may unset it later.
+bool IsExperimental() noexcept {
+  return std::getenv("XLA_EXPERIMENTAL") != nullptr;  // NOLINT(concurrency-mt-unsafe): see bind_marks.cpp
+}
+std::atomic<bool> was_experimental{IsExperimental()};  // as this library was loaded
+
+bool MayMakeSymbolicSizes() noexcept {
+  if (IsExperimental()) {
+    was_experimental.store(true, std::memory_order_relaxed);
+  }
+  return was_experimental.load(std::memory_order_relaxed);
+}
+
 Reason Obstacle() {
   Reason why = ProcessObstacle();
   if (why.empty()) {
-    why = abi::KeepsNodes()    ? ReasonCode::kKeptNodes
-          : HasSymbolicSizes() ? ReasonCode::kSymbolicSizes
-                               : ReasonCode::kNone;
+    why = abi::KeepsNodes()        ? ReasonCode::kKeptNodes
+          : MayMakeSymbolicSizes() ? ReasonCode::kSymbolicSizes
+                                   : ReasonCode::kNone;
   }
   return why;
 }

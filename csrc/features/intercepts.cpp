@@ -5,7 +5,6 @@
 
 #include "features/outdated_tensors.h"
 #include "features/run_guard.h"
-#include "features/symbolic_sizes.h"
 #include "features/use_guard.h"
 #include "features/whole_overwrites.h"
 #include "host/symbols.h"
@@ -143,7 +142,6 @@ std::vector<Hook> ExecutorHooks() {
           "finds ops on donated tensors"),
       Row("BackendDevice::toString", {abi::kDeviceToString}, &DeviceToString, device_to_string,
           "remembers the text, which torch_xla asks for with each output"),
-      SymbolicSizeHook(),
   };
 }
 

@@ -145,10 +145,6 @@ std::string DescribeNode(const lazy::Value& value) {
   return text.substr(begin, close + 1 - begin);
 }
 
-bool IsSymbolicSize(const c10::SymNodeImpl& size) noexcept {
-  return std::strcmp(typeid(size).name(), kSymbolicSizeType) == 0;
-}
-
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run) {
   if (std::strcmp(typeid(run).name(), kAsyncType) != 0) {
     Mismatch(std::string("a run is a ") + typeid(run).name() + ", expected " + kAsyncType);

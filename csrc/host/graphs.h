@@ -73,9 +73,6 @@ std::string DescribeBuffer(const lazy::BackendData& buffer);
 // The array of a node's output, without layout and sharding: "f32[8,4]". Empty if the host's text cannot be parsed.
 std::string DescribeNode(const lazy::Value& value);
 
-// Whether the size of a dimension is one that only the device knows, and not one that a tracer made.
-bool IsSymbolicSize(const c10::SymNodeImpl& size) noexcept;
-
 // A compiled graph as XLA describes it: the optimised HLO module, and the bytes that a run takes.
 struct CompiledGraph {
   std::string text;

@@ -17,7 +17,6 @@ namespace torch_xla_donate::abi {
 [[noreturn]] void Mismatch(const std::string& what);
 
 // The names of the types, as in typeid().
-inline constexpr const char* kSymbolicSizeType = "N9torch_xla14XLASymNodeImplE";
 inline constexpr const char* kAsyncType = "N9torch_xla16XLAGraphExecutor5AsyncE";
 inline constexpr const char* kComputationType = "N9torch_xla7runtime21PjRtComputationClient15PjRtComputationE";
 

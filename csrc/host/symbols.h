@@ -48,7 +48,6 @@ using TensorCollectionBarrierFn = void (*)(lazy::LazyGraphExecutor*, Executor::S
 using MarkStepFn = void (*)(void* arena, const lazy::BackendDevice&);
 using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<void()>);
 using DeviceToStringFn = std::string (*)(const lazy::BackendDevice*);
-using SymIntConstructorFn = void (*)(c10::SymInt*, c10::SymNode&);  // the node by value, as above
 using CommitUpdateFn = void (*)(at::FunctionalTensorWrapper*);
 // The last argument refers to the description of the view, whose type differs between versions.
 using ViewConstructorFn = void (*)(at::FunctionalTensorWrapper*, const at::Tensor&, const at::FunctionalTensorWrapper*,
@@ -77,8 +76,6 @@ inline constexpr const char* kMarkStep =
     "_ZN5torch4lazy17LazyGraphExecutor18DeviceContextArena8MarkStepERKNS0_13BackendDeviceE";
 inline constexpr const char* kCompleter = "_ZN5torch4lazy9MultiWait9CompleterESt8functionIFvvEE";
 inline constexpr const char* kDeviceToString = "_ZNK5torch4lazy13BackendDevice8toStringB5cxx11Ev";
-inline constexpr const char* kSymIntConstructor =
-    "_ZN3c106SymIntC1ENS_13intrusive_ptrINS_11SymNodeImplENS_6detail34intrusive_target_default_null_typeIS2_EEEE";
 inline constexpr const char* kCommitUpdate = "_ZN2at23FunctionalTensorWrapper13commit_updateEv";
 inline constexpr const char* kViewConstructor[2] = {
     "_ZN2at23FunctionalTensorWrapperC1ERKNS_6TensorEPKS0_RKSt10shared_ptrINS_17functionalization8ViewMetaEE",

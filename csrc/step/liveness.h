@@ -1,7 +1,7 @@
 // Finds the inputs of a step that the program can still reach after the run.
 //
 // At a step barrier the executor lists every live tensor of the device. Each pending graph belongs to one of them or to
-// the random seed, unless the program has made a symbolic size (symbolic_sizes.h). So the program can reach a parameter
+// the random seed, unless the program may make symbolic sizes (auto_donors.cpp). So the program can reach a parameter
 // only if a live tensor holds it, or if a graph that stays pending reads it.
 // Reference counts of buffers do not help, because earlier runs release buffers at varying times and each change would
 // make another graph.

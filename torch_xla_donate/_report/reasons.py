@@ -82,7 +82,7 @@ class Reason(str, enum.Enum):
     )
     SYMBOLIC_SIZES = (
         "symbolic_sizes",
-        "the program has made a size that only the device knows (XLA_EXPERIMENTAL), and its pending graph, which no "
+        "XLA_EXPERIMENTAL lets torch_xla make sizes that only the device knows, and their pending graphs, which no "
         "live tensor shows, may read inputs of the step",
     )
     SHARED_GRAPHS = (
