@@ -102,7 +102,7 @@ def test_leaves_of_a_class_without_keys_are_numbered():
 def test_names_are_those_that_torch_gives():
     tree = [{"a": (1, Point(2, [3])), 7: deque([4])}, OrderedDict(z=Keyed(torch.ones(1), torch.ones(1))), None]
     assert names_of(tree) == [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    assert _trees.with_paths(tree)[0] == pytree.tree_leaves(tree)
+    assert _trees.with_places(tree)[0] == pytree.tree_leaves(tree)
 
 
 def test_a_key_of_tensors_or_long_text_shows_as_number_and_type():
@@ -120,8 +120,7 @@ def test_keys_of_one_class_have_places_of_their_own():
     first, second = Alike(), Alike()
     one, other = (_trees.flatten(tree, "tree")[1] for tree in ({first: 1, second: 2}, {second: 2, first: 1}))
     assert (one.name(0), one.name(1)) == ("[key 0: Alike]", "[key 1: Alike]") == (other.name(0), other.name(1))
-    assert one.place(0) == other.place(1) != one.place(1) == other.place(0)
-    assert not one.is_like(other)
+    assert one.places[0] == other.places[1] != one.places[1] == other.places[0]
 
 
 def test_static_arrays_with_other_fields_differ():

@@ -70,12 +70,12 @@ class Types:
                 f"{function} was compiled for arguments of the structure {self._spec}, but this call has {spec}. Call "
                 f"the function itself, or lower() it for these arguments. {see('ahead')}"
             )
-        found, paths = _trees.with_paths((args, kwargs))
+        found, places = _trees.with_places((args, kwargs))
         differing = []
         for index, (info, leaf) in enumerate(zip(self._infos, found)):
             now: Any = _info(leaf, getattr(info, "donated", False))
             if _trees.exact(now) != _trees.exact(info) and not (self._inputs[index] and _numbers.is_float(leaf)):
-                _, key, *path = map(str, paths.place(index))
+                _, key, *path = map(str, places[index])
                 place = f"argument {key[1:-1]}{''.join(path)}"
                 differing.append(f"{place}: compiled for {info}, called with {now}")
         if differing:

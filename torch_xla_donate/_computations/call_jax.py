@@ -77,7 +77,7 @@ def call_jax(
 class _Offered(NamedTuple):
     """The names of the leaves of a call's arguments, and the numbers of the tensors that its function donates."""
 
-    names: _trees.FixedNames
+    names: _trees.Places
     donors: list[int]
 
 
@@ -102,12 +102,12 @@ def _label(f: Any) -> str:
     return str(getattr(f, "__name__", type(f).__name__))
 
 
-def _names(f: Callable[..., Any], tree: Any) -> _trees.FixedNames:
+def _names(f: Callable[..., Any], tree: Any) -> _trees.Places:
     """``args[0]['w'] of update`` for each leaf."""
     jax, _ = _host.import_jax()
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return _trees.FixedNames(
-        [f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])} of {_label(f)}" for path in paths]
+    return _trees.Places(
+        [(f"{('args', 'kwargs')[path[0].idx]}{jax.tree_util.keystr(path[1:])} of {_label(f)}",) for path in paths]
     )
 
 

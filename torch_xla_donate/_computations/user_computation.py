@@ -54,7 +54,7 @@ def user_computation(
     request = _marks.DonationRequest.make(strict, stacklevel)
     module = _module(computation)
     tensors = [_trees.without_wrapper(tensor) for tensor in inputs]
-    names = _trees.FixedNames([f"inputs[{index}] of {name}" for index in range(len(tensors))])
+    names = _trees.Places([(f"inputs[{index}] of {name}",) for index in range(len(tensors))])
     module.check(tensors, names)
     donated = to_donate(tensors, module.donors, names, request)
     results = _host.call_computation(name, tensors, module.callable)

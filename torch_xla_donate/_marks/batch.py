@@ -61,7 +61,7 @@ def mark_all(donations: Sequence[Donation]) -> None:
     arguments = [body.argument(given.tensor) if body is not None else None for given in donations]
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         outputs = [given.preferred_output for given in free]
-        names = _trees.FixedNames([given.name for given in free])
+        names = _trees.Places([(given.name,) for given in free])
         has_outputs = any(output is not None for output in outputs)
         mark([given.tensor for given in free], names, outputs if has_outputs else [], request)
     if body is not None:
@@ -78,7 +78,7 @@ def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
     off = _C.disabled_reason()
     for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
-        names = _trees.FixedNames([given.name for given in group])
+        names = _trees.Places([(given.name,) for given in group])
         marks = _C.mark_arguments(leaves, [], request.where, request.strictness(), True, names)
         assert isinstance(marks, _C.Call), "the leaves have been checked"
         _C.end_call(marks, {}, off or reason, notify=not off)

@@ -91,7 +91,7 @@ def donate_buffer(
 
 _WARN = _config.Strictness.WARN  # for each mark: an enum finds its members slowly
 _ITEMS = _trees.IndexNames()
-_SINGLE = _trees.TreePaths(None)
+_SINGLE = _trees.Places([()])
 
 
 def _only_checked(tensors: Any, into: Any) -> contextlib.AbstractContextManager[object]:

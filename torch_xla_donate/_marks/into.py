@@ -27,15 +27,13 @@ def outputs_in_order(places: _trees.Places, into: Any, count: int) -> Sequence[A
             f"into has {len(outputs)} leaves, but tensors has {count}. Pass one target for each donated tensor, "
             f"or None for a tensor without one. {see('into')}"
         )
-    if isinstance(places, _trees.TreePaths) and places.is_like(output_places):
-        return outputs
     # Dictionaries may have different orders, so leaves are paired by their keys.
-    by_place = {output_places.place(i): output for i, output in enumerate(outputs)}
-    wished = [places.place(i) for i in range(count)]
+    wished = places.places
+    by_place = dict(zip(output_places.places, outputs))
     if len(by_place) == count and by_place.keys() == set(wished):
         return [by_place[place] for place in wished]
     if all(map(_trees.has_keys, (*by_place, *wished))):  # without keys, leaves are paired by position
-        strange = next((i for i in range(count) if output_places.place(i) not in wished), None)
+        strange = next((i for i, place in enumerate(output_places.places) if place not in wished), None)
         name = "" if strange is None else output_places.name(strange)
         raise ValueError(
             f"into{name} has no counterpart in tensors, whose leaves are "

@@ -8,15 +8,13 @@ from torch_xla_donate._trees.leaves import (
     named_leaves,
     refuse_depth,
     tensors_in,
-    with_paths,
+    with_places,
     without_wrapper,
 )
 from torch_xla_donate._trees.names import (
-    FixedNames,
     IndexNames,
     Names,
     Places,
-    TreePaths,
     dtype_and_shape,
     has_keys,
     qualified_name,

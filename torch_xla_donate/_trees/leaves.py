@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C
 from torch_xla_donate._errors import see
 from torch_xla_donate._trees.exact import exact, structure_key
-from torch_xla_donate._trees.names import PLAIN, FixedNames, Place, Places, TreePaths, node, qualified_name
+from torch_xla_donate._trees.names import PLAIN, Place, Places, qualified_name, walk
 
 
 def refuse_depth(name: object) -> RecursionError:
@@ -27,14 +27,15 @@ def refuse_depth(name: object) -> RecursionError:
     )
 
 
-def with_paths(tree: Any) -> tuple[list[Any], TreePaths]:
-    """The leaves of a pytree in torch's order, and their names. Modules are leaves."""
+def with_places(tree: Any) -> tuple[list[Any], list[Place]]:
+    """The leaves of a pytree in torch's order, and their places. Modules are leaves."""
     leaves: list[Any] = []
-    root = node(tree, leaves)
-    return leaves, TreePaths(root)
+    places: list[Place] = []
+    walk(tree, (), leaves, places)
+    return leaves, places
 
 
-def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], FixedNames]:
+def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], list[str]]:
     """Parameters and state on the device. Counters on the host (``step``) have no buffer to donate."""
     leaves: list[Any] = []
     names: list[str] = []
@@ -48,14 +49,14 @@ def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[Any], Fixe
                     leaves.append(state)
                     names.append(f"state[{number}][{key!r}]")
             number += 1
-    return leaves, FixedNames(names)
+    return leaves, names
 
 
-def _open(leaf: Any) -> tuple[list[Any], FixedNames] | None:
+def _open(leaf: Any) -> tuple[list[Any], list[str]] | None:
     """The tensors of a module or an optimizer; None for any other leaf."""
     if isinstance(leaf, torch.nn.Module):  # a tied tensor appears once for each of its names
         named = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers(remove_duplicate=False)]
-        return [tensor for _, tensor in named], FixedNames([name for name, _ in named])
+        return [tensor for _, tensor in named], [name for name, _ in named]
     return flatten_optimizer(leaf) if isinstance(leaf, torch.optim.Optimizer) else None
 
 
@@ -81,7 +82,7 @@ def flatten_fast(tree: Any, name: object) -> tuple[list[Any], Hashable]:
     inside = tuple(_identity(leaf) for leaf in leaves if isinstance(leaf, _COLLECTIONS))
     expanded, names = flatten(tree, name)
     # The names belong to the key, because an optimizer has state only after its first step.
-    return expanded, (key, inside, tuple(names.place(i) for i in range(len(expanded))))
+    return expanded, (key, inside, tuple(names.places))
 
 
 def _identity(collection: Any) -> Hashable:
@@ -99,30 +100,23 @@ def flatten(tree: Any, name: object) -> tuple[list[Any], Places]:
 
     Raises RecursionError for a tree that contains itself, or is too deep.
     """
-    opened = _open(tree)
-    if opened is not None:
-        return opened
     try:
-        leaves, paths = with_paths(tree)
+        leaves, places = with_places(tree)
     except RecursionError:
         raise refuse_depth(name) from None
     if not any(isinstance(leaf, _COLLECTIONS) for leaf in leaves):
-        return leaves, paths
+        return leaves, Places(places)
     expanded: list[Any] = []
-    names: list[str] = []
-    places: list[Place] = []
-    for index, leaf in enumerate(leaves):
-        inside = _open(leaf)
-        if inside is not None:
-            inner, inner_names = inside
-            names += [qualified_name(paths.name(index), inner_names.name(i), ".") for i in range(len(inner))]
-            places += [(*paths.place(index), *inner_names.place(i)) for i in range(len(inner))]
-            expanded += inner
-        else:
-            names.append(paths.name(index))
-            places.append(paths.place(index))
+    inner: list[Place] = []
+    for leaf, place in zip(leaves, places):
+        opened = _open(leaf)
+        if opened is None:
             expanded.append(leaf)
-    return expanded, FixedNames(names, places)
+            inner.append(place)
+        else:
+            expanded += opened[0]
+            inner += [(*place, qualified_name("", name, ".") if place else name) for name in opened[1]]
+    return expanded, Places(inner)
 
 
 def named_leaves(tree: Any, argument: str) -> list[tuple[str, Any]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import deque, namedtuple
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
@@ -20,12 +20,6 @@ class Names(Protocol):
     def name(self, index: int) -> str: ...
 
 
-class Places(Names, Protocol):
-    """Also returns a leaf's place. Two leaves may have the same name, but not the same place."""
-
-    def place(self, index: int) -> Place: ...
-
-
 class IndexNames:
     """The items of a list or tuple."""
 
@@ -33,21 +27,14 @@ class IndexNames:
         return f"[{index}]"
 
 
-class FixedNames:
-    """A list of names.
+class Places:
+    """The names of some leaves by their places. Two leaves may have the same name, but not the same place."""
 
-    places: the places of the leaves, by default their names.
-    """
-
-    def __init__(self, names: Sequence[str], places: Sequence[Place] | None = None) -> None:
-        self._names = names
-        self._places = places
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places = places
 
     def name(self, index: int) -> str:
-        return self._names[index]
-
-    def place(self, index: int) -> Place:
-        return self._places[index] if self._places is not None else (self._names[index],)
+        return "".join(map(str, self.places[index]))
 
 
 class _Key:
@@ -84,88 +71,40 @@ def _text(key: Any) -> tuple[str, bool]:
     return (repr(key), True) if is_known else (type(key).__name__, False)
 
 
-class _Node(NamedTuple):
-    """A container of a pytree.
-
-    keys: the keys of its children: texts with brackets or dot, or `_Key`s. If ``plain``, the values in the brackets.
-    children: a `_Node` for each container, and None for each leaf.
-    """
-
-    keys: Sequence[Any]
-    plain: bool
-    children: Sequence[Any]
-
-    def paths(self) -> Iterator[Place]:
-        """The keys that lead to each leaf."""
-        for key, child in zip(self.keys, self.children):
-            step = f"[{key!r}]" if self.plain else key
-            if child is None:
-                yield (step,)
-            else:
-                for path in child.paths():
-                    yield (step, *path)
-
-
-def node(tree: Any, leaves: list[Any]) -> _Node | None:
+def walk(tree: Any, place: Place, leaves: list[Any], places: list[Place]) -> None:
     """Flattens a pytree as torch does, and keeps texts of its keys. torch's spec would keep the keys themselves."""
     kind = pytree._get_node_type(tree)
     registered = pytree.SUPPORTED_NODES.get(kind)
     if registered is None:
         leaves.append(tree)
-        return None
-    children = [node(child, leaves) for child in registered.flatten_fn(tree)[0]]
-    keys, plain = _keys(kind, tree, len(children))
-    return _Node(keys, plain, children)
+        places.append(place)
+        return
+    children = registered.flatten_fn(tree)[0]
+    for step, child in zip(_steps(kind, tree, len(children)), children):
+        walk(child, (*place, step), leaves, places)
 
 
-def _keys(kind: Any, node: Any, count: int) -> tuple[Sequence[Any], bool]:
-    """The keys of a container's children, and whether they are plain."""
-    if kind in (list, tuple, deque):
-        return range(count), True
+def _steps(kind: Any, node: Any, count: int) -> list[Hashable]:
+    """The texts of the keys of a container's children, with brackets or dot, or `_Key`s."""
     if kind in pytree.STANDARD_DICT_TYPES:
-        keys = list(node)
-        is_plain = PLAIN.issuperset(map(type, keys))
-        return (keys, True) if is_plain else (list(map(_step, keys, itertools.count())), False)
+        return list(map(_step, node, itertools.count()))
     if kind is namedtuple:
-        return [f".{field}" for field in node._fields], False
-    with_keys = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn
+        return [f".{field}" for field in node._fields]
+    with_keys = pytree.SUPPORTED_NODES[kind].flatten_with_keys_fn if kind not in (list, tuple, deque) else None
     entries = [entry for entry, _ in with_keys(node)[0]] if with_keys is not None else []
-    if len(entries) != count:  # it has been registered without keys
-        return range(count), True
+    if len(entries) != count:  # a sequence, or registered without keys
+        return [f"[{number}]" for number in range(count)]
     if getattr(with_keys, "__qualname__", "").startswith("register_dataclass."):
         # torch 2.8 gives the fields the keys of a mapping.
         entries = [pytree.GetAttrKey(entry.key) if isinstance(entry, pytree.MappingKey) else entry for entry in entries]
     return [
         _step(entry.key, number) if isinstance(entry, pytree.MappingKey) else str(entry)
         for number, entry in enumerate(entries)
-    ], False
+    ]
 
 
 def _step(key: Hashable, number: int) -> str | _Key:
     return f"[{key!r}]" if type(key) in PLAIN else _Key(key, number)
-
-
-class TreePaths:
-    """The leaves of a pytree. Computes names from the containers' keys on demand.
-
-    Without containers it is a single tensor without a name. The donation's file and line identify it.
-    """
-
-    def __init__(self, root: _Node | None) -> None:
-        self._root = root
-        self._places: list[Place] | None = None
-
-    def place(self, index: int) -> Place:
-        if self._places is None:
-            self._places = [()] if self._root is None else list(self._root.paths())
-        return self._places[index]
-
-    def name(self, index: int) -> str:
-        return "".join(map(str, self.place(index)))
-
-    def is_like(self, other: Names) -> bool:
-        """Whether another pytree has its leaves in the same places, in the same order."""
-        return isinstance(other, TreePaths) and self._root == other._root
 
 
 def has_keys(place: Place) -> bool:
