@@ -14,10 +14,10 @@ import torch
 import torch_xla
 from children import in_process, run_file, run_in_child
 from sharding import mesh, shard
+from watching import repeated, watching
 
 from torch_xla_donate import auto_donate, donation_report, hlo
 from torch_xla_donate._tools.hints import Advice, Hint
-from torch_xla_donate._tools.step_watch import StepWatch
 
 # Autograd's threads may hold a gradient when a step begins, and so make it an output.
 IMPORTS = """import torch
@@ -135,9 +135,9 @@ class Measured:
 
 def watch(file: str) -> tuple[str, str]:
     """In a child: the advice for a program as JSON, and what the program printed."""
-    with StepWatch() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with watching() as recorder, contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(file, run_name="__main__")
-    return json.dumps(recorder.advice().to_dict()), printed.getvalue()
+    return json.dumps(repeated(recorder).to_dict()), printed.getvalue()
 
 
 def measure(file: Path, env: dict[str, str] | None = None) -> Measured:
@@ -302,9 +302,9 @@ def test_an_output_with_another_sharding():
             torch_xla.sync()
         return kept[0].sum().item()
 
-    with StepWatch() as recorder:
+    with watching() as recorder:
         before = loop(None, None)
-    hint = only(recorder.advice())
+    hint = only(repeated(recorder))
     assert (hint.kind, hint.bytes, hint.array) == ("output_sharding", SIZE // 4, "f32[64,64]")
     assert "{devices=[4,1]0,1,2,3}" in hint.edit
     with auto_donate():

@@ -6,7 +6,6 @@ import sys
 import threading
 import types
 import weakref
-from builtins import compile as compile_source
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 from torch_xla_donate import _C, Advice, advise, auto_donate, compile, donation_report
 from torch_xla_donate._modes import debug
 from torch_xla_donate._report.walk import OBJECTS, Name, Walk, name_tensors
-from torch_xla_donate._tools.step_watch import _NAMED_RUNS, StepWatch
 
 SIZE = 32 * 32 * 4
 
@@ -116,7 +114,7 @@ def is_watched(make):
     x = make(4)
     _ = x * 2
     torch_xla.sync()
-    return _C.take_watched_step() is not None or bool(debug._listeners)
+    return _C.take_watched_step() is not None or debug._listener.value is not None
 
 
 @in_process
@@ -132,11 +130,10 @@ def test_an_error_and_an_interrupt_at_the_beginning_leave_nothing_behind():
         if event == "c_return" and function is _C.watch_inputs:
             raise KeyboardInterrupt
 
-    recorder = StepWatch()
     sys.setprofile(interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            recorder.__enter__()
+            advise(make, 4)
     finally:
         sys.setprofile(None)
     assert not is_watched(make)
@@ -146,90 +143,80 @@ def test_an_error_and_an_interrupt_at_the_beginning_leave_nothing_behind():
 def test_a_step_that_fails_is_not_taken_for_a_later_one():
     seen = []
     broken = stablehlo_custom_call((make(8),), "no_such_target", [[8]], [torch.float32])
-    debug.listen(seen.append)
-    with pytest.raises(Exception, match="custom.call|no_such_target"):
+    with debug.listening(seen.append):
+        with pytest.raises(Exception, match="custom.call|no_such_target"):
+            torch_xla.sync()
+        del broken
         torch_xla.sync()
-    del broken
-    torch_xla.sync()
-    assert not seen
-    y = make(4) + 1
-    torch_xla.sync()
-    debug.stop_listening(seen.append)
+        assert not seen
+        y = make(4) + 1
+        torch_xla.sync()
     assert [len(step.outputs) for step in seen] == [1] and y.tolist() == [1, 2, 3, 4]
 
 
 @in_process
-def test_recorders_see_the_same_steps():
-    x = make(32, 32)
+def test_advice_inside_advice():
+    x, inner = make(32, 32), []
 
     def step():
         nonlocal x
         x = x * 0.5
 
-    with StepWatch() as first, StepWatch() as second:
-        (inner,) = advise(step)
-        for _ in range(3):
-            step()
-            torch_xla.sync()
-    assert inner.kind == "reassignment"
-    assert [hint.runs for hint in first.advice()] == [2, 3]  # the steps of advise are steps of the program
-    assert first.advice() == second.advice()
+    def both():
+        inner.extend(advise(step))
+        step()
+
+    (outer,) = advise(both)  # it sees the last step, and not the steps before
+    assert [hint.kind for hint in (*inner, outer)] == ["reassignment", "reassignment", "free_input"]
     assert not is_watched(make)
 
 
 @in_process
-def test_the_last_recorder_ends_the_watch():
-    first, second = StepWatch(min_bytes=0, min_runs=1), StepWatch(min_bytes=0, min_runs=1)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__()
-    x = make(4)
-    torch_xla.sync()
+def test_steps_of_another_thread_do_not_count():
+    x = make(32, 32)
 
     def work():
         nonlocal x
         x = x * 2
         torch_xla.sync()
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    second.__exit__()
-    assert [hint.kind for hint in second.advice()] == ["free_input"]  # of another thread
-    assert not first.advice()
+    def elsewhere():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    assert not advise(elsewhere)
+    (hint,) = advise(work)
+    assert (hint.kind, hint.runs) == ("reassignment", 1)
     assert not is_watched(make)
 
 
 @in_process
-def test_a_listener_that_raises_stops_neither_program_nor_others():
+def test_a_listener_that_raises_does_not_stop_the_program():
     def fail(step):
         raise ValueError("no listener")
 
     x = make(32, 32)
-    debug.listen(fail)
-    try:
-        with StepWatch() as recorder:
-            for _ in range(3):
-                x = x * 0.5
-                torch_xla.sync()
-    finally:
-        debug.stop_listening(fail)
-    assert [hint.kind for hint in recorder.advice()] == ["reassignment"]
+    with debug.listening(fail):
+        for _ in range(3):
+            x = x * 0.5
+            torch_xla.sync()
+    assert x[0, 1].item() == 0.5**3
     assert donation_report().errors["advise: ValueError: no listener"] == 3
 
 
 @in_process
-def test_the_number_of_named_steps_is_bounded():
-    monkeypatch = pytest.MonkeyPatch()  # of this child
-    monkeypatch.setattr("torch_xla_donate._tools.step_watch._KINDS", 3)
+def test_the_number_of_named_steps_of_a_call_is_bounded():
     x = make(32, 32)
-    ends = [compile_source("torch_xla.sync()", f"end_{i}.py", "exec") for i in range(12)]
-    with StepWatch(min_runs=1) as recorder:
-        for end in ends:
+
+    def loop():
+        nonlocal x
+        for _ in range(20):
             x = x * 0.5
-            exec(end)
-    assert len(recorder._runs) == 3
-    assert 0 < len(recorder._findings) <= 3 + _NAMED_RUNS
+            torch_xla.sync()
+
+    (hint,) = advise(loop)
+    assert (hint.kind, hint.runs) == ("reassignment", 15)  # the first of 16 has unknown names before it
 
 
 @in_process
@@ -356,18 +343,15 @@ def test_objects_that_break_rules_cost_only_their_own_names():
 
 @in_process
 def test_small_arrays_are_left_out():
-    x = make(16)
+    x = make(255)
 
     def step():
         nonlocal x
         x = x * 0.5
 
     assert not advise(step)
-    with StepWatch(min_bytes=0) as recorder:
-        for _ in range(4):
-            x = x * 0.5
-            torch_xla.sync()
-    assert [hint.bytes for hint in recorder.advice()] == [64]
+    x = make(256)
+    assert [hint.bytes for hint in advise(step)] == [1024]
 
 
 def test_a_step_is_a_function():

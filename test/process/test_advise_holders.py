@@ -11,11 +11,11 @@ import torch
 import torch_xla
 from children import in_process
 from helpers import make, no_collections
+from watching import repeated, watching
 
 from torch_xla_donate import _C, advise, auto_donate, donation_report
 from torch_xla_donate._report import holders
 from torch_xla_donate._report.walk import Name, Named
-from torch_xla_donate._tools.step_watch import StepWatch
 
 HERE = "test_advise_holders.py"
 SIZE = 32 * 32 * 4
@@ -57,7 +57,7 @@ def test_an_attribute_of_an_object_that_is_held():
 def test_each_holder_of_an_old_value_must_let_go(kept):
     """The bytes of a hint are saved if all that it names let go, and not before."""
     x, keep, last = make(32, 32), [None], None
-    with auto_donate(), StepWatch() as recorder:
+    with auto_donate(), watching() as recorder:
         for _ in range(3):
             keep[0] = x if "list" in kept else None
             last = x if "last" in kept else None
@@ -68,15 +68,15 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
     texts = {"list": f"keep[0] at {HERE}:{line + 4}", "last": f"variable 'last' at {HERE}:{line + 8}"}
     more = f" and 1 more: {texts['list']}"
     expected = {2: [texts["last"] + more], 1: [texts[name] for name in kept], 0: []}[len(kept)]
-    assert [hint.holder for hint in recorder.advice()] == expected
-    assert all((hint.kind, hint.bytes) == ("held_input", SIZE) for hint in recorder.advice())
+    assert [hint.holder for hint in repeated(recorder)] == expected
+    assert all((hint.kind, hint.bytes) == ("held_input", SIZE) for hint in repeated(recorder))
     del last
 
 
 @in_process
 def test_an_unknown_holder_is_said_beside_a_graph():
     x, before, last, loss = make(32, 32), collections.deque(maxlen=1), None, None
-    with StepWatch() as recorder:
+    with watching() as recorder:
         for _ in range(4):
             x.requires_grad_()
             last = x
@@ -86,7 +86,7 @@ def test_an_unknown_holder_is_said_beside_a_graph():
             x = (x - gradient * 0.1).detach()
             del gradient
             torch_xla.sync()
-    (hint,) = recorder.advice()
+    (hint,) = repeated(recorder)
     assert [text.partition(" at ")[0] for text in hint.holder.split(", ")] == ["variable 'last'", "unknown holder"]
     assert "grad_fn of variable 'loss'" in hint.holder
     del last, loss
@@ -114,7 +114,7 @@ def test_values_of_one_list_are_one_hint():
     """Also those that a loop's variable or a graph holds, too."""
     params = {name: make(32, 32) for name in "abc"}
     torch_xla.sync()
-    with StepWatch() as recorder:
+    with watching() as recorder:
         for _ in range(3):
             leaves = list(params.values())
             for leaf in leaves:
@@ -125,7 +125,7 @@ def test_values_of_one_list_are_one_hint():
             del gradients
             torch_xla.sync()
     line = test_values_of_one_list_are_one_hint.__in_process__.__code__.co_firstlineno
-    (hint,) = recorder.advice()
+    (hint,) = repeated(recorder)
     assert (hint.kind, hint.name, hint.count, hint.bytes) == ("held_input", "leaves", 3, 3 * SIZE)
     assert hint.holder == (
         f"variable 'leaves' at {HERE}:{line + 7} and 2 more: variable 'leaf' at {HERE}:{line + 8}, "
@@ -136,7 +136,7 @@ def test_values_of_one_list_are_one_hint():
 @in_process
 def test_all_graphs_that_keep_a_value_are_named():
     x = make(32, 32)
-    with StepWatch() as recorder:
+    with watching() as recorder:
         for _ in range(3):
             x.requires_grad_()
             y = x * x
@@ -145,7 +145,7 @@ def test_all_graphs_that_keep_a_value_are_named():
             x = (x - gradient).detach()
             del gradient
             torch_xla.sync()
-    (hint,) = recorder.advice()
+    (hint,) = repeated(recorder)
     assert (hint.kind, hint.bytes) == ("kept_graph", SIZE)
     assert hint.edit.startswith("loss = loss.detach(), y = y.detach() before the step ends")
     assert hint.holder.count("grad_fn of variable") == 2

@@ -260,12 +260,9 @@ def test_the_random_seed_itself_is_never_donated(make):
 def test_the_random_seed_is_no_free_input_for_advice(make):
     kept = make(1, dtype=torch.int64)
     steps = []
-    debug.listen(steps.append)
-    try:
+    with debug.listening(steps.append):
         numbers, other = torch.rand(3, device="xla"), kept + 1
         torch_xla.sync()
-    finally:
-        debug.stop_listening(steps.append)
     (step,) = steps
     assert {given.array.split("]")[0]: given.use for given in step.inputs} == {"s64[": "other", "s64[1": "held"}
     assert numbers.shape == (3,) and other.tolist() == [1]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch_xla_donate import _C, _config, _report
 from torch_xla_donate._errors import DonationError, DonationWarning, see
+from torch_xla_donate._host import interrupts
 from torch_xla_donate._locks import make_lock
 from torch_xla_donate._modes.context import SwitchMode, donation_disabled
 from torch_xla_donate._text import cut
@@ -64,23 +65,18 @@ def check_outputs(names: Callable[[], Mapping[int, str]] = dict) -> None:
 
 
 StepListener = Callable[[_C.WatchedStep], None]
-_listeners: list[StepListener] = []
+_listener: interrupts.PerThread[StepListener | None] = interrupts.per_thread(None)
 _listening = make_lock()
 
 
-def listen(listener: StepListener) -> None:
-    """From now on calls a function with each step of every thread, on that thread, until `stop_listening`."""
-    with _listening:
-        _listeners.append(listener)
-        _C.watch_inputs(True)
+def listening(listener: StepListener) -> interrupts.Switched[StepListener | None]:
+    """A context in which a function is called with each step of this thread. Other threads wait to enter one."""
 
+    def write(value: StepListener | None) -> None:
+        _listener.value = value
+        _C.watch_inputs(value is not None)
 
-def stop_listening(listener: StepListener) -> None:
-    """Ends one `listen`. Steps that have begun may still call the function."""
-    with _listening:
-        if listener in _listeners:
-            _listeners.remove(listener)
-        _C.watch_inputs(bool(_listeners))
+    return interrupts.Switched(lambda: _listener.value, write, listener, _listening)
 
 
 def note_error(error: Exception) -> None:
@@ -90,11 +86,10 @@ def note_error(error: Exception) -> None:
 
 def step_ended() -> None:
     """Reports and checks at the end of a step. The hooks call it if there is something to report or to check."""
-    step = _C.take_watched_step()  # once, for all listeners
-    for listener in tuple(_listeners):
+    step, listener = _C.take_watched_step(), _listener.value
+    if step is not None and listener is not None:
         try:
-            if step is not None:
-                listener(step)
+            listener(step)
         except Exception as error:
             note_error(error)
     if _report.is_postponed():

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch_xla_donate import _C, _config
 from torch_xla_donate._compile.arguments import Arguments
 from torch_xla_donate._errors import see
-from torch_xla_donate._modes.debug import note_error
+from torch_xla_donate._modes.debug import listening, note_error
 from torch_xla_donate._tools.findings import Call
 from torch_xla_donate._tools.hints import Advice
 from torch_xla_donate._tools.step_watch import StepWatch
@@ -24,6 +24,7 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
 
     Calls ``f(*args, **kwargs)`` twice, and ends each call with ``torch_xla.sync()``. The first call shows the state of
     a loop before the second one, and only the steps of the second count. So an optimizer advances by two steps.
+    Looks only at steps of this thread, and at most at the first 16 of a call.
     Pending work runs first, in a separate step. It donates nothing itself, and drops the results.
 
     Args:
@@ -47,9 +48,10 @@ def advise(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Advice:
             f(*args, **kwargs)
             torch_xla.sync()
         return Advice()
-    with StepWatch(min_runs=1) as watch:
+    watch = StepWatch()
+    with listening(watch.note):
         for _ in range(2):
-            watch.forget()
+            watch.begin()
             result = f(*args, **kwargs)
             try:
                 watch.call = _call(f, args, kwargs, result)

@@ -76,7 +76,7 @@ class Call:
 def find(
     step: _C.WatchedStep,
     site: str,
-    before: Mapping[int, Named] | None,
+    before: Mapping[int, Named],
     now: Mapping[int, Named],
     computed: Container[int | None],
     call: Call | None = None,
@@ -84,7 +84,7 @@ def find(
     """The findings of one run of a step.
 
     Args:
-        before: the tensors of the program after the step before; None if unknown.
+        before: the tensors of the program after the step before.
         now: those after the step.
         computed: the alias ids of earlier steps' outputs.
         call: set at the end of a function's call.
@@ -124,7 +124,7 @@ def find(
                 split_sharding(raw.array)[1],
             )
         elif raw.use == "free" and not step.automatic:
-            old = before.get(raw.tensor) if before is not None and raw.tensor is not None else None
+            old = before.get(raw.tensor) if raw.tensor is not None else None
             key, names = _free(raw, site, old, reachable)
             note(key, raw.array, names)
         elif raw.use == "held" and raw.tensor in arguments:
@@ -132,7 +132,7 @@ def find(
                 donated.append(raw)
         elif raw.use == "held" and raw.buffer in buffers:
             kept.append(raw)
-    for key, finding in _held(kept, site, before or {}, now).items():
+    for key, finding in _held(kept, site, before, now).items():
         findings[key] = dataclasses.replace(finding, automatic=step.automatic)
     if call is not None:
         whole = _whole_arguments(call, donated)

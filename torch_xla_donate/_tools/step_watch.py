@@ -1,115 +1,64 @@
-"""Watches the steps of a program, and finds what they could still donate."""
+"""Watches the steps of a function, and finds what they could still donate."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from torch_xla_donate import _C, _frames
-from torch_xla_donate._locks import make_lock
-from torch_xla_donate._modes.debug import listen, note_error, stop_listening
 from torch_xla_donate._report.holders import searching
 from torch_xla_donate._report.walk import Named, name_tensors
 from torch_xla_donate._text import cut
 from torch_xla_donate._tools.findings import Call, Finding, Key, find
 from torch_xla_donate._tools.hints import Advice, Hint
 
-_NAMED_RUNS = 4  # of each kind of step; naming tensors walks the program's objects
+_NAMED_STEPS = 16  # of each call; naming tensors walks the program's objects
 _SHOWN = 4  # holders after the first
-_KINDS = 256  # of steps; a program may end each of its steps at another line, or with other inputs
-
-
-class _ThreadState(threading.local):
-    """The state of a thread after its last step.
-
-    before: the names of the live tensors; None if they were not looked for.
-    computed: alias ids of outputs.
-    """
-
-    def __init__(self) -> None:
-        self.before: dict[int, Named] | None = None
-        self.computed: set[int | None] = set()
-        self.quiet = 0
+_SMALLEST = 1024  # bytes on a device that a hint saves
 
 
 class StepWatch:
-    """Watches all steps of this process while its context is open. `advice` has what it found.
+    """Finds what the steps that `note` gets could still donate.
 
     Watching donates nothing, changes no graph and runs no operation. It finds the inputs of a step as `auto_donate`
-    does. In the first runs of each step it also looks for the names of tensors among the program's variables.
+    does, and looks for the names of tensors among the program's variables.
 
-    Args:
-        min_bytes: hints that save fewer bytes on a device are left out.
-        min_runs: how many runs of a step must show a finding. The first run of a loop differs from the others.
+    Attributes:
+        call: the call whose last step comes next; None for other steps.
     """
 
-    def __init__(self, *, min_bytes: int = 1024, min_runs: int = 2) -> None:
-        self._min_bytes, self._min_runs = min_bytes, min_runs
-        self._findings: dict[Key, Finding] = {}
-        self._runs: Counter[tuple[Any, ...]] = Counter()
-        self._thread = _ThreadState()
-        self._lock = make_lock()
+    def __init__(self) -> None:
         self.call: Call | None = None
+        self._findings: dict[Key, Finding] = {}
+        self._before: dict[int, Named] | None = None  # the live tensors after the last step; None if unknown
+        self._computed: set[int | None] = set()  # alias ids of outputs
+        self._left = _NAMED_STEPS
 
-    def __enter__(self) -> StepWatch:
-        try:
-            self._thread.before = _names()
-            listen(self.note)
-        except BaseException:  # an interrupt
-            stop_listening(self.note)
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        stop_listening(self.note)
-
-    def forget(self) -> None:
-        """Drops the findings, but not the names. Later steps are still compared with the steps before."""
-        with self._lock:
-            self._findings.clear()
-
-    def advice(self) -> Advice:
-        """The hints so far."""
-        with self._lock:
-            found = list(self._findings.items())
-        return Advice(
-            _hint(key, finding)
-            for key, finding in found
-            if finding.runs >= self._min_runs and finding.bytes >= self._min_bytes
-        )
+    def begin(self) -> None:
+        """Only the steps of the call that begins now count. They are compared with the steps before."""
+        self._findings.clear()
+        self._left = _NAMED_STEPS
 
     def note(self, step: _C.WatchedStep) -> None:
         """Examines a step that ends now on this thread."""
-        site = _frames.call_site()
-        here = self._thread
-        run = site, hash(tuple(raw.use for raw in step.inputs))
-        with self._lock:
-            if run in self._runs or len(self._runs) < _KINDS:
-                self._runs[run] += 1
-            here.quiet = 0 if 0 < self._runs[run] <= _NAMED_RUNS else here.quiet + 1
-        if here.quiet > _NAMED_RUNS:
-            here.before = None
-            here.computed.clear()
+        if not self._left:
+            self._before = None
+            self._computed.clear()
             return
+        self._left -= 1
         with searching:
             now = name_tensors()
-            findings = find(step, site, here.before, now, here.computed, self.call)
-        here.computed.update(step.outputs)
-        here.before = now
-        with self._lock:
-            for key, finding in findings.items():
-                finding.runs = self._findings.get(key, Finding()).runs + 1
-                self._findings[key] = finding
+            before, self._before = self._before, now
+            found: dict[Key, Finding] = {}
+            if before is not None:  # else all inputs would seem to have no names
+                found = find(step, _frames.call_site(), before, now, self._computed, self.call)
+        self._computed.update(step.outputs)
+        for key, finding in found.items():
+            finding.runs = self._findings.get(key, Finding()).runs + 1
+            self._findings[key] = finding
 
-
-def _names() -> dict[int, Named] | None:
-    try:
-        return name_tensors()
-    except Exception as error:
-        note_error(error)
-        return None
+    def advice(self) -> Advice:
+        """The hints of the call."""
+        return Advice(_hint(key, finding) for key, finding in self._findings.items() if finding.bytes >= _SMALLEST)
 
 
 _AUTO_DONATE = "call torch_xla_donate.set_auto_donate(True) before the loop"
