@@ -151,12 +151,11 @@ class Replay:
     def __init__(
         self,
         structures: list[Hashable],
-        leaves: list[Any],
+        signature: Signature,
         donated: Sequence[tuple[int, int | None, int | None]],
         graph: str,
         names: _Names,
     ) -> None: ...
-    possible: Final[bool]
     def begin(self, arguments: list[Any], where: str, strict: int) -> Begun | None: ...
 
 class CompiledGraph:
@@ -168,6 +167,7 @@ class Signature:
     devices: Final[list[int]]
     pending: Final[bool]
     dynamic: Final[bool]
+    distinct: Final[bool]
     others: Final[list[Any]]
 
 class HeldInput:

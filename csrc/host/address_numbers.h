@@ -24,12 +24,14 @@ class AddressNumbers {
     slots_.resize(std::size_t{1} << bits_);
   }
   // The address gets the next number. An address that is there already keeps its first one, and null gets none.
-  void Add(const void* address) noexcept {
+  // Returns the address's number.
+  std::uint32_t Add(const void* address) noexcept {
     Slot& slot = slots_[Find(address)];
     if (slot.address == nullptr) {
       slot = {address, count_};
     }
     ++count_;
+    return slot.number;
   }
   std::uint32_t Of(const void* address) const noexcept {
     const Slot& slot = slots_[Find(address)];

@@ -94,7 +94,7 @@ std::optional<HeldArray> HeldBy(const at::Tensor& tensor) {
   return HeldArray{&data, &data->handle, impl->sizes()};
 }
 
-void Prefetch(const std::vector<const at::Tensor*>& tensors) {
+void Prefetch(at::ArrayRef<const at::Tensor*> tensors) {
   // A shared object follows its counters.
   constexpr std::size_t kCounters = 16;
   c10::SmallVector<const char*, 64> next;

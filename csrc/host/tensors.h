@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <vector>
 
 #include "host/symbols.h"
 
@@ -43,7 +42,7 @@ std::optional<HeldArray> HeldBy(const at::Tensor& tensor);
 
 // Prefetches what Resolve() reads of these tensors. After a step, none of a thousand tensors is in the cache, and the
 // misses of Resolve() wait for each other.
-void Prefetch(const std::vector<const at::Tensor*>& tensors);
+void Prefetch(at::ArrayRef<const at::Tensor*> tensors);
 
 // The tensor's current data, without pending updates; null if it is not a tensor of torch_xla.
 const TensorData* ValueOf(const c10::TensorImpl& tensor);

@@ -25,6 +25,7 @@
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/deferred_decref.h"
+#include "python/pytree.h"
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "registry/watch.h"
@@ -92,24 +93,10 @@ void Commit(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<con
   }
 }
 
-// Resolves leaves in blocks, because the memory of a thousand tensors is in no cache after a step. Prefetched together,
-// the misses of a block do not wait for each other.
+// Resolves leaves in blocks, whose donors are made together under the lock of torch_xla's infos.
 class LeafBlock {
  public:
   static constexpr std::size_t kSize = 32;
-
-  void Prefetch(PyObject** items, std::size_t count) {
-    for (std::size_t i = 0; i < count; ++i) {
-      __builtin_prefetch(items[i]);
-    }
-    prefetched_.clear();
-    for (std::size_t i = 0; i < count; ++i) {
-      if (THPVariable_Check(items[i])) {
-        prefetched_.push_back(&THPVariable_Unpack(items[i]));
-      }
-    }
-    abi::Prefetch(prefetched_);
-  }
 
   // Returns the obstacle to marking the leaf; "" if there is none so far.
   const char* Resolve(const at::Tensor& tensor, std::size_t index, std::vector<at::Tensor>& viewed) {
@@ -158,7 +145,6 @@ class LeafBlock {
     at::Tensor tensor;
     abi::Resolution resolution;
   };
-  std::vector<const at::Tensor*> prefetched_;
   std::array<Leaf, kSize> leaves_;
   std::size_t count_ = 0;
   std::vector<std::unique_ptr<Other>> others_;
@@ -189,12 +175,10 @@ py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int 
   LeafBlock block;
   for (std::size_t begin = 0; begin < count; begin += LeafBlock::kSize) {
     const std::size_t end = std::min(count, begin + LeafBlock::kSize);
-    if (count > 1) {
-      block.Prefetch(items + begin, end - begin);
-    }
     const char* obstacle = "";
     std::size_t i = begin;
     for (; i < end && *obstacle == '\0'; ++i) {
+      PrefetchLeaves(items, i, count);
       if (items[i] != Py_None) {
         obstacle = THPVariable_Check(items[i]) ? block.Resolve(THPVariable_Unpack(items[i]), i, viewed) : "not_tensor";
       }

@@ -46,26 +46,17 @@ void BindRuns(py::module_& m) {
       .def_readonly("devices", &Signature::devices, "As devices() of the tensors.")
       .def_readonly("pending", &Signature::pending, "Whether a tensor has no value yet.")
       .def_readonly("dynamic", &Signature::dynamic, "Whether only the device knows the size of a tensor.")
+      .def_readonly("distinct", &Signature::distinct, "Whether each is an XLA tensor with a buffer of its own.")
       .def_readonly("others", &Signature::others, "The leaves that are not tensors.");
   py::class_<Replay::Begun, Call>(m, "Begun", "A call that has marked its donated leaves and armed its run.")
       .def_readonly("leaves", &Replay::Begun::leaves, "The leaves of the arguments.")
       .def_readonly("armed", &Replay::Begun::armed, "False if another thread has cancelled a mark meanwhile.");
   py::class_<Replay>(m, "Replay", "A call of a traced function, for calls whose arguments are like its own.")
-      .def(py::init(
-               [](const py::list& structures, const py::list& leaves,
-                  const std::vector<std::tuple<std::size_t, std::optional<std::size_t>, std::optional<std::size_t>>>&
-                      donated,
-                  std::string graph, py::object names) {
-                 std::vector<Replay::DonatedLeaf> donors;
-                 for (const auto& [leaf, parameter, output] : donated) {
-                   donors.push_back({leaf, parameter, output});
-                 }
-                 return Replay(structures, leaves, std::move(donors), std::move(graph), std::move(names));
-               }),
-           py::arg("structures"), py::arg("leaves"), py::arg("donated"), py::arg("graph"), py::arg("names"),
-           "structures: as flatten returns them, for each argument. donated: for each donated leaf its number, that of "
+      .def(py::init<py::list, Signature, std::vector<Replay::Donated>, std::string, py::object>(),
+           py::arg("structures"), py::arg("signature"), py::arg("donated"), py::arg("graph"), py::arg("names"),
+           "structures: as flatten returns them, for each argument. signature: of all leaves; it is distinct. donated: "
+           "for each donated leaf its number, that of "
            "its parameter, and that of the output computed from it. graph, names: as in arm_run and mark_arguments.")
-      .def_property_readonly("possible", &Replay::IsPossible, "Whether calls can be compared with this one.")
       .def("begin", &Replay::Begin, py::arg("arguments"), py::arg("where"), py::arg("strict"),
            "The call, begun. None, with nothing marked, unless the arguments are like those of the earlier call and "
            "nothing else may hold a donated buffer.");

@@ -1,12 +1,13 @@
 // Flattens without torch's pytree, which takes longer than a small step.
 #include "python/pytree.h"
 
-#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host/tensors.h"
@@ -31,17 +32,18 @@ bool IsUnique(PyObject* key) {
 
 // NOLINTBEGIN(misc-no-recursion): at most kMaxDepth containers deep
 struct Walk {
-  py::handle exact;  // as for Flatten(); may be null
+  py::handle exact;     // as for Flatten(); may be null
+  py::handle expected;  // a tuple of tokens, to compare with; null to append tokens
   py::list leaves, tokens;
+  py::ssize_t compared = 0;
 
-  // Appends the leaves of a builtin container; false if the tree has anything else. The tokens identify the structure:
-  // types, keys and sizes in preorder.
+  // Appends the leaves of a builtin container; false if the tree has anything else, or another structure than expected.
+  // The tokens identify the structure: types, keys and sizes in preorder.
   bool Into(PyObject* tree, int depth) {
     if (THPVariable_Check(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree) ||
         PyUnicode_CheckExact(tree) || PyBool_Check(tree)) {
       leaves.append(py::handle(tree));
-      tokens.append(py::none());
-      return true;
+      return Put(py::none());
     }
     const bool is_dict = PyDict_CheckExact(tree);
     if (depth == kMaxDepth || !(is_dict || PyList_CheckExact(tree) || PyTuple_CheckExact(tree))) {
@@ -49,14 +51,32 @@ struct Walk {
     }
     // An allocation may collect garbage, and `exact` may run code of the keys. Either may change the containers.
     const auto held = py::reinterpret_borrow<py::object>(tree);
-    tokens.append(py::handle(reinterpret_cast<PyObject*>(Py_TYPE(tree))));
-    return is_dict ? IntoDict(tree, depth) : IntoSequence(tree, depth);
+    return Put(py::type::of(held)) && (is_dict ? IntoDict(tree, depth) : IntoSequence(tree, depth));
+  }
+
+  bool Put(const py::object& token) {
+    if (!expected) {
+      tokens.append(token);
+      return true;
+    }
+    if (compared == PyTuple_GET_SIZE(expected.ptr())) {
+      return false;
+    }
+    PyObject* known = PyTuple_GET_ITEM(expected.ptr(), compared++);
+    if (!PyTuple_CheckExact(token.ptr()) || !PyTuple_CheckExact(known)) {
+      return IsSame(token.ptr(), known);
+    }
+    PyObject **keys = PySequence_Fast_ITEMS(token.ptr()), **known_keys = PySequence_Fast_ITEMS(known);
+    return std::equal(keys, keys + PyTuple_GET_SIZE(token.ptr()), known_keys, known_keys + PyTuple_GET_SIZE(known),
+                      IsSame);
   }
 
   bool IntoDict(PyObject* tree, int depth) {
     const py::tuple keys(py::reinterpret_steal<py::list>(PyDict_Keys(tree)));
     PyObject** first = PySequence_Fast_ITEMS(keys.ptr());
-    tokens.append(!exact || std::all_of(first, first + keys.size(), IsUnique) ? py::object(keys) : exact(keys));
+    if (!Put(!exact || std::all_of(first, first + keys.size(), IsUnique) ? py::object(keys) : exact(keys))) {
+      return false;
+    }
     PyObject *key = nullptr, *value = nullptr;
     std::size_t count = 0;
     for (py::ssize_t position = 0; PyDict_Next(tree, &position, &key, &value) != 0; ++count) {
@@ -69,7 +89,9 @@ struct Walk {
 
   bool IntoSequence(PyObject* tree, int depth) {
     const py::ssize_t count = PySequence_Fast_GET_SIZE(tree);
-    tokens.append(count);
+    if (!Put(py::int_(count))) {
+      return false;
+    }
     for (py::ssize_t i = 0; i < count; ++i) {
       if (PySequence_Fast_GET_SIZE(tree) != count) {
         return false;
@@ -122,6 +144,11 @@ void AddDevice(const at::Tensor& tensor, std::vector<int>& devices) {
 
 }  // namespace
 
+bool IsSame(PyObject* one, PyObject* other) {
+  return one == other || (Py_TYPE(one) == Py_TYPE(other) && (PyLong_CheckExact(one) || PyUnicode_CheckExact(one)) &&
+                          PyObject_RichCompareBool(one, other, Py_EQ) == 1);
+}
+
 py::object Flatten(py::handle tree, const py::object& exact) {
   Walk walk;
   walk.exact = exact.is_none() ? nullptr : exact.ptr();
@@ -136,53 +163,95 @@ py::object Unflatten(const py::list& leaves, const py::tuple& tokens) {
   return UnflattenFrom(leaves, tokens, leaf, token);
 }
 
-Signature SignatureOf(const py::list& leaves) {
-  Signature signature;
-  std::string key;
-  key.reserve(leaves.size() * 6 * sizeof(std::int64_t));
-  std::vector<const at::Tensor*> tensors;
-  tensors.reserve(leaves.size());
-  for (std::size_t i = 0; i < leaves.size(); ++i) {
-    if (PyObject* item = PyList_GET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
-      tensors.push_back(&THPVariable_Unpack(item));
-      __builtin_prefetch(tensors.back()->unsafeGetTensorImpl());
+bool FlattenLike(py::handle tree, py::handle tokens, const py::list& leaves) {
+  Walk walk;
+  walk.expected = tokens;
+  walk.leaves = leaves;
+  return PyTuple_CheckExact(tokens.ptr()) && walk.Into(tree.ptr(), 0) &&
+         walk.compared == PyTuple_GET_SIZE(tokens.ptr());
+}
+
+void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
+  constexpr std::size_t kBlock = 32;  // more would not stay in the processor's first cache until they are read
+  if (index % kBlock != 0 || count == 1) {
+    return;
+  }
+  PyObject** const end = leaves + std::min(count, index + kBlock);
+  for (PyObject** leaf = leaves + index; leaf != end; ++leaf) {
+    __builtin_prefetch(*leaf);
+  }
+  c10::SmallVector<const at::Tensor*, kBlock> tensors;
+  for (PyObject** leaf = leaves + index; leaf != end; ++leaf) {
+    if (THPVariable_Check(*leaf)) {
+      tensors.push_back(&THPVariable_Unpack(*leaf));
     }
   }
   abi::Prefetch(tensors);
-  ska::flat_hash_map<const lazy::BackendData*, std::size_t> first;
-  first.reserve(leaves.size());
-  const auto put = [&key](std::int64_t value) { key.append(reinterpret_cast<const char*>(&value), sizeof value); };
-  for (std::size_t i = 0; i < leaves.size(); ++i) {
-    PyObject* item = PyList_GET_ITEM(leaves.ptr(), static_cast<py::ssize_t>(i));
-    if (!THPVariable_Check(item)) {
-      put(-1);
-      signature.others.append(py::handle(item));
-      continue;
+}
+
+void TensorReader::Read(const at::Tensor& tensor) {
+  facts.clear();
+  data = nullptr;
+  buffer = nullptr;
+  auto state = abi::TensorState::kMaterialized;
+  if (const std::optional<abi::HeldArray> held = abi::HeldBy(tensor)) {
+    data = held->tensor;
+    buffer = held->buffer;
+    sizes = held->sizes;
+  } else {
+    resolved_ = abi::Resolve(tensor);
+    state = resolved_.state;
+    data = &resolved_.tensor;
+    buffer = resolved_.buffer == nullptr ? nullptr : &resolved_.buffer;
+    if (state == abi::TensorState::kDynamic || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+      dynamic = true;
+      return;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(item);
-    AddDevice(tensor, signature.devices);
-    const abi::Resolution resolved = abi::Resolve(tensor);
-    if (resolved.state == abi::TensorState::kDynamic) {
-      signature.dynamic = true;
-      continue;
-    }
-    put(tensor.dim());
-    for (std::int64_t size : tensor.sizes()) {
-      put(size);
-    }
-    put(static_cast<std::int64_t>(tensor.scalar_type()) * 4 + (tensor.requires_grad() ? 1 : 0) +
-        (resolved.state == abi::TensorState::kNotXla ? 2 : 0));
-    put(tensor.device().has_index() ? tensor.device().index() : -1);
-    if (resolved.buffer == nullptr) {
-      signature.pending = signature.pending || resolved.state != abi::TensorState::kNotXla;
-      put(-1);
+    sizes = tensor.sizes();
+  }
+  const bool is_xla = state != abi::TensorState::kNotXla;
+  facts.push_back(static_cast<std::int64_t>(sizes.size()));
+  for (const std::int64_t size : sizes) {
+    facts.push_back(size);
+  }
+  facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 4 + (tensor.requires_grad() ? 1 : 0) +
+                  (is_xla ? 0 : 2));
+  facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
+  if (buffer == nullptr) {
+    pending = pending || is_xla;
+    distinct = false;
+    facts.push_back(-1);
+    return;
+  }
+  const std::uint32_t number = buffers_.Add(buffer->get());
+  distinct = distinct && number == count_++;
+  facts.push_back(number);
+  facts.push_back(abi::ElementTypeOf(**buffer));
+}
+
+Signature SignatureOf(const py::list& leaves) {
+  py::list others;
+  std::vector<int> devices;
+  std::string key;
+  key.reserve(leaves.size() * 6 * sizeof(std::int64_t));
+  const auto put = [&key](const std::int64_t* facts, std::size_t count) {
+    key.append(reinterpret_cast<const char*>(facts), count * sizeof *facts);
+  };
+  PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
+  const std::size_t count = leaves.size();
+  TensorReader reader(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    PrefetchLeaves(items, i, count);
+    if (THPVariable_Check(items[i])) {
+      AddDevice(THPVariable_Unpack(items[i]), devices);
+      reader.Read(THPVariable_Unpack(items[i]));
+      put(reader.facts.data(), reader.facts.size());
     } else {
-      put(static_cast<std::int64_t>(first.emplace(resolved.buffer.get(), i).first->second));
-      put(abi::ElementTypeOf(*resolved.buffer));
+      put(&kNoTensor, 1);
+      others.append(py::handle(items[i]));
     }
   }
-  signature.key = py::bytes(key);
-  return signature;
+  return {py::bytes(key), std::move(devices), reader.pending, reader.dynamic, reader.distinct, std::move(others)};
 }
 
 std::vector<int> DevicesOf(const py::list& leaves) {

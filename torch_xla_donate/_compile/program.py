@@ -239,18 +239,18 @@ class TracedProgram(TracedGraph):
                 return False
         return True
 
-    def set_replay(self, structures: Sequence[Hashable], leaves: Sequence[Any], donated: int, names: CallNames) -> None:
+    def set_replay(
+        self, structures: Sequence[Hashable], signature: _C.Signature, donated: Sequence[Any], names: CallNames
+    ) -> None:
         """Sets `replay` from the call that was traced, unless the general way has to look at each call.
 
-        donated: the number of leaves of donated arguments, which come first.
+        donated: the leaves of donated arguments, which come first.
         """
-        tensors = [i for i in range(donated) if isinstance(leaves[i], torch.Tensor)]
-        # Under SPMD the general way compares shardings.
-        if self.captured or self.returned or self.donors != tensors or _host.runtime().is_spmd():
-            return
-        donors = [(i, *self._places[i]) for i in self.donors]
-        replay = _C.Replay(list(structures), list(leaves), donors, self.name, names)
-        self.replay = replay if replay.possible else None
+        tensors = [i for i, leaf in enumerate(donated) if isinstance(leaf, torch.Tensor)]
+        is_whole = bool(tensors) and self.donors == tensors and not (self.captured or self.returned)
+        if is_whole and signature.distinct and not _host.runtime().is_spmd():  # which compares shardings, too
+            donors = [(i, *self._places[i]) for i in self.donors]
+            self.replay = _C.Replay(list(structures), signature, donors, self.name, names)
 
 
 def own_result(leaf: Any, outside: Container[int]) -> Any:

@@ -175,5 +175,5 @@ class PureCompiled(Compiled):
         self._programs[key] = program
         if donation is not None and donation.is_whole():
             names = self.names(call.arguments, call.structures[: len(call.arguments.roles.donated)])
-            program.set_replay(call.structures, call.leaves, donation.count, names)
+            program.set_replay(call.structures, call.signature, call.leaves[: donation.count], names)
         return program
