@@ -62,7 +62,7 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
-  return ThreadStep::Get().Order(*self, roots, *collection, [&] {
+  return ThreadStep::Get().Order(roots, *collection, [&] {
     try {
       return run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
     } catch (const std::exception&) {  // such as a deleted buffer; the program's error names the mark
@@ -73,13 +73,13 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
 }
 
 void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
-  ThreadStep::Get().PassBarrier(*self, *collection, [self, collection] {
+  ThreadStep::Get().PassBarrier(*collection, [self, collection] {
     tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
   });
 }
 
 void DeviceBarrier(lazy::LazyGraphExecutor* self, const lazy::BackendDevice& device) {
-  GuardBarrier(*self);
+  GuardBarrier();
   device_barrier.As<abi::DeviceBarrierFn>()(self, device);
 }
 

@@ -9,11 +9,11 @@
 #include "features/reuse_warnings.h"
 #include "features/run_guard.h"
 #include "features/switches.h"
-#include "host/graphs.h"
 #include "registry/marks.h"
 #include "registry/steps.h"
 #include "registry/tallies.h"
 #include "registry/watch.h"
+#include "step/callbacks.h"
 #include "step/donor_set.h"
 
 namespace torch_xla_donate {
@@ -33,8 +33,7 @@ void Guarded(void (*function)(Context&), Context& context) noexcept {
 // In eager mode each operation is a separate graph that runs at once and donates nothing. The marks that it has read
 // end here, so that no later step consumes these buffers.
 void EndEagerMarks(GraphContext& context) {
-  const auto& config = context.collection.config;
-  if (Watches(kRegistry) && config.force_ltc_data && !config.sync_ltc_data && abi::InEagerMode(context.executor)) {
+  if (context.is_eager) {
     const bool off = DonationDisabled();
     RefuseMarks(*context.graph, off ? DisabledReason() : ReasonCode::kReadEagerly, /*notify=*/!off);
   }
@@ -67,6 +66,8 @@ void phases::TensorMade() {
 void phases::BeforeGraph(GraphContext& graph) {
   BeginPlan(graph);
   try {
+    const auto& config = graph.collection.config;
+    graph.is_eager = Watches(kRegistry) && config.force_ltc_data && !config.sync_ltc_data && callbacks::InEagerMode();
     CloseGate(graph);
     Reach("BeforeGraph");
   } catch (const std::exception& error) {
@@ -86,8 +87,8 @@ void phases::ProposeDonors(DonorSet& donors) {
   Reach("ProposeDonors");
 }
 
-void phases::AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device) {
-  GuardBarrier(executor);
+void phases::AtBarrier(bool has_locked_device) {
+  GuardBarrier();
   if (!has_locked_device) {
     NoteStack();
   }

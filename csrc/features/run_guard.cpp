@@ -1,22 +1,17 @@
 // Counts at the barrier, remembers the placeholders that are alive, and throws when a run begins.
 #include "features/run_guard.h"
 
-#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <unordered_map>
 #include <utility>
 
-#include "host/graphs.h"
 #include "host/process_mutex.h"
 #include "registry/watch.h"
 
 namespace torch_xla_donate {
 
 namespace {
-
-// torch_xla's only executor, once it has passed a barrier.
-std::atomic<const lazy::LazyGraphExecutor*> host_executor{nullptr};
 
 struct RunGuard {
   bool blocks = false, blocks_reads = false;
@@ -50,14 +45,6 @@ bool BlockReads(bool on) { return std::exchange(run_guard.blocks_reads, on); }
 std::uint64_t RunsBegun() { return run_guard.runs; }
 
 std::uint64_t BarriersPassed() { return run_guard.barriers; }
-
-void VerifyExecutor(bool eager_mode, bool allow_execution) {
-  const lazy::LazyGraphExecutor* executor = host_executor.load(std::memory_order_relaxed);
-  if (executor == nullptr) {
-    throw std::runtime_error("no executor has passed the barrier");
-  }
-  abi::VerifyExecutor(*executor, eager_mode, allow_execution);
-}
 
 void NotePlaceholder(const lazy::BackendDataPtr& array) {
   Placeholders& known = ThePlaceholders();
@@ -95,8 +82,7 @@ bool HasPlaceholders() {
   return !known.arrays.empty();
 }
 
-void GuardBarrier(const lazy::LazyGraphExecutor& executor) {
-  host_executor.store(&executor, std::memory_order_relaxed);
+void GuardBarrier() {
   run_guard.barriers += run_guard.blocks ? 1 : 0;
   if (run_guard.blocks_reads) {
     Throw();

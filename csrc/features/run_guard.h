@@ -1,7 +1,7 @@
 // Keeps runs from beginning that must not: those of a thread that traces a function, which are counted, and those that
 // read a placeholder, an array without memory. torch_xla would end the process if it read one.
 //
-// Threads: blocks and counts belong to the calling thread; placeholders and the executor to the process.
+// Threads: blocks and counts belong to the calling thread; placeholders to the process.
 // Errors: a blocked run or read, and a use of a placeholder, throw std::runtime_error.
 #pragma once
 
@@ -23,9 +23,6 @@ std::uint64_t RunsBegun();
 // How often this thread has passed the barrier before each read and run while its runs were blocked.
 std::uint64_t BarriersPassed();
 
-// Throws if torch_xla's executor has another layout, or has not passed a hook yet.
-void VerifyExecutor(bool eager_mode, bool allow_execution);
-
 void NotePlaceholder(const lazy::BackendDataPtr& array);
 // Called where the program uses an array, because pending values survive an error there, and not in the step.
 void ThrowIfPlaceholder(const lazy::BackendData* array);
@@ -34,7 +31,7 @@ void ThrowIfPlaceholder(const lazy::BackendData* array);
 
 // Whether a placeholder is alive, so that uses must be told from reads of the list. Forgets those that are gone.
 bool HasPlaceholders();
-void GuardBarrier(const lazy::LazyGraphExecutor& executor);
+void GuardBarrier();
 void GuardRun(const std::vector<lazy::BackendDataPtr>& parameters);
 
 }  // namespace torch_xla_donate

@@ -111,11 +111,6 @@ lazy::Value SeedOf(void* arena, const lazy::BackendDevice& device) {
 
 bool KeepsNodes() { return FLAGS_torch_lazy_reuse_ir; }
 
-bool InEagerMode(const lazy::LazyGraphExecutor& executor) {
-  return typeid(executor) != typeid(lazy::LazyGraphExecutor) &&
-         static_cast<const HostExecutor&>(executor).use_eager_mode;
-}
-
 std::string DescribeBuffer(const lazy::BackendData& buffer) {
   const std::string text = static_cast<const HostBuffer&>(buffer).ToString();
   const auto field = [&text](const char* label) -> std::string {

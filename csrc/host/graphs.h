@@ -57,9 +57,6 @@ bool KeepsNodes();
 // must not hold the GIL. Throws the error of an earlier failed step, as torch_xla does when it waits.
 void WaitForHandOver(const lazy::BackendDevice& device);
 
-// Whether eager mode is on in the executor that passes the hooks, which is not the one registered with torch.
-bool InEagerMode(const lazy::LazyGraphExecutor& executor);
-
 // The device as Python knows it, such as xla:0. Throws std::runtime_error if this process does not have it.
 at::Device TorchDevice(const lazy::BackendDevice& device);
 
@@ -86,12 +83,8 @@ struct HostCachedComputation;
 std::shared_ptr<const HostCachedComputation> ExecutableOf(const Executor::Async& run);
 CompiledGraph DescribeGraph(const HostCachedComputation& executable);
 
-// ---- Checks of the layouts of this folder; both throw std::runtime_error that names the first difference ----
-
-// Compares the layouts of tensors and buffers with a fresh, uploaded int32[3] probe and torch_xla's id of it. Must pass
-// before any other function of this folder is used.
+// Compares the layouts of this folder with a fresh, uploaded int32[3] probe and torch_xla's id of it. Must pass before
+// any other function of this folder is used. Throws std::runtime_error that names the first difference.
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_sharded);
-// Compares the executor's switches, whose values the caller knows, with the layout.
-void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution);
 
 }  // namespace torch_xla_donate::abi

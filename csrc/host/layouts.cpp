@@ -20,7 +20,6 @@ constexpr const char* kTensorType = "N9torch_xla9XLATensorE";
 constexpr const char* kTensorDataType = "N9torch_xla9XLATensor4DataE";
 constexpr const char* kBufferType = "N9torch_xla7runtime21PjRtComputationClient8PjRtDataE";
 constexpr const char* kShardedBufferType = "N9torch_xla7runtime21PjRtComputationClient15PjRtShardedDataE";
-constexpr const char* kExecutorType = "N9torch_xla16XLAGraphExecutorE";
 
 }  // namespace
 
@@ -42,25 +41,6 @@ const lazy::LazyTensorPtr* LazyTensorOf(const c10::TensorImpl& impl) {
     known.store(name, std::memory_order_relaxed);
   }
   return reinterpret_cast<const lazy::LazyTensorPtr*>(reinterpret_cast<const char*>(&impl) + sizeof(c10::TensorImpl));
-}
-
-void VerifyExecutor(const lazy::LazyGraphExecutor& executor, bool eager_mode, bool allow_execution) {
-  if (typeid(executor) == typeid(lazy::LazyGraphExecutor)) {
-    Mismatch("the executor that runs graphs is torch's own");
-  }
-  const auto& host = static_cast<const HostExecutor&>(executor);
-  ObjectCheck(typeid(executor)).Object("the executor that runs graphs", &host, sizeof host, {kExecutorType});
-  // Read as bytes, because with another layout they may not be valid bools.
-  unsigned char switches[2];
-  std::memcpy(switches, &host.use_eager_mode, sizeof switches);
-  // libstdc++'s string: a pointer, the size, then the short text itself (which the pointer points to) or the capacity.
-  std::uintptr_t name[3];
-  std::memcpy(name, static_cast<const void*>(&host.current_graph_name), sizeof name);
-  const bool inside = name[0] == reinterpret_cast<std::uintptr_t>(&host.current_graph_name) + 2 * sizeof name[0];
-  const bool is_string = inside ? name[1] < 16 : name[0] != 0 && name[1] <= name[2] && name[2] >= 16;
-  if (switches[0] != (eager_mode ? 1 : 0) || switches[1] != (allow_execution ? 1 : 0) || !is_string) {
-    Mismatch("the executor does not keep the switch of eager mode where it was expected");
-  }
 }
 
 void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_sharded) {

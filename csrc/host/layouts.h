@@ -44,14 +44,6 @@ struct HostBuffer : lazy::BackendData {
 };
 inline constexpr std::size_t kBufferVirtuals = 8;
 
-// torch_xla::XLAGraphExecutor: the members after torch's part, as far as needed here.
-struct HostExecutor : lazy::LazyGraphExecutor {
-  void* computation_cache;
-  bool use_eager_mode;
-  bool allow_execution;
-  std::string current_graph_name;
-};
-
 // torch_xla::XLATensor::Data: the members after torch's part.
 struct HostTensorData : TensorData {
   std::shared_ptr<void> view;

@@ -12,10 +12,11 @@ void BindHooks(py::module_& m) {
   RegisterExceptions();
   m.def("set_callbacks", &SetCallbacks, py::arg("donated_buffer_error"), py::arg("format_use"), py::arg("report_reuse"),
         py::arg("step_ended"), py::arg("prepare_auto"), py::arg("set_collectives_token"), py::arg("auto_sharding"),
+        py::arg("eager_mode"),
         "Gives the hooks an exception type, the function that writes its message, and functions to call when an "
         "undonated donor is used, at the end of a step, and before the first step that donates automatically. "
-        "set_collectives_token and auto_sharding are functions of torch_xla that run no Python code. A step that may "
-        "donate drops the token of collectives by the one and checks for auto-sharding by the other.");
+        "The last three are functions of torch_xla that run no Python code. A step that may donate drops the token of "
+        "collectives by the first and checks for auto-sharding by the second.");
   m.def(
       "install", &InstallHooks, py::arg("library_path"),
       "Patches torch_xla's extension module and libtorch_cpu. If it cannot, it restores both and raises RuntimeError.");
@@ -37,8 +38,6 @@ void BindHooks(py::module_& m) {
       [](py::handle probe, std::int64_t id, bool is_sharded) { abi::VerifyLayouts(TensorOf(probe), id, is_sharded); },
       py::arg("probe"), py::arg("tensor_id"), py::arg("is_sharded") = false,
       "Compares an uploaded int32[3] tensor with the assumed layouts; RuntimeError names the first difference.");
-  m.def("verify_executor", &VerifyExecutor, py::arg("eager_mode"), py::arg("allow_execution"),
-        "Compares torch_xla's executor with the assumed layout and the given switches; RuntimeError if it differs.");
   m.def(
       "frame_variables",
       [](py::handle frame) {

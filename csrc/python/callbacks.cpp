@@ -17,7 +17,7 @@ namespace {
 
 // Set before the hooks are installed, the recorder before the first run is logged.
 py::handle donated_buffer_error, format_use, report_reuse, step_ended, prepare_auto, set_collectives_token,
-    auto_sharding, run_recorder;
+    auto_sharding, eager_mode, run_recorder;
 
 // Throws the Python error as torch's own exception, which keeps it through any host code.
 [[noreturn]] void PassOn(py::error_already_set& error) {
@@ -66,7 +66,7 @@ std::string WhereOf(const DonorSnapshot& donor) {
 }
 
 void SetCallbacks(py::object error, py::object format, py::object reuse, py::object ended, py::object prepare,
-                  py::object set_token, py::object is_auto_sharding) {
+                  py::object set_token, py::object is_auto_sharding, py::object is_eager) {
   donated_buffer_error = error.release();
   format_use = format.release();
   report_reuse = reuse.release();
@@ -74,6 +74,7 @@ void SetCallbacks(py::object error, py::object format, py::object reuse, py::obj
   prepare_auto = prepare.release();
   set_collectives_token = set_token.release();
   auto_sharding = is_auto_sharding.release();
+  eager_mode = is_eager.release();
 }
 
 void SetRunRecorder(py::object record) { run_recorder = record.release(); }
@@ -122,6 +123,11 @@ bool callbacks::ForgetCollectives(const std::string& device) {
   py::gil_scoped_acquire gil;
   set_collectives_token(device, py::none());
   return auto_sharding().cast<bool>();
+}
+
+bool callbacks::InEagerMode() {
+  const py::gil_scoped_acquire gil;
+  return eager_mode().cast<bool>();
 }
 
 void callbacks::StepEnded() {

@@ -21,7 +21,7 @@ std::string NamesOf(const DonorSnapshot& donor);
 std::string WhereOf(const DonorSnapshot& donor);
 
 void SetCallbacks(py::object error, py::object format, py::object reuse, py::object ended, py::object prepare,
-                  py::object set_token, py::object is_auto_sharding);
+                  py::object set_token, py::object is_auto_sharding, py::object is_eager);
 
 // The function that records the logged runs.
 void SetRunRecorder(py::object record);

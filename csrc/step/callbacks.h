@@ -34,6 +34,8 @@ Reason PrepareAuto();
 // Called before a step chooses its donors. Drops the token that orders the collectives of the device (given by name).
 // Returns whether auto-sharding is on by now. Runs no bytecode. If it throws, the step donates nothing.
 bool ForgetCollectives(const std::string& device);
+// Whether torch_xla runs each operation at once, as a separate graph. Runs no bytecode.
+bool InEagerMode();
 // Called at the end of a step that has something to report or to check.
 void StepEnded();
 // The frames of this thread, innermost first; at most 64. Runs no bytecode.

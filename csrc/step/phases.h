@@ -59,12 +59,12 @@ struct DryRun {
 
 // A graph that the executor makes, for a step, a read, an operation in eager mode, or a compiled function.
 struct GraphContext {
-  const lazy::LazyGraphExecutor& executor;
   const std::vector<lazy::Value>& roots;
   abi::Executor::SyncTensorCollection& collection;
   bool runs_all;      // not a read (print, .item(), .cpu()) and not a warm-up
   bool follows_list;  // the first graph since the live tensors were listed
   bool is_step;       // a step of the live tensors listed last
+  bool is_eager;      // an operation in eager mode, if marks are known
   Gate gate;
   abi::Executor::PostOrderData* graph = nullptr;  // set before GraphKnown()
   std::optional<DryRun> dry_run = std::nullopt;   // if donation was disabled: what the step would have donated
@@ -99,7 +99,7 @@ void GraphKnown(GraphContext& graph) noexcept;
 void ProposeDonors(DonorSet& donors);
 // A thread waits for the device, as before each read, step and run.
 // A thread that has locked the device must not take the GIL, because a thread with the GIL may wait for the device.
-void AtBarrier(const lazy::LazyGraphExecutor& executor, bool has_locked_device);
+void AtBarrier(bool has_locked_device);
 void CheckRun(const std::vector<lazy::BackendDataPtr>& parameters);
 void BeforeRun(RunContext& run) noexcept;
 void AtStart(RunContext& run);

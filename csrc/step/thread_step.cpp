@@ -89,11 +89,10 @@ bool ThreadStep::IsListRead(const lazy::LazyTensor& tensor, bool holds_data) {
   return false;
 }
 
-abi::Executor::PostOrderData ThreadStep::Order(const lazy::LazyGraphExecutor& executor,
-                                               const std::vector<lazy::Value>& roots,
+abi::Executor::PostOrderData ThreadStep::Order(const std::vector<lazy::Value>& roots,
                                                abi::Executor::SyncTensorCollection& collection,
                                                c10::function_ref<abi::Executor::PostOrderData()> order) {
-  GraphContext context{executor, roots, collection, RunsAll(collection), phase_ == StepPhase::kListed, false, {}};
+  GraphContext context{roots, collection, RunsAll(collection), phase_ == StepPhase::kListed, false, false, {}};
   context.is_step = context.runs_all && list_.IsOfStep(roots.size());
   GiveUp();
   phase_ = StepPhase::kOrdering;
@@ -155,12 +154,11 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
   }
 }
 
-void ThreadStep::PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
-                             c10::function_ref<void()> pass) {
+void ThreadStep::PassBarrier(abi::Executor::SyncTensorCollection& collection, c10::function_ref<void()> pass) {
   const bool is_claimed = claim_ != nullptr && !claim_->IsCompiled();
   const std::size_t ours = is_claimed ? 1 : 0;  // our guard, see ClaimDonors()
   const bool has_locked_device = collection.unlocker.size() > ours;
-  phases::AtBarrier(executor, has_locked_device);
+  phases::AtBarrier(has_locked_device);
   if (phase_ != StepPhase::kOrdering) {
     list_.Reset(false);
   }

@@ -48,11 +48,10 @@ class ThreadStep {
   bool IsListRead(const lazy::LazyTensor& tensor, bool holds_data);
 
   // Calls the executor's function, which makes a graph.
-  abi::Executor::PostOrderData Order(const lazy::LazyGraphExecutor& executor, const std::vector<lazy::Value>& roots,
+  abi::Executor::PostOrderData Order(const std::vector<lazy::Value>& roots,
                                      abi::Executor::SyncTensorCollection& collection,
                                      c10::function_ref<abi::Executor::PostOrderData()> order);
-  void PassBarrier(const lazy::LazyGraphExecutor& executor, abi::Executor::SyncTensorCollection& collection,
-                   c10::function_ref<void()> pass);
+  void PassBarrier(abi::Executor::SyncTensorCollection& collection, c10::function_ref<void()> pass);
   void Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept;
   std::function<void()> Start(const lazy::MultiWait* runner, std::function<void()> run);
   void End(const lazy::BackendDevice& device);

@@ -227,20 +227,12 @@ def test_threads_may_install_and_uninstall_while_steps_run():
     assert state() == before
 
 
-@pytest.mark.parametrize(
-    ("question", "answer", "found"),
-    [
-        ("_xla_get_tensor_id", -1, "torch_xla says -1"),
-        ("_get_use_eager_mode", True, "does not keep the switch of eager mode"),
-        ("_get_allow_execution", False, "does not keep the switch of eager mode"),
-    ],
-)
 @in_process
-def test_a_layout_that_differs_takes_the_hooks_out_again(question, answer, found):
+def test_a_layout_that_differs_takes_the_hooks_out_again():
     before = unhooked()
     t = make(4)
-    setattr(_XLAC, question, lambda *_: answer)
-    with pytest.raises(ImportError, match=f"laid out differently.*{found}"):
+    _XLAC._xla_get_tensor_id = lambda _: -1
+    with pytest.raises(ImportError, match="laid out differently.*torch_xla says -1"):
         donate_buffer(t)
     assert state() == before
     out = t + 1
@@ -563,9 +555,3 @@ def test_the_texts_of_errors_are_bounded():
         _C.note_auto_refusal(_C.Reason("failed", f"error {number}"))
     assert len(_C.hook_errors()) <= 65 and sum(_C.hook_errors().values()) == before + 200
     assert len(_C.auto_refusals()) <= 65
-
-
-@in_process
-def test_there_is_no_executor_before_the_first_step():
-    with pytest.raises(RuntimeError, match="no executor has passed the barrier"):
-        _C.verify_executor(False, True)

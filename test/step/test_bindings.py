@@ -51,14 +51,6 @@ def test_only_three_uploaded_integers_are_a_probe_of_the_layouts():
             _C.verify_layouts(probe, number_of(probe))
 
 
-def test_a_switch_that_the_executor_does_not_have_is_a_mismatch():
-    torch_xla.sync()
-    allowed = torch_xla._XLAC._get_allow_execution()
-    _C.verify_executor(False, allowed)
-    with pytest.raises(RuntimeError, match="does not keep the switch of eager mode where it was expected"):
-        _C.verify_executor(False, not allowed)
-
-
 def test_a_tensor_without_pending_work_is_not_updated():
     assert not _C.updated_in_place(uploaded(1))
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_xla_donate import _C
 from torch_xla_donate._host.load import supported_versions, xlac
-from torch_xla_donate._host.settings import in_eager_mode
 
 
 def install_hooks() -> None:
@@ -52,7 +51,6 @@ def verify_layouts() -> None:
     is_sharded = xlac()._get_xla_sharding_type(probe) is not None
     try:
         _C.verify_layouts(probe, number, is_sharded)
-        _verify_executor()
     except RuntimeError as error:
         _C.uninstall()
         raise ImportError(
@@ -88,14 +86,3 @@ def _probe(device: torch.device) -> tuple[torch.Tensor, int]:
     # Uploads only the probe. Other pending work stays pending.
     xlac()._xla_sync_multi([probe], [], True, True)
     return probe, xlac()._xla_get_tensor_id(probe)
-
-
-def _verify_executor() -> None:
-    # Another thread may change a switch between the two reads.
-    for attempt in reversed(range(100)):
-        try:
-            _C.verify_executor(in_eager_mode(), xlac()._get_allow_execution())
-            return
-        except RuntimeError:
-            if attempt == 0:
-                raise

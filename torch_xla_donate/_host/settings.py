@@ -70,10 +70,10 @@ def autocast_state() -> tuple[Any, ...]:
     return (enabled, torch.get_autocast_dtype("xla") if enabled else None)
 
 
-def functions_of_a_step() -> tuple[Any, Any]:
-    """torch_xla's functions that the hooks call at a step that may donate.
+def functions_of_a_step() -> tuple[Any, Any, Any]:
+    """torch_xla's functions that the hooks call.
 
     The first sets the token that orders collectives within a step; None drops the token. The second returns whether
-    auto-sharding is on, which a program may change at any time.
+    auto-sharding is on, which a program may change at any time, and the third whether eager mode is.
     """
-    return xlac()._set_all_reduce_token, auto_sharding
+    return xlac()._set_all_reduce_token, auto_sharding, xlac()._get_use_eager_mode
