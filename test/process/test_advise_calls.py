@@ -219,28 +219,6 @@ def test_the_number_of_named_steps_of_a_call_is_bounded():
     assert (hint.kind, hint.runs) == ("reassignment", 15)  # the first of 16 has unknown names before it
 
 
-@in_process
-def test_names_are_found_without_running_code_of_the_program():
-    class Odd(dict):
-        def items(self):
-            raise AssertionError
-
-    class Loud(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, *args, **kwargs):
-            raise AssertionError
-
-    odd, loud = Odd(x=make(32, 32)), torch.ones(2).as_subclass(Loud)
-    odd["loud"] = loud
-
-    def step():
-        odd["x"] = odd["x"] * 0.5
-
-    (hint,) = advise(step)
-    assert (hint.kind, hint.name) == ("functional_update", "odd['x']")
-    assert hint.where == f"{__file__}:{step.__code__.co_firstlineno + 1}"
-
-
 def named(variable):
     """The names of tensors that begin with a variable of the caller."""
     return {str(n) for found in name_tensors().values() for n in found.names if n.variable == variable}

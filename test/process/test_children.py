@@ -12,8 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch_xla.runtime as xr
-from children import Ended, in_process, run_file, run_in_child
+from children import in_process, run_in_child
 
 from torch_xla_donate import DonationWarning
 
@@ -47,18 +46,6 @@ def failed(function, *args, **options) -> str:
 # --- What comes back ---
 
 
-def test_value_output_and_code_come_back():
-    done = run_in_child(divmod_loudly, 17, kwargs={"by": 5})
-    assert done == Ended(0, "out\n", "err\n", (3, 2))
-    assert done.last_line == "out"
-
-
-def divmod_loudly(number: int, by: int) -> tuple[int, int]:
-    print("out")
-    print("err", file=sys.stderr)
-    return divmod(number, by)
-
-
 def test_a_failed_assertion_shows_its_values():
     message = failed(fail, "assertion", [1, 2, 4])
     assert "assert found == [1, 2, 3]" in message
@@ -66,14 +53,6 @@ def test_a_failed_assertion_shows_its_values():
     assert "printed before" in message
     assert '/test_children.py", line ' in message
     assert "/children.py" not in message
-
-
-def test_an_expected_error_ends_with_1_and_its_traceback():
-    done = run_in_child(fail, "of ours", [], exit_code=1)
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert "Failure: of ours" in done.stderr.splitlines()[-1]
-    assert "/children.py" not in done.stderr
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 0), ("_exit", 0), ("signal", -signal.SIGSEGV)])
@@ -127,23 +106,7 @@ def test_a_variable_that_is_read_before_a_child_begins_is_refused():
         run_in_child(fail, env={"PYTHONPATH": "x"})
 
 
-def start_a_child() -> None:
-    run_in_child(divmod_loudly, 17, 5)
-
-
-def test_a_child_starts_no_children():
-    assert "RuntimeError: a child cannot start children" in failed(start_a_child)
-
-
 # --- What reaches a child ---
-
-
-@pytest.mark.parametrize("number", [1, 4])
-@in_process(env=lambda number: {"CPU_NUM_DEVICES": str(number), "GREETING": str(number), "TF_CPP_MIN_LOG_LEVEL": None})
-def test_the_environment_may_depend_on_parameters(number):
-    assert os.environ["GREETING"] == str(number)
-    assert "TF_CPP_MIN_LOG_LEVEL" not in os.environ
-    assert xr.global_runtime_device_count() == number
 
 
 @pytest.mark.filterwarnings("ignore:seen")
@@ -157,23 +120,3 @@ def test_a_marks_filter_reaches_the_child():
 def test_a_decorated_test_fails_with_its_childs_failure():
     with pytest.raises(pytest.fail.Exception, match="Failure: of ours"):
         in_process(fail)(error="of ours", found=[])
-
-
-# --- Files ---
-
-
-def test_a_file_runs_as_a_program(tmp_path):
-    program = tmp_path / "program.py"
-    (tmp_path / "neighbour.py").write_text("word = 'imported'")
-    program.write_text(
-        "import sys, warnings\nfrom neighbour import word\n"
-        "warnings.warn('shown')\nprint(__name__, sys.argv, word)\nraise ValueError('at the end')\n"
-    )
-    done = run_file(program, "a", "b", exit_code=1)
-    assert done.stdout == f"__main__ {[str(program), 'a', 'b']} imported\n"
-    warning, source, first, frame, *_, last = done.stderr.splitlines()
-    assert warning == f"{program}:3: UserWarning: shown"
-    assert source.strip() == "warnings.warn('shown')"
-    assert first == "Traceback (most recent call last):"
-    assert frame.strip() == f'File "{program}", line 5, in <module>'
-    assert last == "ValueError: at the end"
