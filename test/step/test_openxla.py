@@ -610,6 +610,7 @@ def test_a_whole_copy_of_an_argument_is_a_new_value(name):
     expected = run(with_state(f), "cpu")
     assert run(with_state(openxla(f)), "xla") == expected  # which updates in place
     assert run(openxla(with_state(f), donate_argnums=(0, 1)), "xla") == expected
+    assert {donor.reason_code for donor in donation_report(steps=1).donors} == {"still_needed"}
 
 
 def test_work_outside_the_graph_reads_the_donor_first():

@@ -45,7 +45,7 @@ class Graph:
         frame: _host.CapturedFrame | None,
         donates: bool = True,
     ) -> None:
-        self._model, self._donates = _host.with_pure_copies(model), donates
+        self._model, self._donates = model, donates
         self._kept = kept
         self._frame = frame
         self._is_resumed = frame is not None and frame.code.co_name.startswith(_RESUMED)
@@ -244,7 +244,7 @@ class OpenxlaCompiled(Compiled):
         def backward(graph: torch.fx.GraphModule, fake: Sequence[Any]) -> Callable[..., Any]:
             return make_boxed_func(Graph(graph, frozenset(), _C.Reason("none"), None, donates=False))  # type: ignore[no-any-return, no-untyped-call]
 
-        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+        backend = aot_autograd(fw_compiler=forward, bw_compiler=backward, decompositions=_host.PURE_COPIES)
         return backend(model, inputs)  # type: ignore[no-any-return]
 
     def _refuse_merged(self, *args: Any) -> Any:

@@ -42,7 +42,7 @@ from torch_xla_donate._host.loops import (
     scan_layers,
 )
 from torch_xla_donate._host.load import build
-from torch_xla_donate._host.repairs import with_pure_copies
+from torch_xla_donate._host.repairs import PURE_COPIES
 from torch_xla_donate._host.settings import (
     auto_sharding,
     autocast_state,

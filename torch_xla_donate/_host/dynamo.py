@@ -102,6 +102,7 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
     The outputs of a graph do not include a value that the frame returns unchanged. Bytecode around the graph returns
     it. `inputs` has the names of the graph's inputs, which do not include arguments that the graph does not read.
     """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
     from torch._dynamo.variables import TensorVariable
     from torch._dynamo.variables.base import AttributeMutationNew, VariableTracker
 
@@ -111,29 +112,24 @@ def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:
         return made and not isinstance(variable, TensorVariable)
 
     read = set(inputs)
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        owner: Any = _C.frame_variables(frame).get("self")
-        if type(owner).__name__ == "OutputGraph":
-            returned: set[str] = set()
-            around: dict[str, None] = {}
+    returned: set[str] = set()
+    around: dict[str, None] = {}
 
-            def note(variable: Any, returned: set[str] = returned, around: dict[str, None] = around) -> None:
-                # vars(), because getattr() on a lazy variable would add it to the graph.
-                node = getattr(vars(variable).get("proxy"), "node", None)
-                if node is not None and node.op == "placeholder" and node.name in read:
-                    returned.add(node.name)
-                elif variable.source is not None and not is_new_object(variable):
-                    around[variable.source.name()] = None
+    def note(variable: Any) -> None:
+        # vars(), because getattr() on a lazy variable would add it to the graph.
+        node = getattr(vars(variable).get("proxy"), "node", None)
+        if node is not None and node.op == "placeholder" and node.name in read:
+            returned.add(node.name)
+        elif variable.source is not None and not is_new_object(variable):
+            around[variable.source.name()] = None
 
-            try:
-                VariableTracker.visit(note, owner.root_tx.stack)
-                VariableTracker.visit(note, owner.side_effects.store_attr_mutations)
-                return CapturedFrame(owner.root_tx.f_code, frozenset(returned), tuple(around))
-            except (AttributeError, NotImplementedError):
-                return None
-        frame = frame.f_back
-    return None
+    try:
+        output = InstructionTranslator.current_tx().output
+        VariableTracker.visit(note, output.root_tx.stack)
+        VariableTracker.visit(note, output.side_effects.store_attr_mutations)
+        return CapturedFrame(output.root_tx.f_code, frozenset(returned), tuple(around))
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def wrapping_code() -> types.CodeType:

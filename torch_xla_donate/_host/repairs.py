@@ -8,12 +8,11 @@ which the code came, because nobody has reported the defect.
 | --- | --- | --- | --- |
 | `carried_in_order` | gradient_accumulation returns the carried tensors in another order | (#8608) | 2.8, 2.9 |
 | `accumulation_by_buffer` | under SPMD each iteration gets the first slice if the step has a scan | (#8608) | 2.9 |
-| `with_pure_copies` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
+| `PURE_COPIES` | a whole copy in a graph of torch.compile writes into an argument | #7933 | 2.9 |
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import types
 from collections.abc import Callable, Sequence
@@ -74,33 +73,14 @@ def copied_functions(host: types.ModuleType) -> dict[str, Any]:
     return names
 
 
-def with_pure_copies(model: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A copy of a functional graph in which a whole copy makes a new value.
+def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return source.to(target.dtype).expand_as(target).clone()
 
-    torch_xla's `aten.copy` and `aten._foreach_copy` write into the tensor that a functional graph passes as `self`,
-    so the rest of the graph would be traced with another argument.
-    """
-    aten = torch.ops.aten
-    graph = copy.deepcopy(model.graph)
 
-    def copied(target: torch.fx.Node, source: torch.fx.Node) -> torch.fx.Node:
-        dtype = {"dtype": target.meta["val"].dtype}
-        if source.meta["val"].dtype != dtype["dtype"]:
-            source = graph.call_function(aten._to_copy.default, (source,), dtype)
-        expanded = graph.call_function(aten.expand_as.default, (source, target))
-        made = graph.call_function(aten.clone.default, (expanded,))
-        made.meta["val"] = target.meta["val"]
-        return made
+def _all_copied(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *_: bool) -> list[torch.Tensor]:
+    return [_copied(*pair) for pair in zip(targets, sources, strict=True)]
 
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(copied(*node.args[:2]))
-        graph.erase_node(node)
-    for node in graph.find_nodes(op="call_function", target=aten._foreach_copy.default):
-        with graph.inserting_before(node):
-            values = [copied(target, source) for target, source in zip(*node.args[:2], strict=True)]
-        for item in list(node.users):
-            item.replace_all_uses_with(values[item.args[1]])
-            graph.erase_node(item)
-        graph.erase_node(node)
-    return torch.fx.GraphModule(model, graph)
+
+# How torch.compile traces a whole copy: it makes a new value. torch_xla's `aten.copy` and `aten._foreach_copy` write
+# into the tensor that a functional graph passes as `self`, so the rest would be traced with another argument.
+PURE_COPIES = {torch.ops.aten.copy.default: _copied, torch.ops.aten._foreach_copy.default: _all_copied}
