@@ -163,9 +163,9 @@ FUZZ := cd test && ../$(BIN)/python -m fuzz.run --last ../build/last_program.txt
 FOUR := CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4
 
 fuzz: build  ## 24,000 random programs in each way of donating, and 5,000 of automatic donation
-	$(FUZZ) --kind states --jobs 2 --programs 20000 --seed $$RANDOM
+	$(FUZZ) --kind states --programs 20000 --seed $$RANDOM
 	$(FUZZ) --programs 4000 --seed $$RANDOM
-	export $(FOUR); $(FUZZ) --kind states --jobs 2 --programs 4000 --seed $$RANDOM --sharded
+	export $(FOUR); $(FUZZ) --kind states --programs 4000 --seed $$RANDOM --sharded
 	export $(FOUR); $(FUZZ) --programs 1000 --seed $$RANDOM --sharded
 
 wheel:  ## build and try the wheel, with a module for each release: dist/. WHEEL="--host 2.9.0=PYTHON" reuses an environment

@@ -3,17 +3,17 @@
 `--kind states` runs programs that call a function of a state several times, in each way of donating (`fuzz.states`,
 `fuzz.farm`). The rest of this file is about `--kind operations`: programs with automatic donation and without it.
 
-A difference between with and without is a failure, which hypothesis shrinks. If torch_xla without donation differs
-from the CPU the program says nothing about donation; such programs are counted.
+A difference between with and without is a failure, which hypothesis shrinks. If torch_xla without donation differs from
+the CPU, or goes wrong itself, the program says nothing about donation; such programs are counted.
 """
 
 from __future__ import annotations
 
+import collections
 import gc
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ from hypothesis import seed as with_seed
 from hypothesis import strategies as st
 
 import torch_xla_donate
-from fuzz.farm import Campaign, Failure, shrink
+from fuzz import states
+from fuzz.farm import Worker
 from fuzz.programs import WEIGHTED, Machine, Program
-from fuzz.states import MODES
 
 NUMBERS = st.integers(0, 23)
 PROGRAMS = st.lists(st.tuples(st.sampled_from(WEIGHTED), NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=28)
-counts = {"programs": 0, "of_stock": 0, "donors": 0, "donated": 0, "steps": 0}
+counts = collections.Counter(programs=0, of_stock=0, donated=0)
 
 
 def _step(wait: bool) -> None:
@@ -144,28 +144,20 @@ def compile_fast() -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {flag}=0"
 
 
-def run_states(campaign: Campaign, numbers: range, jobs: int) -> int:
-    """Runs programs of `fuzz.states`, and prints what it finds. Returns the exit code."""
-    started = time.monotonic()
-
-    def on_failure(failure: Failure) -> None:
-        click.echo(shrink(failure, campaign.sharded).text(campaign.seed, campaign.sharded), err=True)
-
-    told = 0
-    for done in campaign.run(numbers.start, numbers.stop, jobs, on_failure):
-        if done // 1000 > told:  # an hour is long
-            told = done // 1000
-            click.echo(json.dumps(campaign.counts), err=True)
-    for name, found in (("refused", campaign.refusals), ("of stock", campaign.of_stock)):
-        for text, count in found.most_common():
-            click.echo(f"{name}, {count}: {text}", err=True)
-    for failure in campaign.of_history:
-        click.echo(
-            f"program {failure.number}, {failure.mode}, is right in fresh processes: {failure.outcome}", err=True
-        )
-    seconds = time.monotonic() - started
-    print(json.dumps({**campaign.counts, "a_second": round(campaign.counts["programs"] / seconds, 2)}))
-    return 1 if campaign.failures else 0
+def compare_state(worker: Worker, program: states.Program, mode: str) -> None:
+    """AssertionError if a program of `fuzz.states` has a wrong value that torch_xla alone does not have."""
+    outcome, fault = worker.judge(program, mode)
+    counts.update(
+        {mode: 1, "refused": bool(outcome.refused), "consumed": outcome.consumed, "checks": outcome.checks},
+        programs=1,
+        donated=outcome.donated,
+    )
+    if fault:
+        counts[fault] += 1
+    if counts["programs"] % 1000 == 0:  # an hour is long
+        click.echo(json.dumps(counts), err=True)
+    alone = states.render(program, mode, worker.sharded).alone(worker.sharded)
+    assert fault != "ours", "\n".join([mode, *outcome.wrong, "", alone])
 
 
 @click.command()
@@ -173,24 +165,12 @@ def run_states(campaign: Campaign, numbers: range, jobs: int) -> int:
 @click.option("--seed", default=0, show_default=True, help="Programs follow from it.")
 @click.option("--sharded", is_flag=True, help="Under SPMD, with operations that shard.")
 @click.option("--kind", type=click.Choice(("operations", "states")), default="operations", show_default=True)
-@click.option("--start", default=0, help="States: the number of the first program.")
-@click.option("--jobs", default=1, show_default=True, help="States: how many processes.")
-@click.option("--mode", "modes", multiple=True, type=click.Choice(MODES), help="States: these ways of donating only.")
+@click.option("--mode", "modes", multiple=True, type=click.Choice(states.MODES), default=states.TURNS, help="States.")
 @click.option("--last", type=click.Path(path_type=Path), help="Receives each program before it runs, for a crash.")
-def main(
-    programs: int,
-    seed: int,
-    sharded: bool,
-    kind: str,
-    start: int,
-    jobs: int,
-    modes: tuple[str, ...],
-    last: Path | None,
-) -> None:
+def main(programs: int, seed: int, sharded: bool, kind: str, modes: tuple[str, ...], last: Path | None) -> None:
     compile_fast()
-    if kind == "states":
-        sys.exit(run_states(Campaign(seed, sharded, modes), range(start, start + programs), jobs))
-    if sharded:
+    worker = Worker(sharded)
+    if sharded and kind == "operations":
         import torch_xla.runtime as xr
 
         xr.use_spmd()
@@ -203,11 +183,18 @@ def main(
         suppress_health_check=list(HealthCheck),
         phases=(Phase.generate, Phase.shrink),
     )
-    @given(PROGRAMS)
-    def check(program: Program) -> None:
+    @given(
+        st.tuples(states.PROGRAMS, st.integers(0, 999).map(lambda number: modes[number % len(modes)]))
+        if kind == "states"
+        else st.tuples(PROGRAMS)
+    )
+    def check(drawn: tuple[Any, ...]) -> None:
         if last is not None:
-            last.write_text(repr(program))
-        compare(program, sharded)
+            last.write_text(repr(drawn))
+        if kind == "states":
+            compare_state(worker, *drawn)
+        else:
+            compare(*drawn, sharded)
 
     check()
     print(json.dumps(counts))

@@ -9,11 +9,11 @@ Values are small integers in every dtype, which all devices compute exactly.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from hypothesis import strategies as st
 
 Operation = tuple[str, int, int, int]
 Operations = tuple[Operation, ...]
@@ -25,7 +25,6 @@ FORMS = ("arguments", "tuple", "dict", "module", "nested")
 SHAPES = ((3, 3), (4,), (2, 4), (4, 4), (8,), (2, 3, 2))
 DTYPES = (torch.float32, torch.float32, torch.int32, torch.bfloat16)
 MODULUS = 13  # products of two such values are exact in bfloat16
-NUMBERS = 24
 
 
 class Program(NamedTuple):
@@ -57,30 +56,32 @@ BEFORE = (*CALLER, "write", "replace", "renew", "tie", "sync", "sync", "read", "
 AFTER = ("read", "read", "read", "hold", "hold_view", "write", "sync", "forget")
 
 
-def generate(seed: int, number: int) -> Program:
-    """The program of that number: it follows only from both numbers, in any process."""
-    numbers = random.Random(f"{seed}/{number}")
+_NUMBERS = st.integers(0, 23)
 
-    def some(names: Sequence[str], least: int, most: int) -> Operations:
-        return tuple(
-            (numbers.choice(names), *(numbers.randrange(NUMBERS) for _ in range(3)))  # type: ignore[misc]
-            for _ in range(numbers.randint(least, most))
-        )
 
-    leaves = some(("new", "like", "like", "like", "same", "detach", "data", "view"), 1, 4)
-    return Program(
-        leaves=(("new", *leaves[0][1:]), *leaves[1:]),
-        body=some(BODY, 1, 8),
-        results=some(("pick",), len(leaves), len(leaves)),
-        extras=some(("pick",), 0, 3),
-        before=some(BEFORE, 0, 2),
-        between=some(CALLER, 0, 2) if numbers.random() < 0.5 else (),
-        after=some(AFTER, 0, 2),
-        form=numbers.randrange(len(FORMS)),
-        donated=numbers.choice((31, 31, numbers.randrange(1, 32))),
-        writes=int(numbers.random() < 0.35),
-        calls=numbers.randint(3, 6),
+def _some(names: Sequence[str], least: int, most: int) -> st.SearchStrategy[Operations]:
+    operations = st.lists(
+        st.tuples(st.sampled_from(names), _NUMBERS, _NUMBERS, _NUMBERS), min_size=least, max_size=most
     )
+    return operations.map(tuple)  # type: ignore[arg-type]
+
+
+PROGRAMS = st.builds(
+    Program,
+    leaves=_some(("new", "like", "like", "like", "same", "detach", "data", "view"), 1, 4).map(
+        lambda leaves: (("new", *leaves[0][1:]), *leaves[1:])
+    ),
+    body=_some(BODY, 1, 10),
+    results=_some(("pick",), 4, 4),
+    extras=_some(("pick",), 0, 3),
+    before=_some(BEFORE, 0, 3),
+    between=_some(CALLER, 0, 2),
+    after=_some(AFTER, 0, 3),
+    form=st.integers(0, len(FORMS) - 1),
+    donated=st.one_of(st.just(31), st.integers(1, 31)),
+    writes=st.sampled_from((0, 0, 1)),
+    calls=st.integers(3, 8),
+)
 
 
 def stock_of(mode: str) -> str:
@@ -728,37 +729,3 @@ def render(program: Program, mode: str, sharded: bool = False, stop: int | None 
     """The program in one way of donating; up to the call of number `stop`, if given."""
     caller = _Caller(program, mode, stop, sharded)
     return Rendered(caller.source(), caller.expected, caller.call_lines)
-
-
-def smaller(program: Program) -> Iterable[Program]:
-    """Programs that are simpler by one change."""
-    for field in ("between", "after", "before", "extras", "body"):
-        operations: Operations = getattr(program, field)
-        if len(operations) > 3:
-            half = len(operations) // 2
-            yield program._replace(**{field: operations[half:]})
-            yield program._replace(**{field: operations[:half]})
-        for i in range(len(operations)):
-            yield program._replace(**{field: operations[:i] + operations[i + 1 :]})
-    for i in range(1, len(program.leaves)):
-        yield program._replace(
-            leaves=program.leaves[:i] + program.leaves[i + 1 :], results=program.results[:i] + program.results[i + 1 :]
-        )
-    for calls in range(1, program.calls):
-        yield program._replace(calls=calls)
-    for form in range(min(program.form, 2)):
-        yield program._replace(form=form)
-    if program.writes:
-        yield program._replace(writes=0)
-    for field in ("leaves", "results", "body", "before", "between", "after", "extras"):
-        operations = getattr(program, field)
-        for i, (kind, *numbers) in enumerate(operations):
-            kinds = [] if field != "leaves" or kind in ("new", "like") else ["like"]
-            for other in kinds:
-                changed = (other, *numbers)
-                yield program._replace(**{field: (*operations[:i], changed, *operations[i + 1 :])})
-            for j, number in enumerate(numbers):
-                for less in {0, 1, number // 2} - {number}:
-                    if less < number:
-                        changed = (kind, *numbers[:j], less, *numbers[j + 1 :])
-                        yield program._replace(**{field: (*operations[:i], changed, *operations[i + 1 :])})
