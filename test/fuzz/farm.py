@@ -91,7 +91,10 @@ def _is_of_a_write_to_a_view(error: BaseException, source: str) -> bool:
     """Whether the program's innermost line, which may be in its function, writes to a view in place."""
     *_, (frame, line) = (at for at in traceback.walk_tb(error.__traceback__) if at[0].f_code.co_filename == "<program>")
     written = re.match(r"\s*(\w+)(\[.*\] = |\.\w+_\()", source.splitlines()[line - 1])
-    return written is not None and bool(frame.f_locals[written[1]]._is_view())
+    if written is None:
+        return False
+    x = frame.f_locals[written[1]]
+    return bool(x._is_view()) or x.untyped_storage().nbytes() > x.nbytes  # of a detached view
 
 
 def _mildness(problem: str) -> tuple[bool, bool, str]:

@@ -98,7 +98,7 @@ STATES = ("--kind", "states")
 
 def test_a_state_has_the_same_values(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "260", "--seed", "1")
-    assert counts["programs"] == 260 and counts["openxla"] > 5
+    assert counts["programs"] == 260 and counts["openxla"] > 0
     # Programs without donors, refused programs, and programs that stock torch_xla makes wrong say nothing.
     assert counts["donated"] > 800 and counts["refused"] < 20 and counts.get("of_stock", 0) < 20
 
