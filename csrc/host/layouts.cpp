@@ -52,7 +52,7 @@ void VerifyLayouts(const at::Tensor& probe, std::int64_t tensor_id, bool is_shar
   const ObjectCheck check(typeid(impl));
   check.Readable("the place of an XLA tensor's lazy tensor", lazy_tensor, sizeof *lazy_tensor);
   const lazy::LazyTensor* const tensor = lazy_tensor->get();
-  check.Object("the lazy tensor of an XLA tensor", tensor, sizeof(HostTensor), {kTensorType});
+  check.Object("the lazy tensor of an XLA tensor", tensor, sizeof *tensor, {kTensorType});
   // Not by data(), which is torch's and reports an empty pointer in other words.
   static_assert(sizeof(lazy::LazyTensor) == sizeof(c10::intrusive_ptr_target) + sizeof(std::shared_ptr<TensorData>));
   const TensorData* found;

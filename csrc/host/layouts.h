@@ -53,11 +53,6 @@ struct HostTensorData : TensorData {
   bool is_cloned;
 };
 
-// torch_xla::XLATensor: the first member after torch's part, a pointer of another type to the same data.
-struct HostTensor : lazy::LazyTensor {
-  std::shared_ptr<TensorData> data;
-};
-
 inline const HostTensorData& AsHost(const TensorData& data) { return static_cast<const HostTensorData&>(data); }
 
 // Functionalization's wrapper; null if the tensor has none.
