@@ -189,7 +189,9 @@ void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
   abi::Prefetch(tensors);
 }
 
-void TensorReader::Read(const at::Tensor& tensor) {
+PyTypeObject* TensorReader::Read(PyObject* object) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  PyTypeObject* const kind = THPVariable_CheckTypeExact(Py_TYPE(object)) ? nullptr : Py_TYPE(object);
   facts.clear();
   data = nullptr;
   buffer = nullptr;
@@ -205,7 +207,7 @@ void TensorReader::Read(const at::Tensor& tensor) {
     buffer = resolved_.buffer == nullptr ? nullptr : &resolved_.buffer;
     if (state == abi::TensorState::kDynamic || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
       dynamic = true;
-      return;
+      return kind;
     }
     sizes = tensor.sizes();
   }
@@ -214,19 +216,20 @@ void TensorReader::Read(const at::Tensor& tensor) {
   for (const std::int64_t size : sizes) {
     facts.push_back(size);
   }
-  facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 4 + (tensor.requires_grad() ? 1 : 0) +
-                  (is_xla ? 0 : 2));
+  facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 8 + (tensor.requires_grad() ? 1 : 0) +
+                  (is_xla ? 0 : 2) + (kind == nullptr ? 0 : 4));
   facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
   if (buffer == nullptr) {
     pending = pending || is_xla;
     distinct = false;
     facts.push_back(-1);
-    return;
+    return kind;
   }
   const std::uint32_t number = buffers_.Add(buffer->get());
   distinct = distinct && number == count_++;
   facts.push_back(number);
   facts.push_back(abi::ElementTypeOf(**buffer));
+  return kind;
 }
 
 Signature SignatureOf(const py::list& leaves) {
@@ -244,7 +247,9 @@ Signature SignatureOf(const py::list& leaves) {
     PrefetchLeaves(items, i, count);
     if (THPVariable_Check(items[i])) {
       AddDevice(THPVariable_Unpack(items[i]), devices);
-      reader.Read(THPVariable_Unpack(items[i]));
+      if (PyTypeObject* kind = reader.Read(items[i])) {
+        others.append(py::handle(reinterpret_cast<PyObject*>(kind)));
+      }
       put(reader.facts.data(), reader.facts.size());
     } else {
       put(&kNoTensor, 1);

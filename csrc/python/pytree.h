@@ -32,12 +32,14 @@ bool IsSame(PyObject* one, PyObject* other);
 // of a thousand tensors is in no cache, and the misses of a block do not wait for each other.
 void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count);
 
-// Reads what a compiled graph depends on: sizes, dtype, device and requires_grad of tensors, and which share a buffer.
+// Reads what a compiled graph depends on: sizes, dtype, device and requires_grad of tensors, which share a buffer, and
+// which are of a class of their own.
 class TensorReader {
  public:
   // most: how many tensors will be read.
   explicit TensorReader(std::size_t most) : buffers_(most) {}
-  void Read(const at::Tensor& tensor);
+  // Reads a tensor. Returns its class, unless that is torch's Tensor or Parameter.
+  PyTypeObject* Read(PyObject* object);
 
   // Of the tensor read last. No facts begin like others; the first is not negative.
   c10::SmallVector<std::int64_t, 16> facts;
@@ -56,13 +58,14 @@ class TensorReader {
   abi::Resolution resolved_;
 };
 
-// The inputs of a compiled graph. The key has the facts of each tensor in turn, and kNoTensor for each other leaf.
+// The inputs of a compiled graph. The key has the facts of each tensor in turn, and kNoTensor for each other leaf;
+// `others` has the leaves that are not tensors, and the classes that Read() returns, in the order of the leaves.
 constexpr std::int64_t kNoTensor = -1;
 struct Signature {
   py::bytes key;
   std::vector<int> devices;         // as DevicesOf()
   bool pending, dynamic, distinct;  // as TensorReader's
-  py::list others;                  // the leaves that are not tensors
+  py::list others;
 };
 Signature SignatureOf(const py::list& leaves);
 

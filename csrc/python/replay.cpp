@@ -55,9 +55,9 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
       ++other;
       continue;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
-    reader.Read(tensor);
-    if (reader.dynamic || !expected.Match(reader.facts)) {
+    PyTypeObject* const kind = reader.Read(items[i]);
+    if (reader.dynamic || !expected.Match(reader.facts) ||
+        (kind != nullptr && reinterpret_cast<PyObject*>(kind) != *other++)) {
       return false;
     }
     if (donor != donated_.end() && std::get<0>(*donor) == i) {

@@ -547,6 +547,8 @@ def test_impurities_of_autograd_are_refused_and_undone(make):
     with line("adds to the gradient"):
         pure(accumulates)(x)
     assert w.grad is None
+    with line("reads .grad of"):
+        pure(lambda x: x if w.grad is None else x - w.grad)(x)
     w.grad = gradient = make(3)
     for f, text in ((accumulates, "adds to the gradient"), (reads, "reads .grad of"), (clears, "sets .grad of")):
         with line(text):
@@ -813,6 +815,39 @@ def test_a_module_that_holds_a_view_is_refused(make, donated):
     assert f(module).tolist() == (base.cpu() + 1).tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=str)
+def test_an_argument_of_another_class_is_another_signature(make, options):
+    class Plus(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            result = super().__torch_function__(func, types, args, kwargs or {})
+            return result + 100 if func in (torch.Tensor.mul, torch.Tensor.__mul__) else result
+
+    f = torch_xla_donate.compile(lambda x: x * 2, pure=True, **options)
+    for _ in range(2):
+        for kind, expected in ((torch.Tensor, [0, 2]), (Plus, [100, 102]), (torch.nn.Parameter, [0, 2])):
+            x = torch.Tensor._make_subclass(kind, make(2))
+            torch_xla.sync()
+            assert f(x).tolist() == expected
+
+
+def test_marks_and_tangents_in_a_pure_function_are_refused(make):
+    w, x = make(3), make(3)
+    with line("calls donate_buffer, which a replay would not do. Call it outside"):
+        pure(lambda x: (donate_buffer(w), x * 2)[1])(x)
+    assert not donation_report().pending
+    donate_buffer(w)
+    with line("calls cancel_donation, which a replay would not do"):
+        pure(lambda x: (cancel_donation(w), x * 2)[1])(x)
+    assert donation_report().pending
+    cancel_donation(w)
+    f = pure(lambda x: x * x)
+    f(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(DonationError, match="inside forward_ad.dual_level"):
+        f(torch.autograd.forward_ad.make_dual(x, x))
+    assert f(x).tolist() == [0, 1, 4]
+
+
 def test_an_argument_of_a_subclass_is_refused_with_the_remedy(make):
     class Weight(torch.Tensor):
         pass
@@ -822,6 +857,8 @@ def test_an_argument_of_a_subclass_is_refused_with_the_remedy(make):
     with pytest.raises(DonationError, match=r"float32\[3\] of the class Weight, a view of .*as_subclass"):
         f(weight)
     assert f(weight.as_subclass(torch.Tensor)).tolist() == [1, 2, 3]
+    with pytest.raises(DonationError, match="of the class Weight"):
+        f(weight)
 
     class Two(torch.Tensor):
         __torch_dispatch__ = None

@@ -9,7 +9,7 @@ import torch
 import torch_xla
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _host, _numbers, _trace, _trees
+from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import CallArguments, CallNames
 from torch_xla_donate._compile.donation import new_graph_name, signature_of
 from torch_xla_donate._compile.floats import upload_floats
@@ -163,6 +163,10 @@ class TracedProgram(TracedGraph):
         self.name = new_graph_name()
         refuse = _trace.Refusal(function)
         proxies = ArgumentProxies(function, call, refuse)
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise refuse(
+                "is called inside forward_ad.dual_level(), and a replay computes no tangents", "Call it outside", ""
+            )
         while self._trace_once(f, function, proxies, refuse, offered):
             proxies.separate()
         proxies.refuse_kept(self._opaque)
@@ -180,7 +184,8 @@ class TracedProgram(TracedGraph):
             call, leaves = proxies.make()
             recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable, recorder.donated_copies = proxies.inseparable(), proxies.donated_copies
-            with _trace.Restoring(recorder):
+            # donate_buffer and cancel_donation raise it
+            with _trace.Restoring(recorder), _marks.inside_call.replaced(refuse):
                 refused, watched = _trace.host_reads_refused(refuse), _trace.current_watcher.replaced(recorder)
                 with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:
                     tree = f(*call.args, **call.kwargs)

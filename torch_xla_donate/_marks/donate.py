@@ -14,7 +14,7 @@ from torch_xla_donate._marks.batch import Donation, mark, mark_all
 from torch_xla_donate._marks.into import outputs_in_order
 from torch_xla_donate._marks.refusals import describe, refusal
 from torch_xla_donate._marks.request import DonationRequest, check_options, prepare
-from torch_xla_donate._marks.scope import current_body
+from torch_xla_donate._marks.scope import current_body, refuse_in_trace
 
 
 def donate_buffer(
@@ -50,7 +50,7 @@ def donate_buffer(
         ValueError: a leaf is not an XLA tensor, ``into`` does not fit or is given inside a loop's body, ``strict`` is
             unknown, or ``stacklevel`` is not positive.
         DonationError: a leaf is pending (call ``torch_xla.sync()`` first), torch_xla shares its buffer between tensors
-            (cached constants, the RNG seed), or an output in ``into`` has its value already.
+            (cached constants, the RNG seed), an output in ``into`` has its value, or a pure function calls this.
         DonatedBufferError: a step has consumed a leaf.
         RuntimeError: a leaf is a placeholder, outside `lower`.
     """
@@ -72,6 +72,7 @@ def donate_buffer(
         if stands_for is not None:
             mark_all(donations)
             return contextlib.nullcontext()  # an error ends the trace of the body and its requests
+    refuse_in_trace("donate_buffer")
     effect = _WARN if prepare(where) and strict is None else _config.strictness(strict)
     if into is None:
         # The common cases need no pytree, unless a leaf is a container.
@@ -131,6 +132,8 @@ def cancel_donation(tensors: Any) -> None:
             arguments.append(argument)
         elif _C.state(tensor) in ("donated", "marked"):
             found.append((name, tensor))
+    if found:
+        refuse_in_trace("cancel_donation")
     taken = _C.cancel([tensor for _, tensor in found])  # a step on another thread may have begun meanwhile
     if taken is not None:
         name, tensor = found[taken]

@@ -225,7 +225,7 @@ class Recorder(TorchFunctionMode):
         owner, name = getattr(func, "__self__", None), getattr(func, "__name__", "")
         if owner == _GRAD and name == "__get__":
             gradient = tensor.grad
-            if gradient is not None and self._results.get(id(gradient)) is not gradient:
+            if gradient is None or self._results.get(id(gradient)) is not gradient:
                 raise self.refuse(
                     f"reads .grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside, which would be read only "
                     "once",
