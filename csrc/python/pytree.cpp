@@ -216,8 +216,9 @@ PyTypeObject* TensorReader::Read(PyObject* object) {
   for (const std::int64_t size : sizes) {
     facts.push_back(size);
   }
-  facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 8 + (tensor.requires_grad() ? 1 : 0) +
-                  (is_xla ? 0 : 2) + (kind == nullptr ? 0 : 4));
+  facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (tensor.requires_grad() ? 1 : 0) +
+                  (is_xla ? 0 : 2) + (kind == nullptr ? 0 : 4) +
+                  (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
   facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
   if (buffer == nullptr) {
     pending = pending || is_xla;

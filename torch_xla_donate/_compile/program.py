@@ -214,6 +214,7 @@ class TracedProgram(TracedGraph):
                     return True
                 graph = self._compile(own, leaves, offered, recorder.captured, floats, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
+        self._without_gradient = [one for one in self.captured if id(one) in recorder.without_gradient]
         self._signature = self._sign()
         self._modules = recorder.modules.found
         self._connect(graph, leaves, proxies.values)
@@ -236,7 +237,7 @@ class TracedProgram(TracedGraph):
             if pending:
                 torch_xla.sync()
                 signature, _ = self._sign()
-            if signature != self._signature[0]:
+            if signature != self._signature[0] or any(one.grad is not None for one in self._without_gradient):
                 return False
         for reference, state in self._modules:
             module = reference()
