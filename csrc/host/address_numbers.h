@@ -24,7 +24,7 @@ class AddressNumbers {
     slots_.resize(std::size_t{1} << bits_);
   }
   // The address gets the next number. An address that is there already keeps its first one, and null gets none.
-  // Returns the address's number.
+  // Returns the number of an address that is not null.
   std::uint32_t Add(const void* address) noexcept {
     Slot& slot = slots_[Find(address)];
     if (slot.address == nullptr) {

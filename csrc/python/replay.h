@@ -1,7 +1,7 @@
 // A call of a traced function whose arguments are like those of an earlier call, as in each step of a training loop.
 //
-// One pass over the leaves compares them with those of the earlier call, and marks the donated ones; nothing is
-// flattened into Python objects. A call that differs in anything takes the general way, which has the messages.
+// One walk compares the structure of the arguments, and one pass over the leaves compares these and finds the donated
+// ones, which are then marked. A call that differs in anything takes the general way, which has the messages.
 //
 // The caller holds the GIL.
 #pragma once

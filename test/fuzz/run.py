@@ -30,8 +30,7 @@ from fuzz import states
 from fuzz.farm import Worker
 from fuzz.programs import WEIGHTED, Machine, Program
 
-NUMBERS = st.integers(0, 23)
-PROGRAMS = st.lists(st.tuples(st.sampled_from(WEIGHTED), NUMBERS, NUMBERS, NUMBERS), min_size=3, max_size=28)
+PROGRAMS = st.lists(st.tuples(st.sampled_from(WEIGHTED), *[states.NUMBERS] * 3), min_size=3, max_size=28)
 counts = collections.Counter(programs=0, of_stock=0, donated=0)
 
 

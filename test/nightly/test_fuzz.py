@@ -100,12 +100,12 @@ def test_a_state_has_the_same_values(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "260", "--seed", "1")
     assert counts["programs"] == 260 and counts["openxla"] > 0
     # Programs without donors, refused programs, and programs that stock torch_xla makes wrong say nothing.
-    assert counts["donated"] > 800 and counts["refused"] < 20 and counts.get("of_stock", 0) < 20
+    assert counts["donated"] > 1000 and counts["refused"] < 13 and counts["of_stock"] < 13
 
 
 def test_a_state_has_the_same_values_on_four_devices(tmp_path):
     counts = counts_of(tmp_path / "last", *STATES, "--programs", "78", "--seed", "2", "--sharded", devices=4)
-    assert counts["programs"] == 78 and counts["donated"] > 200
+    assert counts["programs"] == 78 and counts["donated"] > 300
 
 
 def fuzz_states_with_a_defect() -> None:
@@ -121,7 +121,7 @@ def fuzz_states_with_a_defect() -> None:
         return outcome._replace(wrong=[])
 
     farm.run = broken_run
-    fuzz(*STATES, "--programs", "60", "--seed", "3", "--mode", "auto", "--mode", "marks")
+    fuzz(*STATES, "--programs", "300", "--seed", "3", "--mode", "auto", "--mode", "marks")
 
 
 def test_what_is_wrong_is_shrunk_and_printed_as_a_program():
@@ -129,5 +129,5 @@ def test_what_is_wrong_is_shrunk_and_printed_as_a_program():
     heading, _, program = done.stderr.rpartition("AssertionError: marks\n")[2].partition("\n\nimport torch\n")
     assert heading == "s0 is something else"
     program = program.partition("\nFalsifying example")[0]
-    assert program.count(".t()") == 1 and "# call 0" in program and "# call 3" not in program
+    assert program.count(".t()") == 1 and "# call 0" in program and "# call 2" not in program
     compile(program, "shrunk", "exec")

@@ -163,7 +163,7 @@ class TracedProgram(TracedGraph):
         self.name = new_graph_name()
         refuse = _trace.Refusal(function)
         proxies = ArgumentProxies(function, call, refuse)
-        if torch.autograd.forward_ad._current_level >= 0:
+        if _host.in_dual_level():
             raise refuse(
                 "is called inside forward_ad.dual_level(), and a replay computes no tangents", "Call it outside", ""
             )

@@ -79,7 +79,7 @@ class PureCompiled(Compiled):
             torch.is_inference_mode_enabled(),
             _host.autocast_state(),
             torch.get_default_dtype(),
-            torch.autograd.forward_ad._current_level,
+            _host.in_dual_level(),
         )
 
     def _repeat(self, arguments: CallArguments, state: Hashable, where: str) -> tuple[Any] | None:

@@ -48,6 +48,7 @@ from torch_xla_donate._host.settings import (
     autocast_state,
     ignores_donors,
     ignoring_donors,
+    in_dual_level,
     in_eager_mode,
     is_ready,
     process_count,

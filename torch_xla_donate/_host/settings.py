@@ -70,6 +70,11 @@ def autocast_state() -> tuple[Any, ...]:
     return (enabled, torch.get_autocast_dtype("xla") if enabled else None)
 
 
+def in_dual_level() -> bool:
+    """Whether a thread of the process is inside `torch.autograd.forward_ad.dual_level`, where tensors have tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def functions_of_a_step() -> tuple[Any, Any, Any]:
     """torch_xla's functions that the hooks call.
 

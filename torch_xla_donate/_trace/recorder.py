@@ -90,7 +90,7 @@ class Recorder(TorchFunctionMode):
         seed_buffer: the buffer of the random seed, if a loop may have removed its id.
         reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
-        without_gradient: tensors from outside whose missing `.grad` it has read, by id.
+        without_gradient: ids of the tensors from outside whose missing `.grad` it has read.
         outside_ids: ids of the arguments, and of the tensors that the function closes over; not of aliases of these.
         made: the tensors that the trace has made, with their lines. They must be gone after the trace.
     """
@@ -106,7 +106,7 @@ class Recorder(TorchFunctionMode):
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
-        self.without_gradient: dict[int, torch.Tensor] = {}
+        self.without_gradient: set[int] = set()
         self.inseparable: set[int] = set()
         self.donated_copies: set[int] = set()
         self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
@@ -228,7 +228,7 @@ class Recorder(TorchFunctionMode):
         if owner == _GRAD and name == "__get__":
             gradient = tensor.grad
             if gradient is None:
-                self.without_gradient[id(tensor)] = tensor
+                self.without_gradient.add(id(tensor))
             elif self._results.get(id(gradient)) is not gradient:
                 raise self.refuse(
                     f"reads .grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside, which would be read only "
