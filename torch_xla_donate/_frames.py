@@ -33,12 +33,9 @@ _INTERNAL = {
 def call_site(stacklevel: int = 1) -> str:
     """``file:line`` of the nearest caller outside this package, torch and torch_xla. With 2: of its caller."""
     frame = sys._getframe(1)
-    while (back := frame.f_back) is not None:
-        if not is_internal(frame):
-            stacklevel -= 1
-        if stacklevel == 0:
-            break
+    while stacklevel > 0 and (back := frame.f_back) is not None:
         frame = back
+        stacklevel -= not is_internal(frame)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -184,8 +184,7 @@ class TracedProgram(TracedGraph):
             call, leaves = proxies.make()
             recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable, recorder.donated_copies = proxies.inseparable(), proxies.donated_copies
-            # donate_buffer and cancel_donation raise it
-            with _trace.Restoring(recorder), _marks.inside_call.replaced(refuse):
+            with _trace.Restoring(recorder), _marks.inside_call.replaced(True):
                 refused, watched = _trace.host_reads_refused(refuse), _trace.current_watcher.replaced(recorder)
                 with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:
                     tree = f(*call.args, **call.kwargs)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from torch_xla_donate import _host, _trees
+from torch_xla_donate import _host, _trace, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 from torch_xla_donate._marks.request import DonationRequest
 
-# Whether this thread is inside a call of a compiled function, which donates only its arguments; in the trace of a pure
-# function, what makes the errors.
-inside_call: interrupts.PerThread[bool | Callable[[str, str], Exception]] = interrupts.per_thread(False)
+# Whether this thread is inside a call of a compiled function, which donates only its arguments.
+inside_call: interrupts.PerThread[bool] = interrupts.per_thread(False)
 
 
 def refuse_in_trace(function: str) -> None:
     """Raises DonationError in the trace of a pure function, whose replays would not call this function."""
-    refuse = inside_call.value
-    if callable(refuse):
-        raise refuse(f"calls {function}, which a replay would not do", "Call it outside")
+    watcher = _trace.current_watcher.value
+    if watcher is not None:
+        raise watcher.refuse(f"calls {function}, which a replay would not do", "Call it outside")
 
 
 class LoopBody:
