@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from children import run_file
-from upstream.run import Run, error_of, failing_with_auto, listed, parse
+from upstream.run import Run, error_of, failing_with_auto
 
 TOOL = Path(__file__).resolve().parents[1] / "upstream" / "run.py"
 FILES = {
@@ -120,15 +120,3 @@ def test_one_run_of_the_two_has_automatic_donation() -> None:
     without, with_auto = Run({"a": "passed"}, exit_code=0), Run({"a": "passed"}, auto=True, exit_code=0)
     assert "imported without automatic donation, too" in error_of(with_auto, with_auto)
     assert "automatic donation was not on (exit code 0)" in error_of(without, without)
-
-
-def test_every_line_of_the_list_names_a_file_once() -> None:
-    cases = [parse(line) for line in listed()]
-    assert len(cases) > 40 and len({case.text for case in cases}) == len(cases)
-    assert all(case.file.endswith(".py") for case in cases)
-    case = parse("CPU_NUM_DEVICES=4 A='b c' spmd/test_x.py --flag Name")
-    assert (case.env, case.file, case.arguments) == (
-        {"CPU_NUM_DEVICES": "4", "A": "b c"},
-        "spmd/test_x.py",
-        ["--flag", "Name"],
-    )

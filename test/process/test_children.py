@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
-import subprocess
 import sys
-import time
 import warnings
-from pathlib import Path
 
 import pytest
 from children import in_process, run_in_child
@@ -63,42 +59,6 @@ def test_an_end_is_an_exit_code_and_never_a_success(how, code):
     ended = "signal SIGSEGV" if code < 0 else f"exit code {code}"
     assert f"end did not return: {ended}\n" in failed(end, how)
     assert f"found {ended}, expected exit code 7\n" in failed(end, how, exit_code=7)
-
-
-def wait_for_a_fork(marker: Path) -> None:
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    marker.write_text(str(sleeper.pid))
-    pid = os.fork()
-    if not pid:
-        hang_in_the_fork()
-    os.waitpid(pid, 0)
-    time.sleep(1000)
-
-
-def hang_in_the_fork() -> None:
-    time.sleep(1000)
-
-
-def test_a_timeout_shows_all_stacks_and_ends_all_processes(tmp_path):
-    for timeout in (1, 4, 16, 64, 256):
-        message = failed(wait_for_a_fork, tmp_path / "pid", timeout=timeout)
-        assert f"wait_for_a_fork still ran after {timeout} s" in message
-        if "in hang_in_the_fork" in message:
-            break  # a busy machine may need longer to come there
-    assert "in wait_for_a_fork" in message and "in hang_in_the_fork" in message
-    assert message.count("Fatal Python error: Aborted") == 2, "of the child and of the process that it has forked"
-    assert has_ended(int((tmp_path / "pid").read_text()))
-
-
-def has_ended(pid: int) -> bool:
-    """Waits for a process that has been killed."""
-    try:
-        end = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    ready, _, _ = select.select([end], [], [], 60)
-    os.close(end)
-    return bool(ready)
 
 
 def test_a_variable_that_is_read_before_a_child_begins_is_refused():

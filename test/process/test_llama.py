@@ -14,24 +14,15 @@ from torch_xla_donate import auto_donate, donation_report, hlo
 pytestmark = needs_jax
 
 
-def check_row(devices: int, topology: str) -> None:
-    model, llama = import_from("examples", "_memory_model"), import_from("examples", "llama")
-    size, row = model.SIZES["tiny"], llama.measure("tiny", None, devices, topology, "by-hand")
-    assert row["aliased"] == row["donors"] == 3 * len(size.shapes()) + 1
-    assert row["memory"]["alias_bytes"] == model.state(size, devices)
-    assert row["memory"]["argument_bytes"] == model.arguments(size, devices)
-    assert row["memory"]["output_bytes"] == model.outputs(size, devices, topology[:3])
-
-
-@in_process
-def test_the_formula_is_exact_on_one_device() -> None:
-    check_row(1, "v6e:1x1")
-
-
 @spmd_scan_gradients
 @in_process(devices=4)
 def test_the_formula_is_exact_and_all_is_aliased_on_four_devices() -> None:
-    check_row(4, "v5e:2x2")
+    model, llama = import_from("examples", "_memory_model"), import_from("examples", "llama")
+    size, row = model.SIZES["tiny"], llama.measure("tiny", None, 4, "v5e:2x2", "by-hand")
+    assert row["aliased"] == row["donors"] == 3 * len(size.shapes()) + 1
+    assert row["memory"]["alias_bytes"] == model.state(size, 4)
+    assert row["memory"]["argument_bytes"] == model.arguments(size, 4)
+    assert row["memory"]["output_bytes"] == model.outputs(size, 4, "v5e")
 
 
 @spmd_scan_gradients

@@ -239,81 +239,40 @@ def test_of_two_donors_for_one_output_the_unused_has_a_reason():
 # --- Modules, regions of the user's own, compiled functions ---
 
 
-class Training:
-    """Trains a fully sharded module three steps at a time, with or without donation, and notes the outcomes."""
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@in_process(devices=4)
+def test_a_fully_sharded_module_donates_and_gives_the_same_bits(dump_folder):
+    xr.use_spmd()
+    count = xr.global_runtime_device_count()
+    devices = xs.Mesh(np.arange(count), (count, 1), ("fsdp", "model"))
+    torch.autograd.set_multithreading_enabled(False)
 
-    def __init__(self) -> None:
-        mesh()
-        count = xr.global_runtime_device_count()
-        self.mesh = xs.Mesh(np.arange(count), (count, 1), ("fsdp", "model"))
-        self.outcomes: list[list[str]] = []
-        torch.autograd.set_multithreading_enabled(False)
-
-    def start(self) -> torch.nn.Module:
+    def train(donate: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         layers = torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)
-        return SpmdFullyShardedDataParallel(torch.nn.Sequential(*layers).to("xla"), mesh=self.mesh)
-
-    def loss_of(self, model: torch.nn.Module, step: int) -> torch.Tensor:
-        torch.manual_seed(step)
-        batch = torch.randn(8, 8).to("xla")
-        xs.mark_sharding(batch, self.mesh, ("fsdp", None))
-        torch_xla.sync()
-        return model(batch).square().mean()
-
-    def step_and_compare(self, donate: bool) -> None:
-        torch_xla.sync(wait=True)
-        if donate:
-            donors = donation_report(steps=1).donors
-            self.outcomes.append([donor.outcome for donor in donors])
-
-    def functional(self, donate: bool) -> list[torch.Tensor]:
-        model = self.start()
+        model = SpmdFullyShardedDataParallel(torch.nn.Sequential(*layers).to("xla"), mesh=devices)
         for step in range(3):
-            loss = self.loss_of(model, step)
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            torch.manual_seed(step)
+            batch = torch.randn(8, 8).to("xla")
+            xs.mark_sharding(batch, devices, ("fsdp", None))
+            torch_xla.sync()
+            gradients = torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
             if donate:
                 donate_buffer(model)
             for parameter, gradient in zip(model.parameters(), gradients):
                 parameter.data = parameter.detach() - 0.1 * gradient
             del gradients, gradient
-            self.step_and_compare(donate)
-        return [parameter.detach().cpu() for parameter in model.parameters()]
-
-    def in_place(self, donate: bool) -> list[torch.Tensor]:
-        model = self.start()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):
-            optimizer.zero_grad()
-            self.loss_of(model, step).backward()
             torch_xla.sync(wait=True)
             if donate:
-                donate_buffer([parameter.grad for parameter in model.parameters()])
-            optimizer.step()
-            optimizer.zero_grad()
-            self.step_and_compare(donate)
+                assert [donor.outcome for donor in donation_report(steps=1).donors] == ["donated"] * 4
         return [parameter.detach().cpu() for parameter in model.parameters()]
 
-
-@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@pytest.mark.parametrize("train", ["functional", "in_place"])
-@in_process(devices=4)
-def test_a_fully_sharded_module_donates_and_gives_the_same_bits(dump_folder, train):
-    training = Training()
-    run = getattr(training, train)
-    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True)))
-    outcomes = training.outcomes
-    assert [len(step) for step in outcomes] == [4] * 3
-    if train == "functional":
-        assert all(outcome == "donated" for step in outcomes for outcome in step)
-        whole = [module for module in hlo.read_dump(dump_folder) if len(module.donors) == 4]
-        assert whole
-        assert all(len(module.aliases) == 4 for module in whole)
-        # 16 x 8 weights, 16 biases, 4 x 16 weights, 4 biases: a quarter of each.
-        assert {module.aliased_bytes for module in whole} == {(16 * 8 + 16 + 4 * 16 + 4) * 4 // 4}
-    else:
-        assert outcomes[0] == ["donated"] * 4, "the momenta, which are new, take the gradients' buffers"
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True)))
+    whole = [module for module in hlo.read_dump(dump_folder) if len(module.donors) == 4]
+    assert whole
+    assert all(len(module.aliases) == 4 for module in whole)
+    # 16 x 8 weights, 16 biases, 4 x 16 weights, 4 biases: a quarter of each.
+    assert {module.aliased_bytes for module in whole} == {(16 * 8 + 16 + 4 * 16 + 4) * 4 // 4}
 
 
 def region(x: torch.Tensor, y: torch.Tensor, spec: Spec) -> torch.Tensor:

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Callable
 
 import bare
 import pytest
@@ -17,7 +16,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as metrics
 from children import in_process, run_in_child
-from helpers import assert_a_step_donates, compiles, consume, make, no_collections, run_in_a_fork
+from helpers import assert_a_step_donates, compiles, consume, make, run_in_a_fork
 from interrupts import with_pending
 from sanitize import threads
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
@@ -412,69 +411,6 @@ def install_handlers() -> None:
 
     for number in ERRORS:
         signal.signal(number, handle)
-
-
-def raised_by_a_signal(number: int, step: Callable[[], None]) -> BaseException | None:
-    """Repeats the step while another thread sends a signal; returns what the step raises.
-
-    The thread gets its turn when the step releases the GIL: the signal comes while the step is under way.
-    """
-    stepping, sent = threading.Event(), threading.Event()
-    main = threading.get_ident()
-
-    def send():
-        stepping.wait()
-        signal.pthread_kill(main, number)
-        sent.set()
-
-    sender = threading.Thread(target=send)
-    with no_collections():  # as in interrupts.with_pending
-        sender.start()
-        try:
-            after = 0
-            while after < 3:
-                step()
-                stepping.set()
-                after += sent.is_set()
-        except BaseException as error:
-            return error
-        finally:
-            sender.join()
-    return None
-
-
-@pytest.mark.parametrize("marks", [True, False])
-@in_process
-def test_a_signal_during_a_step_that_donates_is_raised(marks):
-    """The program gets the exception of the signal's handler, and the following steps donate and are right."""
-    install_handlers()
-    set_auto_donate(not marks)
-    w = torch.rand(700, 700).to("xla")
-
-    def step(update):
-        nonlocal w
-        old, w = w, update(w)
-        if marks:
-            donate_buffer(old)
-        del old
-        torch_xla.sync(wait=True)
-
-    def slow(t):
-        for _ in range(6):
-            t = t @ t / 350
-        return t
-
-    for number, error in list(ERRORS.items()) * 2:
-        caught = raised_by_a_signal(number, lambda: step(slow))
-        assert type(caught) is error
-        torch_xla.sync(wait=True)
-        before = w.cpu()
-        for _ in range(3):
-            step(lambda t: t * 0.5)
-        assert torch.equal(w.cpu(), before / 8)
-        outcomes = [donor.outcome for donor in donation_report(steps=3).donors]
-        assert outcomes == ["donated"] * 3
-        assert donation_report().pending == ()
 
 
 @pytest.mark.parametrize("marks", [True, False])

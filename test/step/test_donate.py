@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -205,36 +204,6 @@ def test_a_donation_that_happened_cannot_be_cancelled(make):
         cancel_donation([marked, t])
     assert len(_C.pending()) == 1
     cancel_donation(marked)
-
-
-def test_a_cancellation_beside_a_step_works_or_raises(make):
-    """The step never consumes a tensor whose cancellation has returned. test/faults checks each instant."""
-    together = threading.Barrier(2)
-    tensors = [make(4) for _ in range(60)]
-    cancelled: list[bool] = []
-
-    def cancel() -> None:
-        for t in tensors:
-            together.wait()
-            try:
-                cancel_donation(t)
-                cancelled.append(True)
-            except DonationError:
-                cancelled.append(False)
-            together.wait()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    for t in tensors:
-        donate_buffer(t)
-        out = t + 1
-        together.wait()
-        torch_xla.sync()
-        together.wait()
-        assert out.tolist() == [1, 2, 3, 4]
-    thread.join()
-    assert [is_donated(t) for t in tensors] == [not works for works in cancelled]
-    assert all(t.tolist() == [0, 1, 2, 3] for t, works in zip(tensors, cancelled) if works)
 
 
 @pytest.mark.parametrize("refuse", [False, True])

@@ -9,7 +9,6 @@ import weakref
 import pytest
 import torch
 import torch_xla
-from children import in_process
 from helpers import make
 from watching import repeated, watching
 
@@ -21,7 +20,6 @@ HERE = "test_advise_holders.py"
 SIZE = 32 * 32 * 4
 
 
-@in_process
 def test_an_attribute_of_an_object_that_is_held():
     state = types.SimpleNamespace(new=make(32, 32), old=None)
 
@@ -30,12 +28,11 @@ def test_an_attribute_of_an_object_that_is_held():
 
     (hint,) = advise(step)
     assert (hint.kind, hint.name, hint.edit) == ("held_input", "state.old", "")
-    line = test_an_attribute_of_an_object_that_is_held.__in_process__.__code__.co_firstlineno + 2
+    line = test_an_attribute_of_an_object_that_is_held.__code__.co_firstlineno + 1
     assert hint.holder == f"state.old at {HERE}:{line}"  # also in a closure, but one reference
 
 
 @pytest.mark.parametrize("kept", [("list", "last"), ("list",), ("last",), ()])
-@in_process
 def test_each_holder_of_an_old_value_must_let_go(kept):
     """The bytes of a hint are saved if all that it names let go, and not before."""
     x, keep, last = make(32, 32), [None], None
@@ -46,8 +43,8 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
             x = x * 0.5
             torch_xla.sync()
         assert donation_report(steps=1).donated_bytes == (0 if kept else SIZE)
-    line = test_each_holder_of_an_old_value_must_let_go.__in_process__.__code__.co_firstlineno
-    texts = {"list": f"keep[0] at {HERE}:{line + 4}", "last": f"variable 'last' at {HERE}:{line + 8}"}
+    line = test_each_holder_of_an_old_value_must_let_go.__code__.co_firstlineno
+    texts = {"list": f"keep[0] at {HERE}:{line + 3}", "last": f"variable 'last' at {HERE}:{line + 7}"}
     more = f" and 1 more: {texts['list']}"
     expected = {2: [texts["last"] + more], 1: [texts[name] for name in kept], 0: []}[len(kept)]
     assert [hint.holder for hint in repeated(recorder)] == expected
@@ -55,7 +52,6 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
     del last
 
 
-@in_process
 def test_an_unknown_holder_is_said_beside_a_graph():
     x, before, last, loss = make(32, 32), collections.deque(maxlen=1), None, None
     with watching() as recorder:
@@ -91,7 +87,6 @@ def test_many_graphs_are_searched_in_part(monkeypatch):
     assert len([*graphs.saving({_C.holds(w)})]) == 2 and graphs.are_more
 
 
-@in_process
 def test_values_of_one_list_are_one_hint():
     """Also those that a loop's variable or a graph holds, too."""
     params = {name: make(32, 32) for name in "abc"}
@@ -106,16 +101,15 @@ def test_values_of_one_list_are_one_hint():
             params = {name: (params[name] - g).detach() for name, g in zip("abc", gradients)}
             del gradients
             torch_xla.sync()
-    line = test_values_of_one_list_are_one_hint.__in_process__.__code__.co_firstlineno
+    line = test_values_of_one_list_are_one_hint.__code__.co_firstlineno
     (hint,) = repeated(recorder)
     assert (hint.kind, hint.name, hint.count, hint.bytes) == ("held_input", "leaves", 3, 3 * SIZE)
     assert hint.holder == (
-        f"variable 'leaves' at {HERE}:{line + 7} and 2 more: variable 'leaf' at {HERE}:{line + 8}, "
-        f"grad_fn of variable 'loss' at {HERE}:{line + 10}"
+        f"variable 'leaves' at {HERE}:{line + 6} and 2 more: variable 'leaf' at {HERE}:{line + 7}, "
+        f"grad_fn of variable 'loss' at {HERE}:{line + 9}"
     )
 
 
-@in_process
 def test_all_graphs_that_keep_a_value_are_named():
     x = make(32, 32)
     with watching() as recorder:

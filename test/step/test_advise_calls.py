@@ -10,7 +10,6 @@ import weakref
 import pytest
 import torch
 import torch_xla
-from children import in_process
 from helpers import make
 from torch_xla.experimental.stablehlo_custom_call import stablehlo_custom_call
 
@@ -21,7 +20,6 @@ from torch_xla_donate._report.walk import OBJECTS, Name, Walk, name_tensors
 SIZE = 32 * 32 * 4
 
 
-@in_process
 def test_a_functional_update_of_its_arguments():
     """`donate_argnums` of the hint donates its bytes; the arguments keep their values while advising."""
 
@@ -43,7 +41,6 @@ def test_a_functional_update_of_its_arguments():
     del small
 
 
-@in_process
 def test_arguments_by_keyword_in_part_and_of_odd_callables():
     def update(*, old):
         return old * 2
@@ -75,7 +72,6 @@ def test_arguments_by_keyword_in_part_and_of_odd_callables():
     assert donation_report().errors["advise: RuntimeError: __wrapped__"] == 2
 
 
-@in_process
 def test_the_state_of_a_closure():
     x = make(32, 32)
 
@@ -94,7 +90,6 @@ def test_the_state_of_a_closure():
 
 
 @pytest.mark.parametrize("inner_sync", [False, True])
-@in_process
 def test_an_optimizer_in_place_needs_nothing(inner_sync):
     model = torch.nn.Linear(32, 32).to("xla")
     optimizer = torch.optim.AdamW(model.parameters())
@@ -117,7 +112,6 @@ def is_watched(make):
     return _C.take_watched_step() is not None or debug._listener.value is not None
 
 
-@in_process
 def test_an_error_and_an_interrupt_at_the_beginning_leave_nothing_behind():
     def fail():
         raise ValueError("no")
@@ -139,7 +133,6 @@ def test_an_error_and_an_interrupt_at_the_beginning_leave_nothing_behind():
     assert not is_watched(make)
 
 
-@in_process
 def test_a_step_that_fails_is_not_taken_for_a_later_one():
     seen = []
     broken = stablehlo_custom_call((make(8),), "no_such_target", [[8]], [torch.float32])
@@ -154,7 +147,6 @@ def test_a_step_that_fails_is_not_taken_for_a_later_one():
     assert [len(step.outputs) for step in seen] == [1] and y.tolist() == [1, 2, 3, 4]
 
 
-@in_process
 def test_advice_inside_advice():
     x, inner = make(32, 32), []
 
@@ -171,7 +163,6 @@ def test_advice_inside_advice():
     assert not is_watched(make)
 
 
-@in_process
 def test_steps_of_another_thread_do_not_count():
     x = make(32, 32)
 
@@ -191,7 +182,6 @@ def test_steps_of_another_thread_do_not_count():
     assert not is_watched(make)
 
 
-@in_process
 def test_a_listener_that_raises_does_not_stop_the_program():
     def fail(step):
         raise ValueError("no listener")
@@ -205,7 +195,6 @@ def test_a_listener_that_raises_does_not_stop_the_program():
     assert donation_report().errors["advise: ValueError: no listener"] == 3
 
 
-@in_process
 def test_the_number_of_named_steps_of_a_call_is_bounded():
     x = make(32, 32)
 
@@ -224,7 +213,6 @@ def named(variable):
     return {str(n) for found in name_tensors().values() for n in found.names if n.variable == variable}
 
 
-@in_process
 def test_large_containers_leave_the_others_their_names():
     """The walk visits no more objects than its budget has."""
     x = make(4)
@@ -239,7 +227,6 @@ def test_large_containers_leave_the_others_their_names():
     assert OBJECTS // 2 < walk.visited <= OBJECTS
 
 
-@in_process
 def test_objects_that_break_rules_cost_only_their_own_names():
     """And none of their code runs."""
     calls = []
@@ -319,7 +306,6 @@ def test_objects_that_break_rules_cost_only_their_own_names():
     assert donation_report().errors == before
 
 
-@in_process
 def test_small_arrays_are_left_out():
     x = make(255)
 
