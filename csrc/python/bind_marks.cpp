@@ -6,7 +6,6 @@
 #include <torch/csrc/lazy/core/ir_util.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <memory>
 #include <optional>
@@ -93,63 +92,6 @@ void Commit(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<con
   }
 }
 
-// Resolves leaves in blocks, whose donors are made together under the lock of torch_xla's infos.
-class LeafBlock {
- public:
-  static constexpr std::size_t kSize = 32;
-
-  // Returns the obstacle to marking the leaf; "" if there is none so far.
-  const char* Resolve(const at::Tensor& tensor, std::size_t index, std::vector<at::Tensor>& viewed) {
-    std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
-    if (!held.has_value()) {
-      Other& other = *others_.emplace_back(std::make_unique<Other>());
-      other.tensor = abi::TensorToDonate(tensor);
-      other.resolution = abi::Resolve(other.tensor);
-      if (const char* obstacle = Obstacle(other.resolution); *obstacle != '\0') {
-        return obstacle;
-      }
-      held = {&other.resolution.tensor, &other.resolution.buffer, other.tensor.sizes()};
-    }
-    if (abi::HasAliases(tensor)) {
-      viewed.push_back(tensor);
-    }
-    leaves_[count_++] = {*held, static_cast<std::uint32_t>(index)};
-    return "";
-  }
-
-  // Makes the donors of the resolved leaves. Returns the index of the first leaf that torch_xla shares between tensors.
-  std::optional<std::size_t> MakeDonors(CallDonors& donors, const std::shared_ptr<const CallSite>& site,
-                                        const std::vector<std::shared_ptr<abi::TensorData>>& outputs) {
-    const abi::InfosLocked infos;
-    for (std::size_t i = 0; i < count_; ++i) {
-      const Leaf& leaf = leaves_[i];
-      if (const auto info = infos.Of(**leaf.held.buffer); info.has_value() && info->read_only) {
-        return leaf.index;
-      }
-      donors.Add(*leaf.held.buffer, leaf.held.sizes,
-                 {*leaf.held.tensor, site, leaf.index, outputs.empty() ? nullptr : outputs[leaf.index],
-                  abi::ShardingOf(**leaf.held.tensor)});
-    }
-    count_ = 0;
-    others_.clear();
-    return std::nullopt;
-  }
-
- private:
-  struct Leaf {
-    abi::HeldArray held;
-    std::uint32_t index;
-  };
-  // A tensor with pending updates, and what it holds after them.
-  struct Other {
-    at::Tensor tensor;
-    abi::Resolution resolution;
-  };
-  std::array<Leaf, kSize> leaves_;
-  std::size_t count_ = 0;
-  std::vector<std::unique_ptr<Other>> others_;
-};
-
 // The outputs that should take the leaves' buffers, by leaf; empty if none is requested.
 std::vector<std::shared_ptr<abi::TensorData>> OutputsOf(const py::dict& preferred_outputs, std::size_t leaves) {
   std::vector<std::shared_ptr<abi::TensorData>> outputs;
@@ -172,23 +114,47 @@ py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int 
   const auto donors = std::make_shared<CallDonors>(count);
   const auto outputs = OutputsOf(preferred_outputs, count);
   std::vector<at::Tensor> viewed;
-  LeafBlock block;
-  for (std::size_t begin = 0; begin < count; begin += LeafBlock::kSize) {
-    const std::size_t end = std::min(count, begin + LeafBlock::kSize);
-    const char* obstacle = "";
-    std::size_t i = begin;
-    for (; i < end && *obstacle == '\0'; ++i) {
-      PrefetchLeaves(items, i, count);
-      if (items[i] != Py_None) {
-        obstacle = THPVariable_Check(items[i]) ? block.Resolve(THPVariable_Unpack(items[i]), i, viewed) : "not_tensor";
+  const char* obstacle = "";
+  std::size_t i = 0;
+  std::optional<abi::InfosLocked> infos(std::in_place);  // not while torch applies updates or Python objects are made
+  for (; i < count; ++i) {
+    PrefetchLeaves(items, i, count);
+    if (items[i] == Py_None) {
+      continue;
+    }
+    if (!THPVariable_Check(items[i])) {
+      obstacle = "not_tensor";
+      break;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    at::Tensor updated;
+    abi::Resolution resolved;
+    std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
+    if (!held.has_value()) {
+      infos.reset();
+      updated = abi::TensorToDonate(tensor);
+      resolved = abi::Resolve(updated);
+      obstacle = Obstacle(resolved);
+      if (*obstacle != '\0') {
+        break;
       }
+      held = {&resolved.tensor, &resolved.buffer, updated.sizes()};
+      infos.emplace();
     }
-    if (const auto constant = block.MakeDonors(*donors, site, outputs)) {
-      return py::cast(LeafRefusal{*constant, "read_only", std::nullopt});
+    if (const auto info = infos->Of(**held->buffer); info.has_value() && info->read_only) {
+      obstacle = "read_only";
+      break;
     }
-    if (*obstacle != '\0') {
-      return py::cast(LeafRefusal{i - 1, obstacle, std::nullopt});
+    if (abi::HasAliases(tensor)) {
+      viewed.push_back(tensor);
     }
+    donors->Add(*held->buffer, held->sizes,
+                {*held->tensor, site, static_cast<std::uint32_t>(i), outputs.empty() ? nullptr : outputs[i],
+                 abi::ShardingOf(**held->tensor)});
+  }
+  infos.reset();
+  if (*obstacle != '\0') {
+    return py::cast(LeafRefusal{i, obstacle, std::nullopt});
   }
   if (Watches(kEmpty) && !BlocksRuns()) {  // a trace may mark its arguments, which may be placeholders
     for (std::size_t i = 0; i < donors->Size(); ++i) {

@@ -19,7 +19,6 @@
 #include "python/pytree.h"
 #include "python/replay.h"
 #include "registry/marks.h"
-#include "step/donor_set.h"
 #include "step/thread_step.h"
 
 namespace torch_xla_donate {
@@ -66,26 +65,6 @@ void BindRuns(py::module_& m) {
       "perhaps_shared", [](const Call& call) { return PerhapsShared(*call.site); }, py::arg("call"),
       "Positions of a call's leaves whose buffers may have another holder or a pending reader. May have too many, "
       "never too few.");
-  m.def(
-      "shared_with_live",
-      [](const Call& call) {
-        const std::vector<Marks::PendingMark> marks = Marks::Get().OfCall(call.site.get());
-        std::vector<std::size_t> leaves;
-        if (marks.empty()) {
-          return leaves;
-        }
-        const lazy::BackendDevice& device = marks.front().donor->array.device;
-        const std::vector<Reason> obstacles = FindObstacles(marks, ThreadStep::Get().Live(device));
-        for (std::size_t i = 0; i < marks.size(); ++i) {
-          if (!obstacles[i].empty()) {
-            leaves.push_back(marks[i].position);
-          }
-        }
-        return leaves;
-      },
-      py::arg("call"),
-      "Positions of a call's leaves, all of one device, whose buffers an unmarked live tensor or a view holds. Call it "
-      "after this thread's first list of live tensors.");
   m.def(
       "marked_by",
       [](const Call& call, const py::sequence& arguments) {

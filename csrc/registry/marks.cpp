@@ -144,27 +144,20 @@ std::vector<DonorSnapshot> Marks::Pending() const {
   return result;
 }
 
-Marks::PendingMark Marks::Describe(std::size_t position, const DonorPtr& donor) {
-  PendingMark described{position, donor, {}, donor->status.PreferredOutput()};
-  for (const Mark& mark : donor->status.marks) {
-    if (std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock()) {
-      described.tensors.push_back(std::move(tensor));
-    }
-  }
-  return described;
-}
-
 std::vector<Marks::PendingMark> Marks::Among(const std::vector<lazy::BackendDataPtr>& parameters) const {
   std::vector<PendingMark> result;
   MutexLock lock(registry_mutex);
   result.reserve(std::min(parameters.size(), pending_.size()));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const DonorPtr* donor = Find(parameters[i].get());
-    if (donor == nullptr) {
+    if (donor == nullptr || (*donor)->status.armed || (*donor)->status.IsForCompiledRun()) {
       continue;
     }
-    if (const DonorStatus& status = (*donor)->status; !status.armed && !status.IsForCompiledRun()) {
-      result.push_back(Describe(i, *donor));
+    PendingMark& found = result.emplace_back(PendingMark{i, *donor, {}, (*donor)->status.PreferredOutput()});
+    for (const Mark& mark : (*donor)->status.marks) {
+      if (std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock()) {
+        found.tensors.push_back(std::move(tensor));
+      }
     }
   }
   return result;
@@ -180,17 +173,6 @@ void Marks::ForPending(const CallSite* site, const Function& function) {
       function(*mark, donors->At(i));
     }
   }
-}
-
-std::vector<Marks::PendingMark> Marks::OfCall(const CallSite* site) const {
-  std::vector<PendingMark> result;
-  MutexLock lock(registry_mutex);
-  ForPending(site, [&result](const Mark& mark, const DonorPtr& donor) REQUIRES(registry_mutex) {
-    if (!donor->array.buffer.expired()) {
-      result.push_back(Describe(mark.leaf, donor));
-    }
-  });
-  return result;
 }
 
 std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {

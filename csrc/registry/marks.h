@@ -45,15 +45,13 @@ class Marks {
 
   // A pending mark, and the tensors that its donor's marks name.
   struct PendingMark {
-    std::size_t position;  // of the parameter; in OfCall() the leaf
+    std::size_t position;  // of the parameter
     DonorPtr donor;
     c10::SmallVector<std::shared_ptr<abi::TensorData>, 1> tensors;
     std::shared_ptr<abi::TensorData> preferred_output;  // that should take the buffer, or null
   };
   // The pending marks among a graph's parameters that are meant for steps.
   std::vector<PendingMark> Among(const std::vector<lazy::BackendDataPtr>& parameters) const;
-  // The pending marks of a call.
-  std::vector<PendingMark> OfCall(const CallSite* site) const;
   // The leaves of a call's pending marks whose buffers may have another holder, judged by reference counts. The result
   // may have too many leaves, never too few.
   std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
@@ -86,7 +84,6 @@ class Marks {
 
   static void AddTo(Donor& donor, Mark mark) REQUIRES(registry_mutex);
   void CancelLocked(Buffer buffer) noexcept REQUIRES(registry_mutex);
-  static PendingMark Describe(std::size_t position, const DonorPtr& donor) REQUIRES(registry_mutex);
   // The call's marks of donors that are pending, in the order of its leaves.
   template <typename Function>
   static void ForPending(const CallSite* site, const Function& function) REQUIRES(registry_mutex);

@@ -11,23 +11,10 @@
 
 namespace torch_xla_donate {
 
-void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& tensors) noexcept {
-  for (const std::shared_ptr<abi::TensorData>& tensor : tensors) {
-    tensor->ir_value = lazy::Value();
-    tensor->tensor_data.reset();
-  }
-}
+namespace {
 
-void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason, bool notify) {
-  std::vector<Refusal> refused;
-  for (const auto& mark : Marks::Get().Among(graph.parameters_data)) {
-    refused.push_back({mark.donor, reason, notify});
-  }
-  if (!refused.empty()) {
-    Steps::Get().Claim({}, std::move(refused));
-  }
-}
-
+// By mark: why its buffer cannot be donated, because a live tensor is a view, has views, or holds the buffer without a
+// mark; empty if none does. Linear in both lists.
 std::vector<Reason> FindObstacles(const std::vector<Marks::PendingMark>& marks,
                                   const std::vector<std::shared_ptr<abi::TensorData>>& live) {
   AddressNumbers mark_of(marks.size());
@@ -51,6 +38,25 @@ std::vector<Reason> FindObstacles(const std::vector<Marks::PendingMark>& marks,
     }
   }
   return obstacles;
+}
+
+}  // namespace
+
+void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& tensors) noexcept {
+  for (const std::shared_ptr<abi::TensorData>& tensor : tensors) {
+    tensor->ir_value = lazy::Value();
+    tensor->tensor_data.reset();
+  }
+}
+
+void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason, bool notify) {
+  std::vector<Refusal> refused;
+  for (const auto& mark : Marks::Get().Among(graph.parameters_data)) {
+    refused.push_back({mark.donor, reason, notify});
+  }
+  if (!refused.empty()) {
+    Steps::Get().Claim({}, std::move(refused));
+  }
 }
 
 // ---- Claim ----

@@ -42,11 +42,6 @@ void ForgetCachedValues(const std::vector<std::shared_ptr<abi::TensorData>>& ten
 // Ends the marks among a graph's parameters, which no step will donate.
 void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason, bool notify);
 
-// By mark: why its buffer cannot be donated, because a live tensor is a view, has views, or holds the buffer without a
-// mark; empty if none does. Linear in both lists.
-std::vector<Reason> FindObstacles(const std::vector<Marks::PendingMark>& marks,
-                                  const std::vector<std::shared_ptr<abi::TensorData>>& live);
-
 class Claim {
  public:
   Claim() = default;

@@ -59,10 +59,6 @@ class ThreadStep {
   // Ends a step or run that was claimed on this thread and not finished, because the host threw.
   void GiveUp(const Reason& why = ReasonCode::kGivenUp) noexcept;
 
-  // The live tensors of a device; none before this thread's first list.
-  std::vector<std::shared_ptr<abi::TensorData>> Live(const lazy::BackendDevice& device) const {
-    return arena_ == nullptr ? std::vector<std::shared_ptr<abi::TensorData>>() : abi::TensorsOf(arena_, device);
-  }
   // The device of this thread's last step, or the device that the program has named since.
   std::optional<lazy::BackendDevice> last_device;
 

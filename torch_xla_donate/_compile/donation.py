@@ -113,21 +113,13 @@ class RunDonation(_C.Scope):
             _C.cancel_call(self._call)
 
     def refuse_shared(self) -> None:
-        """Refuses the leaves whose buffers other live tensors hold. Runs pending work that may read them."""
+        """Refuses the leaves whose buffers something else holds. Runs pending work that may read them."""
         self._shared = set(_C.perhaps_shared(self._call))
-        if not self._shared:
-            return
-        if _host.list_live_tensors():
-            torch_xla.sync()  # pending work may read them
-            _host.list_live_tensors()
-        shared = _C.shared_with_live(self._call)
-        if shared:
-            torch_xla.sync()  # gives an unread clone a separate buffer
-            _host.list_live_tensors()
-            shared = _C.shared_with_live(self._call)
-        for leaf in shared:
+        if self._shared:
+            torch_xla.sync()  # also gives an unread clone a separate buffer
+            self._shared = set(_C.perhaps_shared(self._call))
+        for leaf in self._shared:
             self._refused[leaf] = _C.Reason("held_by_others")
-        self._shared = set(_C.perhaps_shared(self._call))
 
     def newly_shared(self) -> list[int]:
         """The leaves that something else holds, or pending work reads, only since `refuse_shared`."""

@@ -61,7 +61,6 @@ from torch_xla_donate._host.tensors import (
     computed,
     forget_pending,
     give_own_buffer,
-    list_live_tensors,
     pending,
     op_sharding,
     placeholder,

@@ -146,11 +146,6 @@ def pending(values: Iterable[Any]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def list_live_tensors() -> bool:
-    """Has torch_xla list the live tensors of the current device for the hooks. Returns whether one is pending."""
-    return any(xlac()._check_device_tensor_need_materialization(str(torch_xla.device())))
-
-
 def forget_pending() -> None:
     """Drops all pending work on this device. A later read of such a tensor is an error of torch_xla."""
     xlac()._clear_pending_irs(str(torch_xla.device()))
