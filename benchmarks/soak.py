@@ -206,7 +206,7 @@ class Soak:
         """Runs on one thread while the others wait, so nothing of a step is left."""
         steps = (len(self.memory) + 1) * self.every * len(KINDS) * self.devices
         self.memory.append((steps, _common.resident()))
-        self.sizes.append(dict(_C.sizes()))
+        self.sizes.append(_C.sizes())
         self.compiles.append(_common.compiles())
 
     def wrong(self) -> Iterator[str]:
