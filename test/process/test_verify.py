@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -276,13 +277,16 @@ def test_an_ignored_signal_stays_ignored():
     """As under `nohup`, in this process and in the child."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mine = signal.getsignal(signal.SIGTERM)
-    with verifying._SignalsToChild() as signals:
+    popen = subprocess.Popen
+
+    def start(*args, **options):
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)  # before the child has started
-        child = subprocess.Popen(["sleep", "600"])
-        signals.send_to(child)
-        assert child.wait() == -signal.SIGTERM
+        return popen(*args, **options)
+
+    with mock.patch.object(subprocess, "Popen", start):
+        assert verifying._run(["sleep", "600"], None) == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is mine
 
 

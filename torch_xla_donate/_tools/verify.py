@@ -58,12 +58,7 @@ def verify(
     with _folder(keep) as folder:
         options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # such as ``-W error``
         command = [sys.executable, *options, "-m", "torch_xla_donate", "run", "--record", str(folder)]
-        with _SignalsToChild() as signals:
-            child = subprocess.Popen(
-                [*command, *program.arguments()], stdout=sys.stderr.fileno() if keeps_stdout else None
-            )
-            signals.send_to(child)
-            exit_code = child.wait()
+        exit_code = _run([*command, *program.arguments()], sys.stderr.fileno() if keeps_stdout else None)
         summary = collect(folder, str(program), topology=topology, undonated=undonated, exit_code=exit_code)
     if keep is None:
         summary = dataclasses.replace(
@@ -87,32 +82,31 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     yield keep.resolve()
 
 
-class _SignalsToChild:
-    """Passes signals to a child process. Signals that this process ignores, as under `nohup`, stay ignored in both."""
+def _run(command: list[str], stdout: int | None) -> int:
+    """Runs a child process to its end, and passes signals to it.
 
-    def __init__(self) -> None:
-        self._child: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []  # came before the child could get them
-        self._before: dict[signal.Signals, Any] = {}
+    Signals that this process ignores, as under `nohup`, stay ignored in both.
+    """
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # came before the child could get them
+    before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _SignalsToChild:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._pass_on)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def send_to(self, child: subprocess.Popen[bytes]) -> None:
-        self._child = child
-        early, self._early = self._early, []
-        for number in early:
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            return  # the process group gets it
+        if child is None:
+            early.append(number)
+        else:
             child.send_signal(number)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:  # the process group gets it
-            self._early.append(number)
-            if self._child is not None:
-                self.send_to(self._child)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, pass_on)
+        child = subprocess.Popen(command, stdout=stdout)
+        for missed in early:
+            child.send_signal(missed)
+        return child.wait()
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
