@@ -64,7 +64,7 @@ def parts_of_report(count: int) -> Iterator[dict[str, tuple[Run, Run]]]:
         step()
     graph = _C.steps()[-1]["graph"]
     with tempfile.TemporaryDirectory() as folder:
-        record = _Record(Path(folder), "main")
+        record = _Record(Path(folder))
         yield {
             REPORT: (lambda: torch_xla_donate.donation_report(steps=1), nothing),
             VERIFY: (lambda: record._describe_donors(1, graph), nothing),

@@ -248,8 +248,7 @@ def entry(prog_name: str | None = None) -> None:
         if not programs:
             raise
     ((program, folder),) = programs
-    if folder is not None:
-        record.start(folder, record.MAIN)
+    record.start(folder)
     running.run(program)
 
 

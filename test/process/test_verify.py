@@ -37,7 +37,7 @@ def recorded(function, folder: Path, *args, exit_code: int | None = None, **opti
 
 
 def record_and_call(function: str, folder: Path, *args) -> None:
-    record.start(folder, record.MAIN)
+    record.start(folder)
     globals()[function](*args)
     record.record_runs()  # a forked child ends without atexit
 
@@ -132,7 +132,7 @@ def test_the_record_survives_a_kill(tmp_path):
 def test_donors_that_are_not_found_do_not_wait_at_each_run(tmp_path):
     """A wait at each run would let no run begin before the one before has ended."""
     waits = []
-    runs = record._Record(tmp_path, "main")
+    runs = record._Record(tmp_path)
     run = {"executable": 1, "header": "", "stack": [], "has_donors": True, "graph": "dropped"}
     sys.setprofile(lambda frame, event, call: waits.append(1) if call is _C.wait_for_steps else None)
     for _ in range(50):
@@ -290,7 +290,9 @@ def test_an_ignored_signal_stays_ignored():
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def halve(size: int) -> None:
+def halve(size: int, *others: int) -> None:
+    if others:
+        fork_halves(*others)
     x = torch.ones(size, 64).to("xla")
     torch_xla.sync()
     for _ in range(4):
@@ -298,18 +300,22 @@ def halve(size: int) -> None:
         torch_xla.sync()
 
 
-def run_forked_halves(*sizes: int) -> None:
-    """A child process for each size, one after the other."""
+def fork_halves(*sizes: int) -> None:
+    """A child process for the first size. It has a child for the others, before it steps."""
+    process = multiprocessing.get_context("fork").Process(target=halve, args=sizes)
+    process.start()
+    process.join()
+
+
+def run_forked_halves() -> None:
     children.prepare()
-    for size in sizes:
-        process = multiprocessing.get_context("fork").Process(target=halve, args=(size,))
-        process.start()
-        process.join()
+    fork_halves(64)
+    fork_halves(64, 256)
 
 
 def test_forked_processes_have_records(tmp_path):
     """multiprocessing ends them without atexit."""
-    run = recorded(run_forked_halves, tmp_path, 64, 64, 256)
+    run = recorded(run_forked_halves, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"main", "process_1", "process_2", "process_3"}
     assert run.skipped == ()
     assert [step.executed for step in run.steps if step.parameters == 2] == [8, 4]

@@ -213,7 +213,7 @@ def test_steps_of_one_line_are_shown_once(tmp_path):
 
 
 def test_the_processes_of_a_program_are_in_the_order_of_their_starts(tmp_path):
-    names = ["main", "process_1", "process_2", "process_2_1", "process_10"]
+    names = ["main", "process_1", "process_2", "process_10"]
     for name in reversed(names):
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.jsonl").write_text("")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing.spawn
 import os
-import threading
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,13 @@ from torch_xla_donate._tools import record
 class _Startup:
     """Unpickled first of all in a child process, before the program's main module is imported."""
 
-    def __init__(self) -> None:
-        self._child = record.child()
-
     def __reduce__(self) -> Any:
-        return _start, (self._child,)
+        return _start, (record.root(),)
 
 
-def _start(child: tuple[Path, str] | None) -> None:
+def _start(root: Path | None) -> None:
     """Begins a child process. Its import of this package has read `TORCH_XLA_DONATE_AUTO`."""
-    if child is not None:
-        record.start(*child)
+    record.start(root)
     prepare()
 
 
@@ -37,20 +32,7 @@ def prepare() -> None:
         return {"torch_xla_donate": _Startup(), **prepare_data(name)}
 
     multiprocessing.spawn.get_preparation_data = with_startup  # type: ignore[assignment]
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=lambda: record.start(record.root()))
     # A process of multiprocessing ends without atexit, and forgets finalizers when it begins. It refers
     # weakly to the first argument, so that is an object that stays.
     util.register_after_fork(prepare, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))
-
-
-_fork = threading.local()  # of the fork that this thread is about to make
-
-
-def _before_fork() -> None:
-    _fork.child = record.child()
-
-
-def _after_fork() -> None:
-    child = getattr(_fork, "child", None)
-    if child is not None:
-        record.start(*child)

@@ -13,7 +13,6 @@ Lines are appended as the runs begin, so that the record survives the end of the
 from __future__ import annotations
 
 import atexit
-import itertools
 import json
 import os
 import re
@@ -26,8 +25,6 @@ from torch_xla_donate import _C, _frames
 from torch_xla_donate._report import sentence
 
 NAME = "record.jsonl"
-# The folder of the first process.
-MAIN = "main"
 _TRIES = 3  # to find the donors of an executable; each waits for the device
 _DUMP_FOLDER = re.compile(r"--xla_dump_to=\S*")
 
@@ -35,18 +32,15 @@ _DUMP_FOLDER = re.compile(r"--xla_dump_to=\S*")
 class _Record:
     """The record of this process.
 
-    root, name: as for `start`.
-    children: the numbers of child processes.
+    root: as for `start`.
     flags: XLA_FLAGS as they were; None once they are restored.
     tries: how often it has looked for the donors of each executable; `_TRIES` if they are written.
     last_step: number of the last step whose donors are written.
     """
 
-    def __init__(self, root: Path, name: str) -> None:
-        self.root, self.name = root, name
-        self.children = itertools.count(1)
-        folder = root / name
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        folder = _new_folder(root)
         self.flags = os.environ.get("XLA_FLAGS", "")
         # One process may not write to the folder of another one, where modules of the same number would clash.
         others = _DUMP_FOLDER.sub("", self.flags)
@@ -85,37 +79,43 @@ class _Record:
 _record: _Record | None = None
 
 
-def start(root: Path, name: str) -> None:
+def start(root: Path | None) -> None:
     """Records the runs of this process from now on, and lets XLA dump its modules.
 
     Call it before the XLA runtime starts, which reads XLA_FLAGS. A forked process calls it again.
 
     Args:
-        root: the folder of all processes.
-        name: the name of this process's folder in it.
+        root: the folder of all processes; None records nothing.
     """
     global _record
+    if root is None:
+        return
     before, _record = _record, None
     if before is not None:
         os.close(before.file)
         os.environ["XLA_FLAGS"] = before.flags
-    _record = _Record(root, name)
+    _record = _Record(root)
     if before is None:
         _C.log_runs(record_runs)
         atexit.register(record_runs)
 
 
-def child() -> tuple[Path, str] | None:
-    """The arguments of `start` for the next child process that this process starts; None without a record."""
-    if _record is None:
-        return None
-    parent = "process" if _record.name == MAIN else _record.name
-    return _record.root, f"{parent}_{next(_record.children)}"
+def root() -> Path | None:
+    """The folder of all processes; None without a record."""
+    return None if _record is None else _record.root
 
 
-def order(name: str) -> list[int]:
-    """Sorts the names of processes: the program, then its child processes as they were started."""
-    return [int(number) for number in re.findall(r"\d+", name)]
+def _new_folder(root: Path) -> Path:
+    """A folder for this process: `main` for the program, then `process_1` and so on, in the order of the starts."""
+    root.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        folder = root / (f"process_{number}" if number else "main")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:  # of another process, which may begin at the same time
+            number += 1
 
 
 def record_runs() -> None:
