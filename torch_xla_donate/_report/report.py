@@ -12,7 +12,7 @@ from torch_xla_donate import _C, _config
 from torch_xla_donate._checks import check_count
 from torch_xla_donate._errors import SWITCHED_OFF, see
 from torch_xla_donate._report.donors import Donor, describe_donors, facts_of
-from torch_xla_donate._report.holders import UNKNOWN, holders_of, searching
+from torch_xla_donate._report.holders import UNKNOWN, holders_of
 from torch_xla_donate._report.notices import warn_or_raise
 from torch_xla_donate._report.reasons import sentence
 from torch_xla_donate._text import cut, percent, plural, size
@@ -278,8 +278,7 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     pending = describe_donors(_C.pending(), None)
     warn_or_raise(everywhere=True)
     left_alone = _C.auto_held()
-    with searching:
-        holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
+    holders = holders_of([raw.buffer for raw in left_alone if raw.by_tensor and raw.buffer])
     held = tuple(
         HeldInput(
             raw.array,

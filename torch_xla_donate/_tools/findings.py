@@ -10,7 +10,7 @@ import torch
 
 from torch_xla_donate import _C, _frames
 from torch_xla_donate._report.explain import split_sharding
-from torch_xla_donate._report.holders import UNKNOWN, graph_text, other_holders, references
+from torch_xla_donate._report.holders import UNKNOWN, graph_text, graphs_saving, references
 from torch_xla_donate._report.reasons import sentence
 from torch_xla_donate._report.walk import Name, Named
 from torch_xla_donate._tools.hints import HintKind
@@ -151,12 +151,15 @@ def _held(
     if not inputs:
         return {}
     names_of = references({raw.buffer for raw in inputs}, now)
-    graphs, unknown = other_holders({buffer: len(names) for buffer, names in names_of.items()}, now)
+    graphs: dict[int, dict[str, Name]] = {buffer: {} for buffer in names_of}
+    for name, saved in graphs_saving({*names_of}, now.values()):
+        for buffer in saved:
+            graphs[buffer][graph_text(name)] = name
     held_by = Counter(root for names in names_of.values() for root in {name.root for name in names})
     groups: dict[Key, tuple[Finding, list[Name], list[str]]] = {}
     for raw in inputs:
-        names, graph_of = names_of[raw.buffer], {graph_text(name): name for name in graphs[raw.buffer]}
-        texts = [*sorted(graph_of), *([UNKNOWN] if raw.buffer in unknown else [])]
+        names, graph_of = names_of[raw.buffer], graphs[raw.buffer]
+        texts = sorted(graph_of) or ([] if names else [UNKNOWN])
         if names:
             names.sort(key=lambda name: -held_by[name.root])
             own = names[:1]
@@ -164,7 +167,7 @@ def _held(
         else:
             old = before.get(raw.tensor)  # type: ignore[arg-type]
             own = old.names if old is not None else []
-            kind: HintKind = "held_input" if raw.buffer in unknown else "kept_graph"
+            kind: HintKind = "kept_graph" if graph_of else "held_input"
             key = Key(kind, site, "", "", ", ".join(texts))
         finding, named, unnamed = groups.setdefault(key, (Finding([*own]), [], []))
         finding.add(raw.array)

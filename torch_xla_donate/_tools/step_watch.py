@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_xla_donate import _C, _frames
-from torch_xla_donate._report.holders import searching
 from torch_xla_donate._report.walk import Named, name_tensors
 from torch_xla_donate._text import cut
 from torch_xla_donate._tools.findings import Call, Finding, Key, find
@@ -45,12 +44,11 @@ class StepWatch:
             self._computed.clear()
             return
         self._left -= 1
-        with searching:
-            now = name_tensors()
-            before, self._before = self._before, now
-            found: dict[Key, Finding] = {}
-            if before is not None:  # else all inputs would seem to have no names
-                found = find(step, _frames.call_site(), before, now, self._computed, self.call)
+        now = name_tensors()
+        before, self._before = self._before, now
+        found: dict[Key, Finding] = {}
+        if before is not None:  # else all inputs would seem to have no names
+            found = find(step, _frames.call_site(), before, now, self._computed, self.call)
         self._computed.update(step.outputs)
         for key, finding in found.items():
             finding.runs = self._findings.get(key, Finding()).runs + 1
