@@ -2,7 +2,7 @@
 #include "python/replay.h"
 
 #include <algorithm>
-#include <cstring>
+#include <string_view>
 #include <utility>
 
 #include "features/compiled_run.h"
@@ -13,32 +13,16 @@
 
 namespace torch_xla_donate {
 
-namespace {
-
-// The facts of a signature, in turn.
-class Facts {
- public:
-  explicit Facts(const py::bytes& key) : next_(PyBytes_AS_STRING(key.ptr())), left_(PyBytes_GET_SIZE(key.ptr())) {}
-  // Whether these come next.
-  bool Match(at::ArrayRef<std::int64_t> facts) {
-    const auto bytes = static_cast<py::ssize_t>(facts.size() * sizeof(std::int64_t));
-    if (bytes > left_ || std::memcmp(facts.data(), next_, static_cast<std::size_t>(bytes)) != 0) {
-      return false;
-    }
-    next_ += bytes;
-    left_ -= bytes;
-    return true;
-  }
-
- private:
-  const char* next_;
-  py::ssize_t left_;
-};
-
-}  // namespace
-
 bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donated) const {
-  Facts expected(signature_.key);
+  std::string_view expected(PyBytes_AS_STRING(signature_.key.ptr()),
+                            static_cast<std::size_t>(PyBytes_GET_SIZE(signature_.key.ptr())));
+  // Whether these facts come next.
+  const auto match = [&expected](at::ArrayRef<std::int64_t> facts) {
+    const std::string_view bytes(reinterpret_cast<const char*>(facts.data()), facts.size() * sizeof(std::int64_t));
+    const bool is_next = expected.substr(0, bytes.size()) == bytes;
+    expected.remove_prefix(is_next ? bytes.size() : 0);
+    return is_next;
+  };
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
   PyObject** other = PySequence_Fast_ITEMS(signature_.others.ptr());
   auto donor = donated_.begin();
@@ -48,7 +32,7 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
     PrefetchLeaves(items, i, count);
     if (!THPVariable_Check(items[i])) {
       // A float is an input of the graph, so its value does not count.
-      if (!expected.Match(kNoTensor) ||
+      if (!match(kNoTensor) ||
           !(PyFloat_CheckExact(*other) ? PyFloat_CheckExact(items[i]) : IsSame(items[i], *other))) {
         return false;
       }
@@ -56,8 +40,7 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
       continue;
     }
     PyTypeObject* const kind = reader.Read(items[i]);
-    if (reader.dynamic || !expected.Match(reader.facts) ||
-        (kind != nullptr && reinterpret_cast<PyObject*>(kind) != *other++)) {
+    if (reader.dynamic || !match(reader.facts) || (kind != nullptr && reinterpret_cast<PyObject*>(kind) != *other++)) {
       return false;
     }
     if (donor != donated_.end() && std::get<0>(*donor) == i) {
