@@ -1,11 +1,11 @@
 // Walks the dynamic section of a loaded library: relocation -> symbol -> name.
 #include "elf/image.h"
 
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
-#include <sys/stat.h>
+#include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <stdexcept>
 #include <string_view>
@@ -44,37 +44,6 @@ const RelocationKind* KindOf(std::uint64_t number) noexcept {
   return nullptr;
 }
 
-// The result of the callback below. The callback must not throw, because the dynamic linker calls it.
-struct Search {
-  struct stat wanted;
-  bool found = false;
-  std::uintptr_t base = 0;
-  std::uintptr_t mapped_begin = UINTPTR_MAX, mapped_end = 0;
-  const void* dynamic = nullptr;
-};
-
-int VisitLibrary(dl_phdr_info* info, std::size_t, void* argument) noexcept {
-  Search& search = *static_cast<Search*>(argument);
-  struct stat file;
-  if (info->dlpi_name == nullptr || info->dlpi_name[0] == '\0' || stat(info->dlpi_name, &file) != 0 ||
-      file.st_dev != search.wanted.st_dev || file.st_ino != search.wanted.st_ino) {
-    return 0;
-  }
-  search.found = true;
-  search.base = info->dlpi_addr;
-  for (const ElfW(Phdr)* header = info->dlpi_phdr; header != info->dlpi_phdr + info->dlpi_phnum; ++header) {
-    const std::uintptr_t begin = info->dlpi_addr + header->p_vaddr;
-    const std::uintptr_t end = begin + header->p_memsz;
-    if (header->p_type == PT_LOAD) {
-      search.mapped_begin = std::min(search.mapped_begin, begin);
-      search.mapped_end = std::max(search.mapped_end, end);
-    } else if (header->p_type == PT_DYNAMIC) {
-      search.dynamic = reinterpret_cast<const void*>(begin);
-    }
-  }
-  return 1;
-}
-
 }  // namespace
 
 const char* Name(RelocationKind kind) noexcept {
@@ -86,29 +55,27 @@ const char* Name(RelocationKind kind) noexcept {
   return "ABS64";
 }
 
-bool ElfImage::Contains(const void* address) const noexcept {
-  const auto value = reinterpret_cast<std::uintptr_t>(address);
-  return mapped_begin_ <= value && value < mapped_end_;
+ElfImage::ElfImage(const std::string& path, std::uintptr_t base, const void* dynamic)
+    : path_(path), base_(base), library_(dynamic) {
+  ReadDynamicSection(dynamic);
 }
 
 ElfImage ElfImage::Find(const std::string& path) {
-  Search search;
-  if (stat(path.c_str(), &search.wanted) != 0) {
+  if (access(path.c_str(), F_OK) != 0) {
     throw std::runtime_error("cannot look at the library \"" + path + "\": " + std::generic_category().message(errno) +
                              "; expected the path of an imported shared library");
   }
-  dl_iterate_phdr(VisitLibrary, &search);
-  if (!search.found) {
+  // The dynamic linker would look for a name without a slash in its search path.
+  const std::string name = path.find('/') == std::string::npos ? "./" + path : path;
+  void* const handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+  if (handle == nullptr) {
     throw std::runtime_error("the library \"" + path +
                              "\" exists but is not loaded in this process; it must be imported first");
   }
-  ElfImage image;
-  image.path_ = path;
-  image.base_ = search.base;
-  image.mapped_begin_ = search.mapped_begin;
-  image.mapped_end_ = search.mapped_end;
-  image.ReadDynamicSection(search.dynamic);
-  return image;
+  link_map* map = nullptr;
+  dlinfo(handle, RTLD_DI_LINKMAP, &map);
+  dlclose(handle);
+  return {path, map->l_addr, map->l_ld};
 }
 
 void ElfImage::ReadDynamicSection(const void* dynamic) {
@@ -127,7 +94,6 @@ void ElfImage::ReadDynamicSection(const void* dynamic) {
     return Contains(as_is) ? as_is : moved;
   };
 
-  require(dynamic != nullptr, "has no dynamic section", "one (PT_DYNAMIC)");
   std::uint64_t entry_size = sizeof(Elf64_Rela);
   std::uint64_t plt_type = DT_RELA;
   // DT_RELR is not read, because it packs relative relocations, which name no symbol.

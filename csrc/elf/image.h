@@ -5,7 +5,7 @@
 // Ownership: an ElfImage is a small copyable value that points into the mapped library. It does not keep the library
 //   loaded, so drop it before you call dlclose(). (CPython never unloads an extension module.)
 // Threads: all members are const and read memory that does not change after loading, so any number of threads may call
-//   them. Find() holds the dynamic linker's lock while it walks the list of loaded libraries.
+//   them. Find() asks the dynamic linker, which has its own lock.
 // Errors: only Find() throws, std::runtime_error. The text names the file, the finding and the remedy.
 #pragma once
 
@@ -14,6 +14,8 @@
 #include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "elf/memory.h"
 
 namespace torch_xla_donate {
 
@@ -34,10 +36,9 @@ struct RelocationSlot {
 
 class ElfImage {
  public:
-  // Returns the loaded library whose file is `path`. It compares device and inode, so a symlink or a relative path
-  // works. It cannot find a library that was loaded by a relative path before the working directory changed: the
-  // dynamic linker keeps only that name. It never matches the main program. Throws if the file does not exist, the
-  // library is not loaded (import it first), or it lacks a dynamic table.
+  // Returns the loaded library whose file is `path`. The dynamic linker compares device and inode if it does not know
+  // the name, so a symlink or a relative path works. It never matches the main program. Throws if the file does not
+  // exist, the library is not loaded (import it first), or it lacks a dynamic table.
   static ElfImage Find(const std::string& path);
 
   // Returns every slot of these functions (mangled names). The result has an entry for each name, empty if it has no
@@ -51,8 +52,8 @@ class ElfImage {
   // As given to Find().
   const std::string& Path() const noexcept { return path_; }
 
-  // Whether the address lies between the library's first and last loaded byte.
-  bool Contains(const void* address) const noexcept;
+  // Whether the address lies in a segment of the library.
+  bool Contains(const void* address) const noexcept { return library_.Contains(address); }
 
  private:
   struct Table {  // a relocation table in memory; Elf64_Rela stays out of this header
@@ -60,12 +61,12 @@ class ElfImage {
     std::size_t bytes = 0;
   };
 
-  ElfImage() = default;
+  ElfImage(const std::string& path, std::uintptr_t base, const void* dynamic);
   void ReadDynamicSection(const void* dynamic);
 
   std::string path_;
-  std::uintptr_t base_ = 0;  // what the dynamic linker has added to the addresses in the file
-  std::uintptr_t mapped_begin_ = 0, mapped_end_ = 0;
+  std::uintptr_t base_;  // what the dynamic linker has added to the addresses in the file
+  LoadedLibrary library_;
   Table relocations_;      // DT_RELA
   Table plt_relocations_;  // DT_JMPREL
   const void* symbols_ = nullptr;

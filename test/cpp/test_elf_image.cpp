@@ -53,13 +53,13 @@ TEST(a_library_is_found_by_its_path_a_symlink_and_a_relative_path) {
   // WHEN Find() gets three names of it
   const ElfImage by_path = ElfImage::Find(victim.path);
   const auto slot_in = [](const ElfImage& image) { return SlotsOf(image, kAdd).at(0).address; };
-  const std::string through_link = MessageOf([&] { CHECK_EQ(slot_in(ElfImage::Find(link)), slot_in(by_path)); });
+  std::filesystem::current_path(link.parent_path());
+  const std::string through_link = MessageOf([&] {
+    for (const auto& name : {link, link.filename()}) CHECK_EQ(slot_in(ElfImage::Find(name)), slot_in(by_path));
+  });
   std::filesystem::remove(link);
-  std::filesystem::current_path(VICTIM_FOLDER);
-  const ElfImage by_relative_path = ElfImage::Find("./libvictim_default.so");
   // THEN all are the same image, which contains the library's own functions
   CHECK_EQ(through_link, "");
-  CHECK_EQ(slot_in(by_relative_path), slot_in(by_path));
   CHECK_EQ(by_path.Path(), victim.path);
   CHECK(by_path.Contains(victim.Symbol("victim_add")));
   CHECK(!by_path.Contains(CalleeFunction(kAdd)));
