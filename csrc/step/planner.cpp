@@ -58,10 +58,6 @@ DonorPlanner::ChoicePtr DonorPlanner::Decide(const KeptPlan& plan, const StepFac
     choice->sizes.push_back(SizesOf((*plan.arrays)[i]));
     choice->bytes += plan.sizes.bytes[i].value_or(0);
   }
-  const std::vector<std::int64_t>& room = choice->pairs.room;
-  for (const ArraySize& bytes : plan.sizes.bytes) {
-    choice->has_room.push_back(std::find(room.begin(), room.end(), bytes.value_or(0)) != room.end());
-  }
   return choice;
 }
 
@@ -202,8 +198,8 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
   const auto arrays = plan.arrays;
   lock.unlock();
   std::vector<HeldInput> left;
-  for (std::size_t i = 0; i < count && !answer.choice->pairs.room.empty(); ++i) {
-    if (held[i] && answer.choice->has_room[i]) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (held[i] && answer.choice->pairs.has_room[i]) {
       left.push_back({arrays, i, step.device, step.inputs[i].is_held, step.graph.parameters_data[i]});
     }
   }

@@ -47,7 +47,6 @@ struct StepFacts {
 struct DonorChoice {
   DonorPairs pairs;
   std::vector<std::vector<std::int64_t>> sizes;  // of pairs.chosen: those of the whole arrays
-  std::vector<bool> has_room;                    // by parameter: an output of its size has no donor
   std::int64_t bytes = 0;
 };
 

@@ -24,17 +24,16 @@ struct Candidate {
 // The donors and outputs of one size, as XLA pairs them.
 struct SizeClass {
   std::vector<std::size_t> outputs;
-  std::size_t donors = 0;           // how many
-  std::deque<std::size_t> waiting;  // donors without an output
+  std::vector<std::size_t> donors;
+  std::deque<std::size_t> waiting;  // donors without an output, and offered inputs
+
+  bool HasRoom() const { return donors.size() < outputs.size(); }
 };
 
 class Matching {
  public:
   explicit Matching(const PairRequest& request)
-      : request_(request),
-        free_(request.output_bytes),
-        donor_of_(request.output_bytes.size()),
-        output_of_(request.bytes.size()) {
+      : request_(request), donor_of_(request.output_bytes.size()), output_of_(request.bytes.size()) {
     for (std::size_t output = 0; output < request.output_bytes.size(); ++output) {
       if (const auto& bytes = request.output_bytes[output]) {
         classes_[*bytes].outputs.push_back(output);
@@ -43,8 +42,7 @@ class Matching {
     pairs_.preferred_output.resize(request.bytes.size());
     for (std::size_t i = 0; i < request.bytes.size(); ++i) {
       if (request.donors[i] && request.bytes[i].has_value()) {
-        ++classes_[*request.bytes[i]].donors;
-        free_.Take(request.bytes[i]);  // of any output
+        classes_[*request.bytes[i]].donors.push_back(i);
       }
     }
   }
@@ -58,7 +56,9 @@ class Matching {
     }
     PairByFlow();
     PairTheRest();
-    pairs_.room = free_.Sizes();
+    for (const ArraySize& bytes : request_.bytes) {
+      pairs_.has_room.push_back(bytes.has_value() && classes_[*bytes].HasRoom());
+    }
     std::sort(pairs_.chosen.begin(), pairs_.chosen.end());
     if (!request_.keep_order) {
       MoveOutputs();
@@ -77,10 +77,11 @@ class Matching {
       return false;
     }
     if (!request_.donors[parameter]) {
-      if (!free_.Take(bytes)) {
+      SizeClass& group = classes_[*bytes];
+      if (!group.HasRoom()) {
         return false;
       }
-      ++classes_[*bytes].donors;
+      group.donors.push_back(parameter);
       pairs_.chosen.push_back(parameter);
     }
     donor_of_[output] = parameter;
@@ -131,7 +132,7 @@ class Matching {
         continue;
       }
       auto& waiting = classes_[*request_.output_bytes[output]].waiting;
-      // Offered inputs come after the donors, so free_ still counts an output that is left then.
+      // Offered inputs come after the donors. So there is room for one if this output is left for it.
       if (!waiting.empty()) {
         Pair(output, waiting.front());
         waiting.pop_front();
@@ -145,7 +146,7 @@ class Matching {
     std::iota(order.begin(), order.end(), std::size_t{0});
     bool moved = false;
     for (const auto& [bytes, group] : classes_) {
-      if (group.donors == 0 || group.donors >= group.outputs.size()) {
+      if (group.donors.empty() || !group.HasRoom()) {
         continue;
       }
       std::vector<std::size_t> places;
@@ -169,21 +170,13 @@ class Matching {
   // differently in a graph with another order. The order stays empty if no donor moves.
   void OrderParameters() {
     const auto& output_order = pairs_.output_order;
-    std::vector<bool> is_chosen(request_.bytes.size(), false);
-    for (const std::size_t i : pairs_.chosen) {
-      is_chosen[i] = true;
-    }
-    std::map<std::int64_t, std::vector<std::size_t>> donors_of;
-    for (std::size_t i = 0; i < request_.bytes.size(); ++i) {
-      if ((is_chosen[i] || request_.donors[i]) && request_.bytes[i].has_value()) {
-        donors_of[*request_.bytes[i]].push_back(i);
-      }
-    }
     std::vector<std::size_t> order(request_.bytes.size());
     std::iota(order.begin(), order.end(), std::size_t{0});
     std::vector<bool> placed(request_.bytes.size(), false);
-    for (const auto& [bytes, donors] : donors_of) {
-      const std::vector<std::size_t>& places = classes_[bytes].outputs;
+    for (auto& [bytes, group] : classes_) {
+      std::vector<std::size_t>& donors = group.donors;
+      std::sort(donors.begin(), donors.end());
+      const std::vector<std::size_t>& places = group.outputs;
       const std::size_t count = std::min(places.size(), donors.size());
       std::vector<Place> wanted;
       for (std::size_t k = 0; k < count; ++k) {
@@ -209,7 +202,6 @@ class Matching {
   }
 
   const PairRequest& request_;
-  FreeOutputs free_;
   std::vector<Place> donor_of_;   // by output
   std::vector<Place> output_of_;  // by parameter
   std::map<std::int64_t, SizeClass> classes_;
@@ -237,16 +229,6 @@ bool FreeOutputs::Take(const ArraySize& donor) {
     --count_[*donor];
   }
   return fits;
-}
-
-std::vector<std::int64_t> FreeOutputs::Sizes() const {
-  std::vector<std::int64_t> sizes;
-  for (const auto& [bytes, count] : count_) {
-    if (count > 0) {
-      sizes.push_back(bytes);
-    }
-  }
-  return sizes;
 }
 
 DonorPairs PairDonors(const PairRequest& request) { return Matching(request).Run(); }

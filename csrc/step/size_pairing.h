@@ -29,8 +29,6 @@ class FreeOutputs {
   bool Take(const ArraySize& donor);
   // How many outputs of the donor's size are left.
   std::size_t Count(const ArraySize& donor) const;
-  // The sizes of the outputs that are left, sorted.
-  std::vector<std::int64_t> Sizes() const;
 
  private:
   std::map<std::int64_t, std::size_t> count_;
@@ -58,7 +56,7 @@ struct DonorPairs {
   std::vector<std::optional<std::size_t>> preferred_output;  // by parameter: that of the request, or computed from it
   std::vector<std::size_t> parameter_order;  // by new place, the parameter that moves there; empty to keep the order
   std::vector<std::size_t> output_order;     // by new place, the output that moves there; empty to keep the order
-  std::vector<std::int64_t> room;            // sizes of the outputs without a donor
+  std::vector<bool> has_room;                // by parameter: an output of its size has no donor
 };
 
 DonorPairs PairDonors(const PairRequest& request);
