@@ -82,11 +82,11 @@ void OrderForDonors(GraphContext& context) {
   GraphArrays arrays = facts.Measure();
   arrays.movable.assign(context.roots.size(), false);
   const DonorPairs pairs = facts.PlanFor(arrays).pairs;
-  const std::vector<std::size_t> new_number = PermuteParameters(pairs.parameter_order, graph, context.collection);
+  const bool moved = PermuteParameters(pairs.parameter_order, graph, context.collection);
   next_run.ordered.resize(count);
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t place = new_number.empty() ? i : new_number[i];
-    next_run.ordered[place] = {graph.parameters_data[place].get(), pairs.preferred_output[i]};
+  for (std::size_t place = 0; place < count; ++place) {
+    const std::size_t old = moved ? pairs.parameter_order[place] : place;
+    next_run.ordered[place] = {graph.parameters_data[place].get(), pairs.preferred_output[old]};
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 
 #include "host/address_numbers.h"
 #include "host/graphs.h"
@@ -262,14 +261,10 @@ DonorSet::Donation DonorSet::Plan() {
   }
   donation.offers.reserve(offers.size());
   donation.is_own.reserve(offers.size());
-  const std::vector<std::size_t> new_number =
-      PermuteParameters(choice.pairs.parameter_order, graph, context_.collection);
-  std::vector<std::size_t> old_number(count);
+  const std::vector<std::size_t>& order = choice.pairs.parameter_order;
+  const bool moved = PermuteParameters(order, graph, context_.collection);
   for (std::size_t i = 0; i < count; ++i) {
-    old_number[new_number.empty() ? i : new_number[i]] = i;
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::size_t old = old_number[i];
+    const std::size_t old = moved ? order[i] : i;
     if (offer_at[old] == count) {
       continue;
     }
@@ -292,13 +287,8 @@ void DonorSet::EndDryRun(std::uint64_t step) {
   for (const Marks::PendingMark& mark : marks_) {
     donor_at[mark.position] = mark.donor;
   }
-  std::vector<std::size_t> order = plan.choice->pairs.parameter_order;
-  if (order.empty()) {
-    order.resize(parameters.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-  }
   DryRun result{step, {}};
-  for (const std::size_t i : order) {
+  for (const std::size_t i : plan.choice->pairs.parameter_order) {
     if (facts.inputs[i].IsDonor()) {
       result.parameters.emplace_back(SizeOf(abi::DescribeBuffer(*parameters[i]), /*unsharded=*/false),
                                      facts.inputs[i].is_marked ? donor_at[i] : nullptr);

@@ -20,12 +20,12 @@ constexpr std::size_t kOutputSalt = 0x6f7574707574;
 
 }  // namespace
 
-std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
-                                           abi::Executor::SyncTensorCollection& collection) {
-  const std::size_t count = graph.parameters_data.size();
-  if (order.empty() || order.size() != count) {
-    return {};
+bool PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
+                       abi::Executor::SyncTensorCollection& collection) {
+  if (std::is_sorted(order.begin(), order.end())) {
+    return false;
   }
+  const std::size_t count = graph.parameters_data.size();
   // new_number[i] is the new position of parameter i.
   std::vector<std::size_t> new_number(count);
   for (std::size_t place = 0; place < count; ++place) {
@@ -45,11 +45,11 @@ std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order
     } else if (leaves.size() < graph.parameter_sequence.size()) {
       leaves.push_back({node, new_number[graph.parameter_sequence[leaves.size()]]});
     } else {
-      return {};
+      return false;
     }
   }
   if (leaves.size() != graph.parameter_sequence.size()) {
-    return {};
+    return false;
   }
   std::stable_sort(leaves.begin(), leaves.end(),
                    [](const Leaf& left, const Leaf& right) { return left.parameter < right.parameter; });
@@ -69,13 +69,13 @@ std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order
     graph.parameter_sequence[i] = leaves[i].parameter;
   }
   std::copy(others.begin(), others.end(), graph.post_order.begin() + static_cast<std::ptrdiff_t>(leaves.size()));
-  return new_number;
+  return true;
 }
 
 std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
                                       const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                       const abi::Executor::SyncTensorCollection& collection) {
-  if (order.empty() || order.size() != roots.size() || collection.indices.size() != roots.size()) {
+  if (std::is_sorted(order.begin(), order.end()) || collection.indices.size() != roots.size()) {
     return std::nullopt;
   }
   OutputMove move;

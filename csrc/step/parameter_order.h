@@ -16,11 +16,10 @@
 
 namespace torch_xla_donate {
 
-// Gives the parameters of a graph a new order: order[k] becomes the k-th; empty to keep the order. A graph in another
-// order is another program, so the collection's hash includes the order. Returns by old position the new one; empty if
-// the order stays. Linear in the nodes of the graph.
-std::vector<std::size_t> PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
-                                           abi::Executor::SyncTensorCollection& collection);
+// Gives the parameters of a graph a new order: order[k] becomes the k-th. A graph in another order is another program,
+// so the collection's hash includes the order. Returns whether a parameter has moved. Linear in the nodes of the graph.
+bool PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
+                       abi::Executor::SyncTensorCollection& collection);
 
 // A new order of the outputs: order[k] becomes the k-th. torch_xla has already made an array for each place, so a moved
 // output gets a new one.
@@ -32,8 +31,7 @@ struct OutputMove {
   std::vector<lazy::BackendDataPtr> arrays;  // of the moved outputs
   lazy::hash_t hash;
 };
-// `live` are the live tensors, in the executor's order. Returns nullopt if the order is empty or an array cannot be
-// made.
+// `live` are the live tensors, in the executor's order. Returns nullopt if no output moves or an array cannot be made.
 std::optional<OutputMove> PrepareMove(const std::vector<std::size_t>& order, const std::vector<lazy::Value>& roots,
                                       const std::vector<std::shared_ptr<abi::TensorData>>& live,
                                       const abi::Executor::SyncTensorCollection& collection);

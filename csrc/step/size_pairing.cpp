@@ -60,6 +60,10 @@ class Matching {
       pairs_.has_room.push_back(bytes.has_value() && classes_[*bytes].HasRoom());
     }
     std::sort(pairs_.chosen.begin(), pairs_.chosen.end());
+    pairs_.parameter_order.resize(request_.bytes.size());
+    std::iota(pairs_.parameter_order.begin(), pairs_.parameter_order.end(), std::size_t{0});
+    pairs_.output_order.resize(request_.output_bytes.size());
+    std::iota(pairs_.output_order.begin(), pairs_.output_order.end(), std::size_t{0});
     if (!request_.keep_order) {
       MoveOutputs();
       OrderParameters();
@@ -142,9 +146,6 @@ class Matching {
 
   // XLA gives donors to the first outputs of their size, so outputs with a donor move before those without.
   void MoveOutputs() {
-    std::vector<std::size_t> order(request_.output_bytes.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    bool moved = false;
     for (const auto& [bytes, group] : classes_) {
       if (group.donors.empty() || !group.HasRoom()) {
         continue;
@@ -156,22 +157,15 @@ class Matching {
       std::stable_partition(sorted.begin(), sorted.end(),
                             [this](std::size_t output) { return donor_of_[output].has_value(); });
       for (std::size_t k = 0; k < places.size(); ++k) {
-        order[places[k]] = sorted[k];
-        moved = moved || places[k] != sorted[k];
+        pairs_.output_order[places[k]] = sorted[k];
       }
-    }
-    if (moved) {
-      pairs_.output_order = std::move(order);
     }
   }
 
   // Finds the donor that XLA should give to each output, size by size. XLA compares only the order of the donors of one
   // size. So these change places among themselves, and every other parameter keeps its number, because XLA may round
-  // differently in a graph with another order. The order stays empty if no donor moves.
+  // differently in a graph with another order.
   void OrderParameters() {
-    const auto& output_order = pairs_.output_order;
-    std::vector<std::size_t> order(request_.bytes.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
     std::vector<bool> placed(request_.bytes.size(), false);
     for (auto& [bytes, group] : classes_) {
       std::vector<std::size_t>& donors = group.donors;
@@ -180,7 +174,7 @@ class Matching {
       const std::size_t count = std::min(places.size(), donors.size());
       std::vector<Place> wanted;
       for (std::size_t k = 0; k < count; ++k) {
-        wanted.push_back(donor_of_[output_order.empty() ? places[k] : output_order[places[k]]]);
+        wanted.push_back(donor_of_[pairs_.output_order[places[k]]]);
         if (wanted.back().has_value()) {
           placed[*wanted.back()] = true;
         }
@@ -193,11 +187,8 @@ class Matching {
           spare = std::find_if(spare, donors.end(), [&placed](std::size_t i) { return !placed[i]; });
           wanted[k] = *spare++;
         }
-        order[donors[k]] = *wanted[k];
+        pairs_.parameter_order[donors[k]] = *wanted[k];
       }
-    }
-    if (!std::is_sorted(order.begin(), order.end())) {
-      pairs_.parameter_order = std::move(order);
     }
   }
 

@@ -54,9 +54,9 @@ struct PairRequest {
 struct DonorPairs {
   std::vector<std::size_t> chosen;                           // of the offered ones, sorted
   std::vector<std::optional<std::size_t>> preferred_output;  // by parameter: that of the request, or computed from it
-  std::vector<std::size_t> parameter_order;  // by new place, the parameter that moves there; empty to keep the order
-  std::vector<std::size_t> output_order;     // by new place, the output that moves there; empty to keep the order
-  std::vector<bool> has_room;                // by parameter: an output of its size has no donor
+  std::vector<std::size_t> parameter_order;                  // by new place, the parameter that moves there
+  std::vector<std::size_t> output_order;                     // by new place, the output that moves there
+  std::vector<bool> has_room;                                // by parameter: an output of its size has no donor
 };
 
 DonorPairs PairDonors(const PairRequest& request);
