@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "host/never_destroyed.h"
 #include "host/process_mutex.h"
 #include "registry/tallies.h"
 #include "registry/weak_keys.h"
@@ -40,10 +41,7 @@ struct Record {
     return entry->second;
   }
 };
-Record& TheRecord() {
-  static Record* record = new Record();
-  return *record;
-}
+Record& TheRecord() { return NeverDestroyed<Record>(); }
 
 struct Recording {
   std::vector<std::shared_ptr<GraphRecord>> records;  // the open ones

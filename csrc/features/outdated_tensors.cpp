@@ -180,11 +180,6 @@ std::vector<Hook> FunctionalHooks() {
   };
 }
 
-OutdatedTensors& OutdatedTensors::Get() {
-  static OutdatedTensors* tensors = new OutdatedTensors();
-  return *tensors;
-}
-
 OutdatedTensors::Tag::Tag(FunctionalTensorWrapper& owner)
     : tensor(&owner), storage(owner.storage().unsafeGetStorageImpl()), device(owner.device()) {}
 

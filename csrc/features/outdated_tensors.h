@@ -27,6 +27,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "host/never_destroyed.h"
 #include "host/process_mutex.h"
 #include "host/symbols.h"
 #include "registry/watch.h"
@@ -40,8 +41,7 @@ std::vector<Hook> FunctionalHooks();
 
 class OutdatedTensors {
  public:
-  // Never destroyed: hooks may run until the process ends.
-  static OutdatedTensors& Get();
+  static OutdatedTensors& Get() { return NeverDestroyed<OutdatedTensors>(); }
 
   // From now on also notes the base of each new alias. After a write in inference mode, or through `t.data` or
   // `t.detach()`, the base cannot be found from the written tensor. Called at a program's first donation; before, only
@@ -77,8 +77,6 @@ class OutdatedTensors {
   Counts Size() const;
 
  private:
-  OutdatedTensors() = default;
-
   static constexpr std::size_t kUpToDate = std::numeric_limits<std::size_t>::max();
 
   // The metadata of a noted tensor. Torch destroys it with the tensor, or when the tensor becomes another one. A weak

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "host/never_destroyed.h"
 #include "host/process_mutex.h"
 #include "registry/watch.h"
 
@@ -24,10 +25,7 @@ struct Placeholders {
   std::mutex& mutex = ProcessMutex(MutexOf::kPlaceholders);
   std::unordered_map<const lazy::BackendData*, std::weak_ptr<lazy::BackendData>> arrays;
 };
-Placeholders& ThePlaceholders() {
-  static auto* placeholders = new Placeholders();
-  return *placeholders;
-}
+Placeholders& ThePlaceholders() { return NeverDestroyed<Placeholders>(); }
 
 [[noreturn]] void Throw() { throw std::runtime_error("Unexpected execution while a function is traced"); }
 

@@ -9,6 +9,7 @@
 #include "features/outdated_tensors.h"
 #include "features/output_check.h"
 #include "host/graphs.h"
+#include "host/never_destroyed.h"
 #include "host/process_mutex.h"
 #include "registry/watch.h"
 #include "step/callbacks.h"
@@ -24,10 +25,7 @@ struct Settings {
   int automatic = 0;  // how many ask for automatic donation
   Reason switched_off;
 };
-Settings& TheSettings() {
-  static Settings* value = new Settings();
-  return *value;
-}
+Settings& TheSettings() { return NeverDestroyed<Settings>(); }
 
 void CountAutomatic(int change) {
   std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kSwitches));

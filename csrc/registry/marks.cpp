@@ -20,11 +20,6 @@ bool IsOneTensor(const Mark& one, const Mark& other) {
 
 }  // namespace
 
-Marks& Marks::Get() {
-  static Marks* marks = new Marks();
-  return *marks;
-}
-
 void Marks::Refresh() noexcept { SetWatch(kMarks, pending_.empty() ? Watch{} : kMarks); }
 
 const DonorPtr* Marks::Find(Buffer buffer) const {

@@ -18,14 +18,14 @@
 #include <utility>
 #include <vector>
 
+#include "host/never_destroyed.h"
 #include "registry/donor.h"
 
 namespace torch_xla_donate {
 
 class Marks {
  public:
-  // Never destroyed: hooks may run until the process ends.
-  static Marks& Get();
+  static Marks& Get() { return NeverDestroyed<Marks>(); }
 
   // Marks all donors of a call. A buffer that is marked already gains a mark if the tensor is new, or if the call
   // requests more for it: an output, or to be stricter.

@@ -35,11 +35,6 @@ void Set(Reason& reason, const Reason& value) noexcept {
 
 }  // namespace
 
-Steps& Steps::Get() {
-  static Steps* steps = new Steps();
-  return *steps;
-}
-
 Steps::Steps() : compilations_(abi::Compilations()) {
   pthread_atfork(nullptr, nullptr, [] { Get().EndAll(); });
 }

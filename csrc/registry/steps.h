@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "host/graphs.h"
+#include "host/never_destroyed.h"
 #include "registry/donor.h"
 #include "registry/marks.h"
 #include "registry/tallies.h"
@@ -91,8 +92,8 @@ class Steps {
  public:
   static constexpr std::size_t kKeptOutcomes = 1024;
 
-  // Never destroyed: hooks may run until the process ends.
-  static Steps& Get();
+  Steps();
+  static Steps& Get() { return NeverDestroyed<Steps>(); }
 
   // ---- Buffers that steps have consumed ----
 
@@ -208,7 +209,6 @@ class Steps {
     bool has_plain_run = false;  // one that has claimed no step
   };
 
-  Steps();
   // A forked child does not have the threads that run steps, so waiting for them would never end.
   void EndAll();
 

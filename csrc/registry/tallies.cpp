@@ -7,11 +7,6 @@
 
 namespace torch_xla_donate {
 
-Tallies& Tallies::Get() {
-  static Tallies* tallies = new Tallies();
-  return *tallies;
-}
-
 void Tallies::Open(const std::shared_ptr<StepTally>& tally, bool all_threads) {
   MutexLock lock(registry_mutex);
   tally->thread = all_threads ? std::nullopt : std::optional(std::this_thread::get_id());

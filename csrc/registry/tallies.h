@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "host/never_destroyed.h"
 #include "registry/donor.h"
 
 namespace torch_xla_donate {
@@ -47,8 +48,7 @@ struct StepTally {
 
 class Tallies {
  public:
-  // Never destroyed: hooks may run until the process ends.
-  static Tallies& Get();
+  static Tallies& Get() { return NeverDestroyed<Tallies>(); }
 
   void Open(const std::shared_ptr<StepTally>& tally, bool all_threads);
   void Close(const std::shared_ptr<StepTally>& tally);

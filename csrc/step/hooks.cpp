@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "elf/patch.h"
+#include "host/never_destroyed.h"
 
 namespace torch_xla_donate {
 
@@ -17,10 +18,7 @@ struct Installation {
   std::mutex mutex;
   std::vector<GotPatch> patches;  // in the order of the table
 };
-Installation& TheInstallation() {
-  static Installation* installation = new Installation();
-  return *installation;
-}
+Installation& TheInstallation() { return NeverDestroyed<Installation>(); }
 
 // A hook's function in libtorch. The dynamic linker must have put this address into the slots, also those of libtorch.
 struct Import {

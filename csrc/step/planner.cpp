@@ -24,11 +24,6 @@ lazy::hash_t HashOf(const std::vector<std::size_t>& values) {
 
 }  // namespace
 
-DonorPlanner& DonorPlanner::Get() {
-  static DonorPlanner* plans = new DonorPlanner();
-  return *plans;
-}
-
 std::size_t DonorPlanner::Size() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return plans_.size();

@@ -20,6 +20,7 @@
 
 #include "host/array_text.h"
 #include "host/graphs.h"
+#include "host/never_destroyed.h"
 #include "host/process_mutex.h"
 #include "registry/donor.h"
 #include "step/graph_arrays.h"
@@ -72,8 +73,7 @@ class DonorPlanner {
   static constexpr std::size_t kMaxChoices = 4;
   static constexpr std::size_t kKeptPlans = 1024, kKeptParameters = 1 << 18;
 
-  // Never destroyed: hooks may run until the process ends.
-  static DonorPlanner& Get();
+  static DonorPlanner& Get() { return NeverDestroyed<DonorPlanner>(); }
 
   // Never returns a null choice. Linear in the parameters; slower for a set out of reach that is new for this graph.
   PlanResult Choose(const StepFacts& step);
