@@ -74,8 +74,9 @@ ElfImage ElfImage::Find(const std::string& path) {
   }
   link_map* map = nullptr;
   dlinfo(handle, RTLD_DI_LINKMAP, &map);
+  ElfImage image(path, map->l_addr, map->l_ld);
   dlclose(handle);
-  return {path, map->l_addr, map->l_ld};
+  return image;
 }
 
 void ElfImage::ReadDynamicSection(const void* dynamic) {

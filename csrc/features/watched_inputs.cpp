@@ -7,6 +7,7 @@
 
 #include "features/outdated_tensors.h"
 #include "host/graphs.h"
+#include "host/never_destroyed.h"
 #include "host/process_mutex.h"
 #include "registry/watch.h"
 #include "registry/weak_keys.h"
@@ -20,11 +21,11 @@ thread_local std::optional<WatchedStep> last_step;
 // Whether an earlier call had the buffer. Weak pointers, as a new buffer may get the address of a freed one.
 bool WasSeen(const lazy::BackendDataPtr& buffer) {
   using Buffers = std::set<std::weak_ptr<const lazy::BackendData>, std::owner_less<>>;
-  static Buffers* seen = new Buffers();
+  Buffers& seen = NeverDestroyed<Buffers>();
   static Pruner pruner;
   std::lock_guard<std::mutex> lock(ProcessMutex(MutexOf::kWatchedInputs));
-  pruner.Prune(*seen);
-  return !seen->insert(buffer).second;
+  pruner.Prune(seen);
+  return !seen.insert(buffer).second;
 }
 
 }  // namespace

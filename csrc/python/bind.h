@@ -19,8 +19,13 @@ void BindSwitches(py::module_& m);
 void BindAuto(py::module_& m);
 void BindTesting(py::module_& m);
 
+// By the type alone: isinstance() asks an object's `__class__`, which may lie, or run code of the program.
+inline bool IsTensor(PyObject* object) {
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+}
+
 inline const at::Tensor& TensorOf(py::handle object) {
-  if (!THPVariable_Check(object.ptr())) {
+  if (!IsTensor(object.ptr())) {
     throw py::type_error(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
   }
   return THPVariable_Unpack(object.ptr());

@@ -116,13 +116,13 @@ py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int 
   std::vector<at::Tensor> viewed;
   const char* obstacle = "";
   std::size_t i = 0;
-  std::optional<abi::InfosLocked> infos(std::in_place);  // not while torch applies updates or Python objects are made
+  std::optional<abi::InfosLocked> infos(std::in_place);  // whose holder may run no Python, nor wait for another lock
   for (; i < count; ++i) {
     PrefetchLeaves(items, i, count);
     if (items[i] == Py_None) {
       continue;
     }
-    if (!THPVariable_Check(items[i])) {
+    if (!IsTensor(items[i])) {
       obstacle = "not_tensor";
       break;
     }
@@ -178,7 +178,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   resolved.reserve(donated.size());
   by_tensor.reserve(donated.size());
   for (std::size_t i = 0; i < donated.size(); ++i) {
-    if (!THPVariable_Check(items[i])) {
+    if (!IsTensor(items[i])) {
       continue;
     }
     const at::Tensor& tensor = THPVariable_Unpack(items[i]);
@@ -195,7 +195,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
     resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), static_cast<std::uint32_t>(i)});
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
-    if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); THPVariable_Check(item)) {
+    if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); IsTensor(item)) {
       const auto found = by_tensor.find(abi::Resolve(THPVariable_Unpack(item)).tensor.get());
       if (found != by_tensor.end()) {
         return py::cast(LeafRefusal{found->second, "also_kept", i});
@@ -207,7 +207,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   // An argument that is a view keeps its value. It could not be computed again from a base that the call consumes.
   for (const py::list* arguments : {&donated, &kept}) {
     for (const py::handle argument : *arguments) {
-      if (THPVariable_Check(argument.ptr())) {
+      if (IsTensor(argument.ptr())) {
         abi::KeepValue(THPVariable_Unpack(argument.ptr()));
       }
     }
@@ -239,7 +239,7 @@ lazy::BackendDataPtr MarkedBuffer(const at::Tensor& tensor) {
 void KeepReturned(const py::list& outputs) {
   std::vector<lazy::BackendDataPtr> buffers;
   for (py::handle item : outputs) {
-    if (THPVariable_Check(item.ptr())) {
+    if (IsTensor(item.ptr())) {
       if (abi::Resolution output = abi::Resolve(THPVariable_Unpack(item.ptr())); output.buffer != nullptr) {
         buffers.push_back(std::move(output.buffer));
       }

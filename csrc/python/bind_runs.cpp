@@ -27,11 +27,11 @@ std::vector<std::uint32_t> PerhapsShared(const CallSite& call) {
   const Marks& marks = Marks::Get();
   std::vector<std::uint32_t> leaves = marks.PerhapsShared(&call);
   if (!leaves.empty()) {
-    py::gil_scoped_release released;
-    if (const auto device = ThreadStep::Get().last_device) {  // of the call's marks, which this thread has just made
+    if (const auto device = ThreadStep::Get().last_device) {  // of the call's marks
+      py::gil_scoped_release released;
       abi::WaitForHandOver(*device);
     }
-    leaves = marks.PerhapsShared(&call);
+    leaves = marks.PerhapsShared(&call);  // with the GIL, as another thread's is_donated() would count for a moment
   }
   return leaves;
 }
@@ -71,7 +71,7 @@ void BindRuns(py::module_& m) {
         std::vector<std::pair<std::size_t, std::uint32_t>> result;
         std::size_t position = 0;
         for (py::handle argument : arguments) {
-          if (THPVariable_Check(argument.ptr())) {
+          if (IsTensor(argument.ptr())) {
             const abi::Resolution resolved = abi::Resolve(THPVariable_Unpack(argument.ptr()));
             if (const auto leaf = Marks::Get().LeafOf(resolved.buffer.get(), call.site.get())) {
               result.emplace_back(position, *leaf);

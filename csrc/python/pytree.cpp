@@ -1,8 +1,6 @@
 // Flattens without torch's pytree, which takes longer than a small step.
 #include "python/pytree.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <optional>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "host/tensors.h"
+#include "python/bind.h"
 
 namespace torch_xla_donate {
 
@@ -27,7 +26,7 @@ bool IsUnique(PyObject* key) {
   }
   return PyUnicode_CheckExact(key) || PyLong_CheckExact(key) || key == Py_None ||
          Py_TYPE(key)->tp_richcompare == PyBaseObject_Type.tp_richcompare ||  // which compares by identity
-         THPVariable_Check(key);                                              // which has its id as its hash
+         IsTensor(key);                                                       // which has its id as its hash
 }
 
 // NOLINTBEGIN(misc-no-recursion): at most kMaxDepth containers deep
@@ -40,7 +39,7 @@ struct Walk {
   // Appends the leaves of a builtin container; false if the tree has anything else, or another structure than expected.
   // The tokens identify the structure: types, keys and sizes in preorder.
   bool Into(PyObject* tree, int depth) {
-    if (THPVariable_Check(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree) ||
+    if (IsTensor(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree) ||
         PyUnicode_CheckExact(tree) || PyBool_Check(tree)) {
       leaves.append(py::handle(tree));
       return Put(py::none());
@@ -182,7 +181,7 @@ void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
   }
   c10::SmallVector<const at::Tensor*, kBlock> tensors;
   for (PyObject** leaf = leaves + index; leaf != end; ++leaf) {
-    if (THPVariable_Check(*leaf)) {
+    if (IsTensor(*leaf)) {
       tensors.push_back(&THPVariable_Unpack(*leaf));
     }
   }
@@ -246,7 +245,7 @@ Signature SignatureOf(const py::list& leaves) {
   TensorReader reader(count);
   for (std::size_t i = 0; i < count; ++i) {
     PrefetchLeaves(items, i, count);
-    if (THPVariable_Check(items[i])) {
+    if (IsTensor(items[i])) {
       AddDevice(THPVariable_Unpack(items[i]), devices);
       if (PyTypeObject* kind = reader.Read(items[i])) {
         others.append(py::handle(reinterpret_cast<PyObject*>(kind)));
@@ -263,7 +262,7 @@ Signature SignatureOf(const py::list& leaves) {
 std::vector<int> DevicesOf(const py::list& leaves) {
   std::vector<int> devices;
   for (py::handle leaf : leaves) {
-    if (THPVariable_Check(leaf.ptr())) {
+    if (IsTensor(leaf.ptr())) {
       AddDevice(THPVariable_Unpack(leaf.ptr()), devices);
     }
   }

@@ -30,7 +30,7 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
   TensorReader reader(count);
   for (std::size_t i = 0; i < count; ++i) {
     PrefetchLeaves(items, i, count);
-    if (!THPVariable_Check(items[i])) {
+    if (!IsTensor(items[i])) {
       // A float is an input of the graph, so its value does not count.
       if (!match(kNoTensor) ||
           !(PyFloat_CheckExact(*other) ? PyFloat_CheckExact(items[i]) : IsSame(items[i], *other))) {
@@ -74,7 +74,7 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
   Call call = MarkForCall(donated, items, site);
   // As in mark_arguments: an argument that is a view of a donated one keeps its value.
   for (std::size_t i = 0, count = begun.leaves.size(); i < count; ++i) {
-    if (THPVariable_Check(items[i]) && abi::HasAliases(THPVariable_Unpack(items[i]))) {
+    if (IsTensor(items[i]) && abi::HasAliases(THPVariable_Unpack(items[i]))) {
       abi::KeepValue(THPVariable_Unpack(items[i]));
     }
   }

@@ -92,7 +92,6 @@ class Steps {
  public:
   static constexpr std::size_t kKeptOutcomes = 1024;
 
-  Steps();
   static Steps& Get() { return NeverDestroyed<Steps>(); }
 
   // ---- Buffers that steps have consumed ----
@@ -209,6 +208,8 @@ class Steps {
     bool has_plain_run = false;  // one that has claimed no step
   };
 
+  friend Steps& NeverDestroyed<Steps>();
+  Steps();
   // A forked child does not have the threads that run steps, so waiting for them would never end.
   void EndAll();
 

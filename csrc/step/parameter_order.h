@@ -16,13 +16,14 @@
 
 namespace torch_xla_donate {
 
-// Gives the parameters of a graph a new order: order[k] becomes the k-th. A graph in another order is another program,
-// so the collection's hash includes the order. Returns whether a parameter has moved. Linear in the nodes of the graph.
+// Gives the parameters of a graph a new order, a permutation of all: order[k] becomes the k-th. A graph in another
+// order is another program, so the collection's hash includes the order. Returns whether a parameter has moved. Linear
+// in the nodes of the graph.
 bool PermuteParameters(const std::vector<std::size_t>& order, abi::Executor::PostOrderData& graph,
                        abi::Executor::SyncTensorCollection& collection);
 
-// A new order of the outputs: order[k] becomes the k-th. torch_xla has already made an array for each place, so a moved
-// output gets a new one.
+// A new order of the outputs, a permutation of all: order[k] becomes the k-th. torch_xla has already made an array for
+// each place, so a moved output gets a new one.
 using MovedOutputs = std::vector<std::shared_ptr<abi::TensorData>>;
 struct OutputMove {
   std::vector<lazy::Value> roots;

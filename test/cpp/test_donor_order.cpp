@@ -1,5 +1,6 @@
 // The plan of a step, and XLA's rule for sizes: plain numbers for parameters, outputs and bytes.
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -16,6 +17,14 @@ std::string Text(const Positions& positions) {
   std::string text;
   for (const std::size_t position : positions) text += std::to_string(position) + " ";
   return text;
+}
+
+// Whether it is an order of all the places.
+bool IsWhole(Positions order, std::size_t count) {
+  std::sort(order.begin(), order.end());
+  Positions all(count);
+  std::iota(all.begin(), all.end(), std::size_t{0});
+  return order == all;
 }
 
 // A step of parameters and outputs; near[o] are the parameters from which output o is computed.
@@ -36,7 +45,9 @@ struct Step {
       }
       return found;
     };
-    return PairDonors({bytes, output_bytes, movable, donors, offered, preferred, near_output, keep_order});
+    DonorPairs pairs = PairDonors({bytes, output_bytes, movable, donors, offered, preferred, near_output, keep_order});
+    CHECK(IsWhole(pairs.parameter_order, bytes.size()) && IsWhole(pairs.output_order, output_bytes.size()));
+    return pairs;
   }
 };
 

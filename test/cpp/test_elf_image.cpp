@@ -65,6 +65,14 @@ TEST(a_library_is_found_by_its_path_a_symlink_and_a_relative_path) {
   CHECK(!by_path.Contains(CalleeFunction(kAdd)));
 }
 
+TEST(a_library_loaded_by_a_relative_path_is_found_from_another_folder) {
+  const std::filesystem::path path = LibraryPath("victim_default");
+  std::filesystem::current_path(path.parent_path());
+  CHECK(dlopen(("./" + path.filename().string()).c_str(), RTLD_LAZY) != nullptr);
+  std::filesystem::current_path("/");
+  CHECK_EQ(SlotsOf(ElfImage::Find(path), kAdd).size(), 1u);
+}
+
 TEST(a_library_that_is_not_loaded_is_an_error) {
   const std::string path = LibraryPath("victim_never_loaded");
   const std::string message = MessageOf([&] { ElfImage::Find(path); });

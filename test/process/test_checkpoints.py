@@ -136,6 +136,15 @@ def test_sharded_checkpoints_are_right_or_raise(tmp_path):
     # torch's own asynchronous checkpoints do not take XLA tensors, donated or not.
     with pytest.raises((RuntimeError, CheckpointException), match="invalid python storage"):  # 2.9, 2.8
         dcp.async_save(sharded(1.0), checkpoint_id=tmp_path / "unsupported").result()
+    # Of a copy on the host it may still run when the tensor is donated.
+    plain = sharded(1.0)["w"]
+    writer = dcp.FileSystemWriter(tmp_path / "async", per_thread_copy_ahead=0)
+    future = dcp.async_save({"w": plain.cpu()}, storage_writer=writer)
+    consume(plain, lambda w: w * 2)
+    future.result()
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, checkpoint_id=tmp_path / "async")
+    assert state["w"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 @in_process(devices=4)

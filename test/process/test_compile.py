@@ -20,7 +20,7 @@ from torch_xla.core import xla_builder
 from torch_xla.distributed.spmd import mark_sharding
 
 import torch_xla_donate
-from torch_xla_donate import DonationError, DonationWarning, compile, donate_buffer, hlo, is_donated
+from torch_xla_donate import _C, DonationError, DonationWarning, compile, donate_buffer, hlo, is_donated
 
 
 @each_backend
@@ -43,6 +43,15 @@ def test_the_dump_shows_the_donors_and_where_their_memory_went(options, dump_fol
 
 def read_inside(x):
     return x * x.sum().item()
+
+
+@in_process
+def test_full_graph_is_passed_to_torch_xla():
+    x = make(3)
+    with pytest.raises(RuntimeError, match="Unexpected execution happens inside the compiled function"):
+        compile(read_inside, donate_argnums=0, full_graph=True)(x)
+    assert x.tolist() == [0, 1, 2]
+    assert _C.pending() == []
 
 
 def run_under_a_name():

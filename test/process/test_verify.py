@@ -274,7 +274,7 @@ def test_a_program_that_a_signal_ends_has_its_table(tmp_path):
 
 @in_process
 def test_an_ignored_signal_stays_ignored():
-    """As under `nohup`, in this process and in the child."""
+    """As under `nohup`. The child inherits it."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mine = signal.getsignal(signal.SIGTERM)
     popen = subprocess.Popen

@@ -1,4 +1,4 @@
-"""advise names all holders of an old value, so that its bytes are saved when these let go."""
+"""advise names the holders of an old value that it finds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_attribute_of_an_object_that_is_held():
 
 @pytest.mark.parametrize("kept", [("list", "last"), ("list",), ("last",), ()])
 def test_each_holder_of_an_old_value_must_let_go(kept):
-    """The bytes of a hint are saved if all that it names let go, and not before."""
+    """Of holders that are found, the bytes of a hint are saved if all let go, and not before."""
     x, keep, last = make(32, 32), [None], None
     with auto_donate(), watching() as recorder:
         for _ in range(3):

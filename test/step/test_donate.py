@@ -283,6 +283,22 @@ def test_a_key_of_a_reported_donor_is_not_kept(make):
     assert donation_report(steps=1).donors[0].name == "[key 0: Parameter float32[3]]"
 
 
+def test_a_leaf_whose_class_is_asked_of_the_program_is_no_tensor(make):
+    """Such a property may run while the tensors before it are marked."""
+    asked = []
+
+    class Proxy:
+        @property
+        def __class__(self):
+            asked.append(is_donated(t))
+            return torch.Tensor
+
+    t = make(3)
+    with pytest.raises(TypeError, match=r"tensors\[1\] is of type Proxy, which is neither a tensor"):
+        donate_buffer([t, Proxy()])
+    assert not _C.pending() and not any(asked)
+
+
 def test_cached_constants_are_refused_and_their_clones_donated():
     cached = torch.tensor(42.0, device="xla")
     clone = cached.clone()

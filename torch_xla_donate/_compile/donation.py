@@ -74,7 +74,7 @@ class RunDonation(_C.Scope):
     """The donated leaves of one call, which runs of compiled graphs inside this context may consume.
 
     A step knows all live tensors and pending work. A run of a compiled graph knows only its arguments. So this class
-    first checks that no live tensor and no pending work needs the buffers. At the end of the context, donors that no
+    first checks that nothing else holds the buffers. At the end of the context, donors that no
     run has consumed are unusable. An exception cancels the donation.
 
     Attributes:

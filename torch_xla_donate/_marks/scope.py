@@ -16,9 +16,9 @@ inside_call: interrupts.PerThread[bool] = interrupts.per_thread(False)
 
 def refuse_in_trace(function: str) -> None:
     """Raises DonationError in the trace of a pure function, whose replays would not call this function."""
-    watcher = _trace.current_watcher.value
-    if watcher is not None:
-        raise watcher.refuse(f"calls {function}, which a replay would not do", "Call it outside")
+    by = _trace.current_watcher.value
+    if by is not None:
+        raise by.refuse(f"calls {function}, which a replay would not do", "Call it outside")
 
 
 class LoopBody:

@@ -15,7 +15,7 @@ class _Startup:
     """Unpickled first of all in a child process, before the program's main module is imported."""
 
     def __reduce__(self) -> Any:
-        return _start, (record.root(),)
+        return _start, (record.recorded_root(),)
 
 
 def _start(root: Path | None) -> None:
@@ -32,7 +32,7 @@ def prepare() -> None:
         return {"torch_xla_donate": _Startup(), **prepare_data(name)}
 
     multiprocessing.spawn.get_preparation_data = with_startup  # type: ignore[assignment]
-    os.register_at_fork(after_in_child=lambda: record.start(record.root()))
+    os.register_at_fork(after_in_child=lambda: record.start(record.recorded_root()))
     # A process of multiprocessing ends without atexit, and forgets finalizers when it begins. It refers
     # weakly to the first argument, so that is an object that stays.
     util.register_after_fork(prepare, lambda _: util.Finalize(None, record.record_runs, exitpriority=0))

@@ -105,7 +105,7 @@ def folders_of(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder. {_DUMP}")
     found = [path.parent for path in folder.glob(f"*/{record.NAME}")]
-    return sorted(found, key=lambda path: (len(path.name), path.name)) or [folder]
+    return sorted(found, key=lambda path: (len(path.name), path.name)) or [folder]  # process_10 after process_2
 
 
 def collect(

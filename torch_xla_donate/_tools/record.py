@@ -100,7 +100,7 @@ def start(root: Path | None) -> None:
         atexit.register(record_runs)
 
 
-def root() -> Path | None:
+def recorded_root() -> Path | None:
     """The folder of all processes; None without a record."""
     return None if _record is None else _record.root
 
