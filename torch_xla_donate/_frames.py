@@ -71,15 +71,15 @@ def _outside(frame: types.FrameType | None) -> types.FrameType | None:
     return frame
 
 
-def forget_values(error: BaseException) -> None:
-    """Clears the frames in an error's traceback, except the user's.
+def forget_values(error: BaseException, *, of_user: bool = False) -> None:
+    """Clears the frames in an error's traceback; the user's, whose values a debugger may show, only with `of_user`.
 
     After a failed trace of torch_xla they hold placeholders. A sync ends the process if one of these is alive.
     """
     found: BaseException | None = error
     while found is not None:
         for frame, _ in traceback.walk_tb(found.__traceback__):
-            if is_internal(frame):
+            if of_user or is_internal(frame):
                 with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared
                     frame.clear()
         found = found.__context__

@@ -73,7 +73,7 @@ ElfImage ElfImage::Find(const std::string& path) {
                              "\" exists but is not loaded in this process; it must be imported first");
   }
   link_map* map = nullptr;
-  dlinfo(handle, RTLD_DI_LINKMAP, &map);
+  dlinfo(handle, RTLD_DI_LINKMAP, static_cast<void*>(&map));
   ElfImage image(path, map->l_addr, map->l_ld);
   dlclose(handle);
   return image;

@@ -524,6 +524,23 @@ def test_reads_on_the_host_are_refused(make, custom_operations):
         assert x.tolist() == [0, 1, 2], name
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_error_of_a_refused_trace_holds_no_argument(make, kept):
+    """So another function may donate it, in the `except` block and if the error is kept."""
+    x, errors = make(3), []
+
+    def read(x):
+        same = x.detach()
+        return same + x.sum().item()
+
+    try:
+        give_away(read)(x)
+    except DonationError as error:
+        errors += [error] * kept
+        out = consume(x)
+    assert is_donated(x) and out.tolist() == [1, 2, 3]
+
+
 def test_impurities_of_autograd_are_refused_and_undone(make):
     """The error names the impurity's line."""
     w = torch.nn.Parameter(make(3))

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _config, _host, _numbers, _report, _trace, _trees
+from torch_xla_donate import _C, _config, _frames, _host, _numbers, _report, _trace, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donation import RepeatedCall, RunDonation, leaves_of_call, signature_of
 from torch_xla_donate._compile.program import TracedProgram
-from torch_xla_donate._errors import see
+from torch_xla_donate._errors import DonationError, see
 
 _CLOSED_OVER = _C.Reason("closed_over")
 
@@ -163,7 +163,12 @@ class PureCompiled(Compiled):
                 f"limit. {see('pure')}"
             )
         offered = donation.positions(call.leaves) if donation is not None else ()
-        program = TracedProgram(self._trace, self.function, call.arguments, offered)
+        try:
+            program = TracedProgram(self._trace, self.function, call.arguments, offered)
+        except DonationError as error:
+            # Its frames hold the arguments' buffers, which another function may donate while the error is alive.
+            _frames.forget_values(error, of_user=True)
+            raise
         shared = donation.newly_shared() if donation is not None else []
         kept = [call.leaves[leaf] for leaf in shared if leaf in program.donors]
         if kept:  # by what was made where the trace does not look: in an operation of a user, or by a hook of autograd
