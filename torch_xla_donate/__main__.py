@@ -215,7 +215,7 @@ def doctor() -> None:
 def explain(word: str | None) -> None:
     """Shows the section of the documentation that a message names by WORD, or a page, such as `errors`.
 
-    Without WORD, lists all pages. For several words of a message, lists the sections that contain them.
+    Without WORD, lists all pages. For other words, lists the sections that contain them.
     """
     titles = _pages.titles()
     # Both forms are accepted: the name in messages, and the file's path.
@@ -223,11 +223,11 @@ def explain(word: str | None) -> None:
     try:
         shown = _pages.text(name)
     except KeyError:
-        listed = _pages.containing(name) if " " in name else list(titles) if word is None else []
+        listed = list(titles) if word is None else _pages.containing(name)
         if not listed:
             raise click.BadParameter(
-                f"{word!r} is neither a page nor a word that a message names. Choose one of {', '.join(titles)}, or "
-                "give several words of a message.",
+                f"{word!r} is neither a page nor a word that a message names, and no section contains it. Choose one "
+                f"of {', '.join(titles)}, or give a few words of a message.",
                 param_hint="WORD",
             ) from None
         for found in listed:

@@ -57,16 +57,17 @@ def test_explain_without_a_word_lists_the_pages():
 
 
 def test_explain_names_the_pages_there_are():
-    shown = explained("donations", exit_code=2)
-    assert "'donations' is neither a page nor a word that a message names. Choose one of" in shown
+    shown = explained("nosuchword", exit_code=2)
+    assert "'nosuchword' is neither a page nor a word that a message names, and no section contains it." in shown
     assert "errors, " in shown
     explained("errors#no-such-section", exit_code=2)
 
 
 def test_explain_names_the_sections_that_contain_a_message():
-    """Case and line breaks do not matter, and a single word is the name of a page."""
+    """Case and line breaks do not matter. A word that is no page is looked for, too."""
     found = explained("has  No buffer\nyet").splitlines()
     assert any(line.startswith("errors#refused-donations ") for line in found)
+    assert any(line.startswith("safety#") for line in explained("settings").splitlines())
     assert "'no page says this' is neither a page" in explained("no page says this", exit_code=2)
 
 
