@@ -71,13 +71,14 @@ def _outside(frame: types.FrameType | None) -> types.FrameType | None:
     return frame
 
 
-def forget_values(error: BaseException, *, of_user: bool = False) -> None:
+def forget_values(error: BaseException, *, of_user: bool = False, handled: BaseException | None = None) -> None:
     """Clears the frames in an error's traceback; the user's, whose values a debugger may show, only with `of_user`.
 
     After a failed trace of torch_xla they hold placeholders. A sync ends the process if one of these is alive.
+    handled: what the program was handling before the trace. Its frames stay: one may be a generator that waits.
     """
     found: BaseException | None = error
-    while found is not None:
+    while found is not None and found is not handled:
         for frame, _ in traceback.walk_tb(found.__traceback__):
             if of_user or is_internal(frame):
                 with contextlib.suppress(RuntimeError):  # a running frame cannot be cleared

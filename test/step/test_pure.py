@@ -541,6 +541,27 @@ def test_an_error_of_a_refused_trace_holds_no_argument(make, kept):
     assert is_donated(x) and out.tolist() == [1, 2, 3]
 
 
+def test_a_refused_trace_leaves_what_the_program_handles(make):
+    """Such as a generator that has caught an error, and waits."""
+    x, held = make(3), []
+
+    def batches():
+        try:
+            raise ValueError("bad batch")
+        except ValueError as error:
+            held.append(error)
+        yield "good batch"
+
+    waiting = batches()
+    assert next(waiting) == "good batch" and held[0].__traceback__.tb_frame is waiting.gi_frame
+    try:
+        raise held[0]
+    except ValueError:
+        with pytest.raises(DonationError, match="declared pure"):
+            give_away(lambda x: x + x.sum().item())(x)
+    assert waiting.gi_frame is not None
+
+
 def test_impurities_of_autograd_are_refused_and_undone(make):
     """The error names the impurity's line."""
     w = torch.nn.Parameter(make(3))

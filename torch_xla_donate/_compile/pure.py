@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -163,11 +164,12 @@ class PureCompiled(Compiled):
                 f"limit. {see('pure')}"
             )
         offered = donation.positions(call.leaves) if donation is not None else ()
+        handled = sys.exc_info()[1]
         try:
             program = TracedProgram(self._trace, self.function, call.arguments, offered)
         except DonationError as error:
             # Its frames hold the arguments' buffers, which another function may donate while the error is alive.
-            _frames.forget_values(error, of_user=True)
+            _frames.forget_values(error, of_user=True, handled=handled)
             raise
         shared = donation.newly_shared() if donation is not None else []
         kept = [call.leaves[leaf] for leaf in shared if leaf in program.donors]
