@@ -71,7 +71,7 @@ def _outside(frame: types.FrameType | None) -> types.FrameType | None:
     return frame
 
 
-def forget_values(error: BaseException, *, of_user: bool = False, handled: BaseException | None = None) -> None:
+def forget_values(error: BaseException, handled: BaseException | None, *, of_user: bool = False) -> None:
     """Clears the frames in an error's traceback; the user's, whose values a debugger may show, only with `of_user`.
 
     After a failed trace of torch_xla they hold placeholders. A sync ends the process if one of these is alive.

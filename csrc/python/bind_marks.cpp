@@ -157,8 +157,8 @@ py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int 
     return py::cast(LeafRefusal{i, obstacle, std::nullopt});
   }
   if (Watches(kEmpty) && !BlocksRuns()) {  // a trace may mark its arguments, which may be placeholders
-    for (std::size_t i = 0; i < donors->Size(); ++i) {
-      ThrowIfPlaceholder((*donors)[i].array.key);
+    for (std::size_t number = 0; number < donors->Size(); ++number) {
+      ThrowIfPlaceholder((*donors)[number].array.key);
     }
   }
   Commit(donors, site, viewed);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import textwrap
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -426,6 +427,32 @@ def test_the_bodys_own_frame_keeps_its_values_in_an_error(make):
         scan(body, make(3), make(4, 3))
     assert raised.traceback[-1].locals["mine"] == 3
     torch_xla.sync()
+
+
+def test_an_error_in_a_scan_leaves_what_the_program_handles(make):
+    """Such as a generator of torch that has caught an error, and waits."""
+    held, names = [], {"__name__": "torch.utils.data"}
+    source = """
+        def batches(held):
+            try:
+                raise ValueError("bad batch")
+            except ValueError as error:
+                held.append(error)
+            yield "good batch"
+    """
+
+    def fail(carry, x):
+        raise RuntimeError("a body that fails")
+
+    exec(textwrap.dedent(source), names)
+    waiting = names["batches"](held)
+    assert next(waiting) == "good batch" and held[0].__traceback__.tb_frame is waiting.gi_frame
+    try:
+        raise held[0]
+    except ValueError:
+        with pytest.raises(RuntimeError, match="a body that fails"):
+            scan(fail, make(3), make(4, 3))
+    assert waiting.gi_frame is not None
 
 
 def test_a_thread_waits_with_its_scan_while_another_lowers_one(make, monkeypatch):

@@ -169,7 +169,7 @@ class PureCompiled(Compiled):
             program = TracedProgram(self._trace, self.function, call.arguments, offered)
         except DonationError as error:
             # Its frames hold the arguments' buffers, which another function may donate while the error is alive.
-            _frames.forget_values(error, of_user=True, handled=handled)
+            _frames.forget_values(error, handled, of_user=True)
             raise
         shared = donation.newly_shared() if donation is not None else []
         kept = [call.leaves[leaf] for leaf in shared if leaf in program.donors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
@@ -123,11 +124,12 @@ def scan(
     body = _remembered(fn, structures) if is_fn_pure else _Wrapped(lambda: fn)
     result: tuple[Any, Any]
     device = _the_device([leaf for leaves, _ in flat for leaf in leaves])
+    handled = sys.exc_info()[1]
     with _host.on_device(device), _host.one_scan():
         try:
             result = _trace.as_one(host_scan, body, init, xs, partition_fn=partition_fn, is_fn_pure=is_fn_pure)
         except BaseException as error:
-            _frames.forget_values(error)
+            _frames.forget_values(error, handled)
             raise
     arguments = [(name, *_trees.flatten(tree, name)) for name, tree in zip(_ARGUMENTS, (init, xs))]
     found = body.requests.get(_arrays(init, xs, rows=1), {})
