@@ -21,6 +21,7 @@ namespace {
 struct AnnouncedRun {
   std::vector<Steps::Offer> offers;
   std::string graph;
+  bool consumes;  // whether the graph has been compiled with these donors
 };
 
 struct NextRun {
@@ -43,7 +44,7 @@ bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
 
 // The marks are armed, so no other thread can cancel or claim them. They are over if their call is.
 void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
-  if (DonationDisabled()) {  // the graph has been compiled without these donors
+  if (!announced.consumes) {
     std::vector<Refusal> refused;
     std::vector<DonorPtr> donors;
     for (const Steps::Offer& offer : announced.offers) {
@@ -119,7 +120,7 @@ std::vector<OrderedParameter> TakeOrder() {
 bool IsExtracting() { return next_run.ordered_donors.has_value(); }
 
 bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
-                     std::vector<Steps::Offer> offers, std::string graph) {
+                     std::vector<Steps::Offer> offers, std::string graph, bool consumes) {
   DisarmRun();
   std::vector<DonorPtr> donors = Marks::Get().Arm(buffers, call);
   if (donors.empty()) {
@@ -129,7 +130,7 @@ bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPt
     offers[i].donor = std::move(donors[i]);
     offers[i].armed = true;
   }
-  next_run.announced = AnnouncedRun{std::move(offers), std::move(graph)};
+  next_run.announced = AnnouncedRun{std::move(offers), std::move(graph), consumes};
   return true;
 }
 

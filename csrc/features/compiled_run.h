@@ -28,11 +28,12 @@ std::vector<OrderedParameter> TakeOrder();
 // Whether this thread is between OrderParameters() and TakeOrder().
 bool IsExtracting();
 
-// This thread's next run of a compiled graph consumes the given buffers, which the call has marked. The graph must have
-// been compiled with exactly these donors. Until DisarmRun() nothing can cancel the marks. Returns false, and does
-// nothing, if one of them has been cancelled since. `offers` has the places of each buffer in the graph.
+// This thread's next run of a compiled graph consumes the given buffers, which the call has marked: the graph has been
+// compiled with exactly these donors, or, without `consumes`, with none of them, because donation is disabled. Until
+// DisarmRun() nothing can cancel the marks. Returns false, and does nothing, if one of them has been cancelled since.
+// `offers` has the places of each buffer in the graph.
 bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
-                     std::vector<Steps::Offer> offers, std::string graph);
+                     std::vector<Steps::Offer> offers, std::string graph, bool consumes);
 void DisarmRun();
 
 // The registry already has a step for this thread's next run, because its donors were refused before.

@@ -12,6 +12,26 @@
 
 namespace torch_xla_donate {
 
+namespace {
+
+// Releases the GIL if the thread has it.
+class WithoutGil {
+ public:
+  WithoutGil() : thread_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (thread_ != nullptr) {
+      PyEval_RestoreThread(thread_);
+    }
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const thread_;
+};
+
+}  // namespace
+
 PyObject* DonatedBufferAccess::python_type() { return callbacks::DonatedBufferError(); }
 
 void ThrowIfConsumed(const lazy::BackendData* buffer) {
@@ -19,10 +39,10 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   if (!steps.IsTracked(buffer)) {
     return;
   }
-  PyThreadState* const thread = PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
-  const std::optional<ConsumedDonor> found = steps.FindConsumed(buffer);
-  if (thread != nullptr) {
-    PyEval_RestoreThread(thread);
+  std::optional<ConsumedDonor> found;
+  {
+    const WithoutGil without_gil;
+    found = steps.FindConsumed(buffer);
   }
   if (found.has_value()) {
     throw DonatedBufferAccess(callbacks::DescribeUse(found->donor, found->step));

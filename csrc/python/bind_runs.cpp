@@ -86,7 +86,7 @@ void BindRuns(py::module_& m) {
   m.def(
       "arm_run",
       [](const Call& call, const py::sequence& donors, const std::string& graph,
-         const std::vector<std::pair<std::optional<std::size_t>, std::optional<std::size_t>>>& places) {
+         const std::vector<std::pair<std::optional<std::size_t>, std::optional<std::size_t>>>& places, bool consumes) {
         std::vector<lazy::BackendDataPtr> buffers;
         std::vector<Steps::Offer> offers;
         buffers.reserve(donors.size());
@@ -99,11 +99,12 @@ void BindRuns(py::module_& m) {
             offers.push_back({nullptr, places.at(i).first, places.at(i).second});
           }
         }
-        return DonateToNextRun(call.site.get(), buffers, std::move(offers), graph);
+        return DonateToNextRun(call.site.get(), buffers, std::move(offers), graph, consumes);
       },
-      py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"),
+      py::arg("call"), py::arg("donors"), py::arg("graph"), py::arg("places"), py::arg("consumes"),
       "This thread's next run of a compiled graph consumes the buffers of these tensors, which the call has marked. "
-      "places has for each the number of its parameter, and of the output computed from it, if known. Returns False, "
+      "places has for each the number of its parameter, and of the output computed from it, if known. Without "
+      "consumes the graph keeps the buffers, because donation is disabled, and the run only notes them. Returns False, "
       "and does nothing, if another thread has cancelled one of the marks.");
   m.def("disarm_run", &DisarmRun, "Ends arm_run, whether or not the graph has run.");
   m.def("expect_run", &ExpectRun,

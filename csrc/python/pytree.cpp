@@ -141,6 +141,12 @@ void AddDevice(const at::Tensor& tensor, std::vector<int>& devices) {
   }
 }
 
+// The number of a tensor's gradient hooks.
+std::int64_t HookCount(PyObject* object) {
+  PyObject* const hooks = reinterpret_cast<THPVariable*>(object)->backward_hooks;
+  return hooks == nullptr || PyDict_Check(hooks) == 0 ? 0 : PyDict_Size(hooks);
+}
+
 }  // namespace
 
 bool IsSame(PyObject* one, PyObject* other) {
@@ -216,8 +222,8 @@ PyTypeObject* TensorReader::Read(PyObject* object) {
     facts.push_back(size);
   }
   facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (tensor.requires_grad() ? 1 : 0) +
-                  (is_xla ? 0 : 2) + (kind == nullptr ? 0 : 4) +
-                  (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
+                  (tensor.requires_grad() ? HookCount(object) << 32 : 0) + (is_xla ? 0 : 2) +
+                  (kind == nullptr ? 0 : 4) + (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
   facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
   if (buffer == nullptr) {
     pending = pending || is_xla;

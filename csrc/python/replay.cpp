@@ -92,7 +92,7 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
     buffers.push_back(abi::BufferOf(*donated[i].tensor));
     offers.push_back({nullptr, std::get<1>(donated_[i]), std::get<2>(donated_[i])});
   }
-  begun.armed = DonateToNextRun(site.get(), buffers, std::move(offers), graph_);
+  begun.armed = DonateToNextRun(site.get(), buffers, std::move(offers), graph_, /*consumes=*/true);
   static_cast<Call&>(begun) = std::move(call);
   return std::move(made.object);
 }

@@ -62,7 +62,7 @@ void Marks::AddTo(Donor& donor, Mark mark) {
   const bool for_compiled_run = mark.site->for_compiled_run;
   const bool has_output = !mark.preferred_output.expired();
   for (Mark& before : donor.status.marks) {
-    if (for_compiled_run || before.site == mark.site || !IsOneTensor(before, mark)) {
+    if (for_compiled_run || before.site->for_compiled_run || before.site == mark.site || !IsOneTensor(before, mark)) {
       continue;
     }
     if (!has_output && before.site->strict >= mark.site->strict) {

@@ -391,7 +391,9 @@ std::shared_ptr<GraphOutcome> Steps::DescribeOutcome(const Step& step) const {
   std::vector<std::weak_ptr<lazy::BackendData>> outputs;
   {
     MutexLock lock(registry_mutex);
-    if (step.outcome != nullptr && step.outcome->used == step.used) {
+    // torch_xla may have dropped the executable, and compiled the graph again.
+    if (step.outcome != nullptr && step.outcome->used == step.used &&
+        step.outcome->executable.lock() == step.executable.lock()) {
       return nullptr;
     }
     outcome->executable = step.executable;

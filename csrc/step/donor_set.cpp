@@ -80,6 +80,7 @@ void Claim::RestoreInfos() noexcept {
 void Claim::Compiled() {
   compiled_ = true;
   RestoreInfos();
+  moved_.clear();
 }
 
 void Claim::Abandon(const Reason& why) noexcept {

@@ -52,7 +52,6 @@ class Claim {
   bool HasDonors() const { return step_ != nullptr; }
   bool IsCompiled() const { return compiled_; }
   void Compiled();
-  void Scheduled() { moved_.clear(); }  // from here on torch_xla keeps the outputs
   // The step is about to run. The end of the run records its outcome.
   void Commit(RunContext& run, std::string graph_hash);
   // Claims the donors of a compiled graph, which were fixed when it was compiled, and commits them.
@@ -75,7 +74,7 @@ class Claim {
   StepPtr step_;                                   // null if the claim has only moved outputs
   std::shared_ptr<lazy::BackendData::Info> ours_;  // the note that replaces theirs
   std::vector<RewrittenInfo> rewritten_;
-  MovedOutputs moved_;  // until the step is scheduled
+  MovedOutputs moved_;  // until the graph is compiled; then torch_xla keeps the outputs, also of a step that fails
   bool compiled_ = false;
   std::function<void()> on_success_;  // called after a successful run
 };

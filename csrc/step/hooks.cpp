@@ -17,6 +17,7 @@ namespace {
 struct Installation {
   std::mutex mutex;
   std::vector<GotPatch> patches;  // in the order of the table
+  bool is_whole = false;          // none of them has been undone
 };
 Installation& TheInstallation() { return NeverDestroyed<Installation>(); }
 
@@ -59,8 +60,11 @@ std::string FileOf(const void* function) {
 void InstallHooks(const std::string& library_path) {
   Installation& installation = TheInstallation();
   std::lock_guard<std::mutex> lock(installation.mutex);
-  if (!installation.patches.empty()) {
+  if (installation.is_whole) {
     return;
+  }
+  if (!installation.patches.empty()) {
+    throw std::runtime_error("another tool still holds slots of hooks that were removed");
   }
   std::vector<PatchSpec> in_extension, in_torch;  // in the order of the table
   for (const Hook& hook : HookTable()) {
@@ -76,11 +80,13 @@ void InstallHooks(const std::string& library_path) {
     patches.push_back(std::move(patch));
   }
   installation.patches = std::move(patches);
+  installation.is_whole = true;
 }
 
 std::size_t UninstallHooks() {
   Installation& installation = TheInstallation();
   std::lock_guard<std::mutex> lock(installation.mutex);
+  installation.is_whole = false;
   std::size_t left = 0;
   for (auto patch = installation.patches.rbegin(); patch != installation.patches.rend(); ++patch) {
     left += patch->Undo();
@@ -94,7 +100,7 @@ std::size_t UninstallHooks() {
 bool HooksInstalled() {
   Installation& installation = TheInstallation();
   std::lock_guard<std::mutex> lock(installation.mutex);
-  return !installation.patches.empty();
+  return installation.is_whole;
 }
 
 std::vector<HookInfo> Hooks() {

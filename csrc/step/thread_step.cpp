@@ -177,7 +177,6 @@ void ThreadStep::PassBarrier(abi::Executor::SyncTensorCollection& collection, c1
     GiveUp(ReasonCode::kEarlierStepFailed);  // the barrier rethrows that step's error; this step will not run
     throw;
   }
-  claim->Scheduled();
   if (!claim->HasDonors()) {
     claim_ = nullptr;
   }

@@ -456,14 +456,31 @@ def test_a_slot_that_another_library_patched_is_an_import_error():
     other = ctypes.cast(torch_library._ZN5torch4lazy10getBackendEv, ctypes.c_void_p).value
     found = ((first, data.find(struct.pack("<Q", expected))) for first, data in mapped(_XLAC.__file__, "r--p"))
     *_, slot = (first + at for first, at in found if at >= 0)
-    page = slot & ~(mmap.PAGESIZE - 1)
-    assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 3) == 0
-    ctypes.c_uint64.from_address(slot).value = other
+
+    def write(address):
+        page = slot & ~(mmap.PAGESIZE - 1)
+        assert libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(mmap.PAGESIZE), 3) == 0
+        ctypes.c_uint64.from_address(slot).value = address
+
+    write(other)
     strangers = state()[0]
     error = error_of(ImportError, _host.install_hooks)
     assert "torch_xla is unchanged" in error and symbol in error
     assert state()[0] == strangers
     assert not _C.installed()
+
+    write(expected)
+    _host.install_hooks()
+    ours = ctypes.c_uint64.from_address(slot).value
+    write(other)
+    assert "has patched 1 slots" in error_of(RuntimeError, _host.uninstall_hooks)
+    assert not _C.installed()
+    assert "have been removed" in error_of(DonationError, donate_buffer, make(4))
+    assert "still holds slots" in error_of(ImportError, _host.install_hooks)
+    write(ours)
+    _host.uninstall_hooks()
+    _host.install_hooks()
+    assert_a_step_donates()
 
 
 def test_the_layouts_are_right_where_the_interpreter_is_ending():

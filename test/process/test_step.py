@@ -91,6 +91,31 @@ def test_a_step_that_fails_while_it_runs_leaves_nothing_behind(wait):
     assert_nothing_is_left(t, kept)
 
 
+@in_process
+def test_outputs_of_a_step_that_an_earlier_failure_stops_do_no_harm():
+    a, b = make(8), make(8)
+    consume(make(8), wait=True)
+    broken = b.reshape(8, 1, 1, 1).expand(8, 1 << 20, 1 << 20, 1 << 10) + 1
+    with contextlib.suppress(RuntimeError):
+        torch_xla.sync()
+    del broken
+    outputs = b * 2, a + 1
+    donate_buffer(a)  # so the second output comes first
+    with contextlib.suppress(RuntimeError):
+        torch_xla.sync()
+    assert not is_donated(a) and len(outputs) == 2
+    torch_xla.sync(wait=True)
+    assert (a + 1).tolist() == list(range(1, 9))
+
+
+@in_process(env={"XLA_COMPILATION_CACHE_SIZE": "1"})
+def test_the_graph_text_of_a_graph_that_was_compiled_again():
+    for _ in range(2):
+        for compute in (torch.sin, torch.cos):
+            consume(make(8), compute, wait=True)
+            assert "input_output_alias" in _C.graph_text(_C.steps()[-1]["graph"])
+
+
 @in_process(env={"XLA_DISABLE_FUNCTIONALIZATION": "1"})
 def test_without_functionalization_donation_and_errors_work():
     t = make(8)

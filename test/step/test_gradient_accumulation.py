@@ -36,6 +36,14 @@ def test_carried_tensors_come_back_in_their_order(make):
         assert [t[0].item() for t in result] == [100 * k + 3 * (k + 1) for k in range(count)]
 
 
+def test_a_refused_donation_adds_no_gradient(make):
+    model, data = model_of(), make(3, 2, 4)
+    data = data * 1
+    with pytest.raises(DonationError, match="pending"):
+        gradient_accumulation(lambda x: model(x).sum(), (data,), model, donate="iterable_tensors")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_donations_in_the_step_donate_carry_and_slices(make):
     model, data, first, second = model_of(), make(3, 4), make(3, 5), make(5)
 

@@ -90,6 +90,23 @@ def test_donation_adds_no_recompilation(make):
     assert b.tolist() == [0, 1, 2]
 
 
+def test_a_function_that_disables_donation_itself_donates_nothing_after_that(make):
+    off = donation_disabled()
+
+    def f(x, w):
+        z = w * 2
+        off.__enter__()
+        return x + z
+
+    x = make(3)
+    try:
+        assert give_away(f)(x, make(3)).tolist() == [0, 3, 6]
+        assert not is_donated(x)
+    finally:
+        off.__exit__(None, None, None)
+    assert x.tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("donated", [0, 1, (0, 1)])
 def test_updates_of_arguments_in_place_are_seen(make, donated):
     def f(x, y):

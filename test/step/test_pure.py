@@ -10,7 +10,9 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 from helpers import UNUSABLE_IGNORED, compiles, consume, error_of, last_reasons, no_collections, pointer, whole_copy
 from torch.func import functional_call
+from torch.nn.modules import module as modules
 from torch_xla import _XLAC
+from torch_xla.utils.checkpoint import checkpoint
 
 import torch_xla_donate
 from torch_xla_donate import (
@@ -130,6 +132,52 @@ def test_each_state_of_autocast_has_a_graph(make):
                 assert g(make(2, 2)).dtype == torch.bfloat16
 
 
+def test_casts_that_autocast_keeps_are_no_constants(make):
+    """Neither the program's in the trace, nor those of the trace in the program, as long as autocast is on."""
+    model, x = torch.nn.Linear(2, 1, bias=False).to("xla"), make(1, 2)
+    with torch.no_grad():
+        evaluate = pure(lambda x: model(x).detach())
+    step = give_away(lambda w, x: w.detach() - 1 + torch.autograd.grad(torch.nn.functional.linear(x, w).sum(), w)[0])
+    for k in (1, 5):
+        with torch.no_grad():
+            model.weight.copy_(make(1, 2) + k)
+        torch_xla.sync()
+        with torch.autocast("xla", torch.bfloat16):
+            model(x)
+            assert evaluate(x).tolist() == [[1 + k]]
+            w = (make(1, 2) + k).requires_grad_()
+            torch_xla.sync()
+            assert step(w, x).tolist() == [[k - 1, k + 1]]
+            assert is_donated(w)
+
+
+def test_a_seed_set_inside_is_followed(make):
+    """A checkpoint draws the same numbers twice, other ones at each call; a seed of the function is as it says."""
+    drop = torch.nn.Dropout(0.5)
+
+    def masks(x):
+        w = x.detach().requires_grad_()
+        before = drop(w)
+        y = checkpoint(drop, w * 2)
+        after = drop(w)
+        y.sum().backward()
+        return y.detach(), w.grad, before.detach(), after.detach()
+
+    def seeded(x):
+        torch_xla.manual_seed(7)
+        return x + torch.rand(4, device="xla")
+
+    g, seen = pure(masks), []
+    for _ in range(3):
+        y, gradient, before, after = g(make(64) * 0 + 1)
+        assert torch.equal(y, gradient)
+        seen += [y, 4 * before, 4 * after]
+    assert len({tuple(one.tolist()) for one in seen}) == 9
+    expected = torch_xla_donate.compile(seeded)(make(4)).tolist()
+    g = pure(seeded)
+    assert g(make(4)).tolist() == g(make(4)).tolist() == expected
+
+
 def test_each_default_dtype_has_a_graph(make):
     """With a factory in it, and with a float among its arguments."""
     factory, number = pure(lambda x: x + torch.ones(3, device="xla")), pure(lambda x, n: x * n)
@@ -168,6 +216,61 @@ def test_an_argument_does_not_stand_for_a_captured_tensor(make, argument):
     g = pure(lambda x: x + w)
     assert g(argument(w)).tolist() == [0, 2, 4, 6]
     assert g(make(4) + 10).tolist() == [10, 12, 14, 16]
+
+
+def test_tensors_that_functorch_wraps_are_captured(make):
+    w, x = {"w": make(3)}, make(3)
+    f = pure(lambda x: torch.func.grad(lambda w: (w["w"] ** 2 * x).sum())(w)["w"])
+    for k in (1, 5):
+        w["w"].copy_(make(3) + k)
+        torch_xla.sync()
+        assert f(x).tolist() == [0, 2 * (k + 1), 4 * (k + 2)]
+
+
+def test_a_tensor_from_outside_that_the_trace_does_not_see_is_refused(make):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * scale
+
+    @torch.library.custom_op("torch_xla_donate_tests::scales", mutates_args=())
+    def scales(x: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+    scales.register_fake(torch.empty_like)
+
+    def hooked(x, *_):
+        leaf = x.detach().requires_grad_()
+        hidden = leaf * 1
+        hidden.register_hook(lambda g: g * scale)
+        return torch.autograd.grad(hidden.sum(), leaf)[0]
+
+    def function(x, *_):
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(Scaled.apply(leaf).sum(), leaf)[0]
+
+    def operation(x, *_):
+        return scales(x * 0 + 1)
+
+    scale, x = make(3), make(3)
+    for f in (hooked, function, operation):
+        message = error_of(DonationError, give_away(f), x)
+        assert r"uses float32[3] from outside where the trace does not see it" in message
+        assert not is_donated(x)
+        with_argument = pure(f)
+        for k in (1, 5):
+            scale.copy_(make(3) + k)
+            torch_xla.sync()
+            assert with_argument(x, scale).tolist() == [k, k + 1, k + 2]
+    g = torch_xla_donate.compile(operation, backend="openxla")
+    for k in (1, 5):
+        scale.copy_(make(3) + k)
+        torch_xla.sync()
+        assert g(x).tolist() == [k, k + 1, k + 2]
 
 
 def test_captured_tensors_that_share_a_buffer_are_updated_apart(make):
@@ -597,6 +700,13 @@ def test_impurities_of_autograd_are_refused_and_undone(make):
         may_read(x)
     with line("reads .grad of"):
         pure(lambda p: p.detach() - p.grad)(w)
+    may_read = give_away(lambda x: x * 2 if x.grad is None else x - x.grad)
+    for _ in range(2):
+        assert may_read(make(3)).tolist() == [0, 2, 4]
+    x.grad = make(3)
+    with line("reads .grad of"):
+        may_read(x)
+    x.grad = None
     with line("sets requires_grad of"):
         pure(wants)(x)
     assert not x.requires_grad
@@ -616,8 +726,10 @@ def test_an_optimizer_that_steps_inside_is_refused(make):
 
 
 def test_random_numbers_of_the_host_and_its_tensors_are_refused(make):
-    outside = torch.ones(3)
+    outside, own = torch.ones(3), torch.Generator()
     state = torch.get_rng_state()
+    with line("draws random numbers on the host"):
+        pure(lambda x: x + torch.rand(3, generator=own).to("xla"))(make(3))
     with line("draws random numbers on the host"):
         pure(lambda x: x + torch.rand(3).to("xla"))(make(3))
     assert torch.equal(state, torch.get_rng_state())
@@ -888,17 +1000,40 @@ def test_marks_and_tangents_in_a_pure_function_are_refused(make):
     assert f(x).tolist() == [0, 1, 4]
 
 
-def test_an_argument_of_a_subclass_is_refused_with_the_remedy(make):
+def test_a_stand_in_has_the_hooks_and_attributes_of_its_argument(make):
+    def weighted(w):
+        return torch.autograd.grad((w * w).sum(), w)[0] * getattr(w, "factor", 1)
+
+    w, f = torch.nn.Parameter(make(3)), pure(weighted)
+    assert f(w).tolist() == [0, 2, 4]
+    handle = w.register_hook(lambda g: g.clamp(max=3))
+    assert f(w).tolist() == [0, 2, 3]
+    handle.remove()
+    assert f(w).tolist() == [0, 2, 4]
+    w.factor = 10
+    assert pure(weighted)(w).tolist() == [0, 20, 40]
+
+
+def test_one_tensor_twice_is_not_two_tensors_of_one_buffer(make):
+    x = make(3).requires_grad_()
+    alias = x.detach().requires_grad_()
+    for calls in (((x, x, 2), (x, alias, 1)), ((x, alias, 1), (x, x, 2))):
+        f = pure(lambda x, y: torch.autograd.grad((x * y).sum(), x)[0])
+        for one, other, factor in calls:
+            assert f(one, other).tolist() == [0, factor, 2 * factor]
+
+
+def test_an_argument_of_a_subclass(make):
+    """It does not stand for the same tensor in the closure, as a plain one. Made of other tensors, it is refused."""
+
     class Weight(torch.Tensor):
         pass
 
-    f = pure(lambda w: w + 1)
     weight = make(3).as_subclass(Weight)
-    with pytest.raises(DonationError, match=r"float32\[3\] of the class Weight, a view of .*as_subclass"):
-        f(weight)
-    assert f(weight.as_subclass(torch.Tensor)).tolist() == [1, 2, 3]
-    with pytest.raises(DonationError, match="of the class Weight"):
-        f(weight)
+    torch_xla.sync()
+    f = pure(lambda w: w + 10 * weight)
+    assert f(weight).tolist() == [0, 11, 22]
+    assert f((make(3) + 1).as_subclass(Weight)).tolist() == [1, 12, 23]
 
     class Two(torch.Tensor):
         __torch_dispatch__ = None
@@ -986,6 +1121,16 @@ def test_hooks_that_come_and_go_after_the_first_call_count(make, options):
     last.remove()
     found.append(step(make(2)).tolist())
     assert found == [[0.0, 1.0], [100.0, 102.0], [0.0, 2.0]]
+
+
+def test_hooks_of_all_modules_count(make):
+    layer = torch.nn.Identity()
+    f = pure(lambda x: layer(x * 1))
+    assert f(make(3)).tolist() == [0, 1, 2]
+    handle = modules.register_module_forward_hook(lambda module, args, output: output * 10)
+    assert f(make(3)).tolist() == [0, 10, 20]
+    handle.remove()
+    assert f(make(3)).tolist() == [0, 1, 2]
 
 
 def test_a_hook_of_the_function_itself_is_no_reason_to_trace_again(make):

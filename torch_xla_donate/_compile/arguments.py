@@ -207,7 +207,7 @@ class Arguments:
         for number in list(numbers):
             if 0 <= number < count and self._positional[number] in self._by_name:
                 names.add(self._positional[number])
-        for name in names:
+        for name in names.intersection(self._by_name):  # a name that only **kwargs takes may be a positional one, too
             if name in self._positional:
                 numbers.add(self._positional.index(name))
         return numbers, names
@@ -217,7 +217,8 @@ class Arguments:
         key = (len(args), tuple(kwargs))
         found = self._known_roles.get(key)
         if found is None:
-            found = self._known_roles[key] = self._make_roles(len(args), key[1])
+            # Another thread may have made them: programs are found by the identity of the roles.
+            found = self._known_roles.setdefault(key, self._make_roles(len(args), key[1]))
         return found
 
     def _make_roles(self, count: int, keywords: tuple[str, ...]) -> ArgumentRoles:

@@ -130,15 +130,19 @@ class RunDonation(_C.Scope):
 
     def choice(self) -> Hashable:
         """The key for the result of `positions`, in addition to the signature of the arguments."""
-        return None if self._off else frozenset(self._refused)
+        return None if self._is_off() else frozenset(self._refused)
 
     def is_whole(self) -> bool:
         """Whether nothing has been refused."""
-        return not self._off and not self._refused
+        return not self._is_off() and not self._refused
+
+    def _is_off(self) -> bool:
+        """Whether the call donates nothing, or the function has disabled donation since."""
+        return bool(self._off) or _C.disabled()
 
     def positions(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """The arguments of a graph that its run may consume."""
-        return () if self._off else self._fit(arguments)
+        return () if self._is_off() else self._fit(arguments)
 
     def undonated(self, arguments: Sequence[Any]) -> tuple[int, ...]:
         """The arguments that the run would consume if the user had not disabled donation."""
@@ -161,16 +165,20 @@ class RunDonation(_C.Scope):
 
     @contextlib.contextmanager
     def consumed(
-        self, donors: Sequence[torch.Tensor], graph: str, places: Sequence[tuple[int | None, int | None]]
+        self,
+        donors: Sequence[torch.Tensor],
+        graph: str,
+        places: Sequence[tuple[int | None, int | None]],
+        is_compiled_so: bool,
     ) -> Iterator[None]:
-        """The run of a graph in this context consumes the donors. If donation is disabled, the hooks only note them.
+        """The run of a graph in this context consumes the donors, or only notes them if it was not compiled for that.
 
         places: for each donor its parameter number, and the number of the output computed from it; None if unknown.
         """
         if not donors:
             yield
             return
-        if not _C.arm_run(self._call, donors, graph, places):
+        if not _C.arm_run(self._call, donors, graph, places, is_compiled_so):
             raise _cancelled_meanwhile()
         try:
             yield

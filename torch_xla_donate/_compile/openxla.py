@@ -106,7 +106,8 @@ class Graph:
         if donation is None or self._refusal:
             return graph.run_graph(args)
         donors = graph.donors or graph.usable(donation.undonated(args))
-        with donation.consumed([args[i] for i in donors], graph.name, graph.places(donors)):
+        donating = bool(graph.donors)
+        with donation.consumed([args[i] for i in donors], graph.name, graph.places(donors), donating):
             return graph.run_graph(args)
 
     def _note_host(self, reason: _RunsOnHost) -> None:
@@ -157,7 +158,8 @@ class _FunctionalGraph(TracedGraph):
         self.name, self.captured = new_graph_name(), []
         # A constant of the graph may have the buffer of such an argument, and would follow the argument.
         arguments = [_host.computed(one) if _is_constant(one) else one for one in arguments]
-        with _host.Tracing():
+        trace = _host.Tracing()
+        with trace:
             leaves = [_host.stand_in(one) if isinstance(one, torch.Tensor) else one for one in arguments]
             before = [_C.identity(one) for _, one in tensors_among(leaves)]
             _host.let_operators_pass(model, _trace.HostReads, _trace.HostReads.check)
@@ -170,7 +172,8 @@ class _FunctionalGraph(TracedGraph):
                 raise _RunsOnHost(drew=given == before)
             own = [own_result(leaf, {identity for identity, _ in given}) for leaf in results]
             graph = self._compile(own, leaves, positions, {}, {})
-        self._connect(graph, leaves)
+        if self._connect(graph, trace, leaves) is not None:
+            raise _RunsOnHost
 
 
 def _is_constant(value: Any) -> bool:

@@ -70,9 +70,15 @@ class TracedGraph:
         self.donors = [i for i in offered if i not in self.returned]
         return _host.compile_graph(outputs, [leaves[i] for i in self.donors], seed_buffer)
 
-    def _connect(self, graph: _host.CompiledGraph, leaves: Sequence[Any], floats: torch.Tensor | None = None) -> None:
-        """Finds the source of each input of the graph."""
-        self._hash, self._seed = graph.hash, graph.seeds[0] if graph.seeds else None
+    def _connect(
+        self,
+        graph: _host.CompiledGraph,
+        trace: _host.Tracing,
+        leaves: Sequence[Any],
+        floats: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Finds the source of each input of the graph. Returns a tensor from outside that the trace has not seen."""
+        self._hash, self._seeds = graph.hash, _host.seeds_of(graph, trace.seed)
         buffers = [_C.identity(tensor)[1] for tensor in graph.inputs]
         captured = {_C.identity(tensor)[1]: tensor for tensor in self.captured}
         given = {_C.identity(leaf)[1]: i for i, leaf in reversed(tensors_among(leaves))}
@@ -82,15 +88,19 @@ class TracedGraph:
         self._sources: list[int] = []
         self._same: list[torch.Tensor] = []
         self._places: dict[int, tuple[int, int | None]] = {}
+        unseen = None
         for place, (buffer, tensor) in enumerate(zip(buffers, graph.inputs)):
             if buffer in given and buffer not in captured:
                 self._sources.append(given[buffer])
                 self._places[given[buffer]] = (place, graph.preferred_outputs[place])
             else:
+                if 0 <= graph.ids[place] < trace.first_id and buffer not in captured and buffer != uploaded:
+                    unseen = tensor
                 self._same.insert(0, captured.get(buffer, tensor))
                 self._sources.append(-len(self._same))
         self._usable = self._places.keys() - set(self.returned)
         self.donors = [i for i in self.donors if i in self._places]
+        return unseen
 
     @staticmethod
     def _result(
@@ -139,7 +149,7 @@ class TracedGraph:
         inputs = [sources[i] for i in self._sources]
         if self._floats is not None:
             inputs[self._floats] = upload_floats(leaves)
-        outputs = _host.run_graph(self._hash, inputs, self._seed) if self._hash is not None else []
+        outputs = _host.run_graph(self._hash, inputs, self._seeds) if self._hash is not None else []
         if self._retyped is None:
             self._retyped = [i for i, output in enumerate(outputs) if output.dtype != self._dtypes[i]]
         for i in self._retyped:
@@ -180,10 +190,12 @@ class TracedProgram(TracedGraph):
         offered: Sequence[int],
     ) -> bool:
         """Returns True if an argument shares its buffer with another input, which the graph cannot distinguish."""
-        with _host.Tracing():
+        trace = _host.Tracing()
+        with trace:
             call, leaves = proxies.make()
             recorder = _trace.Recorder(refuse, leaves)
             recorder.inseparable, recorder.donated_copies = proxies.inseparable(), proxies.donated_copies
+            recorder.first_id = trace.first_id
             with _trace.Restoring(recorder), _marks.inside_call.replaced(True):
                 refused, watched = _trace.host_reads_refused(refuse), _trace.current_watcher.replaced(recorder)
                 with interrupts.Restored(), refused, recorder.modules, recorder.reads, recorder, watched:
@@ -214,9 +226,17 @@ class TracedProgram(TracedGraph):
                 graph = self._compile(own, leaves, offered, recorder.captured, floats, recorder.seed_buffer)
         self.captured = list(recorder.captured.values())
         self._without_gradient = [one for one in self.captured if id(one) in recorder.without_gradient]
+        self._leaves_without_gradient = [i for i, leaf in enumerate(leaves) if id(leaf) in recorder.without_gradient]
         self._signature = self._sign()
-        self._modules = recorder.modules.found
-        self._connect(graph, leaves, proxies.values)
+        self._modules, self._global_hooks = recorder.modules.found, recorder.modules.global_hooks
+        unseen = self._connect(graph, trace, leaves, proxies.values)
+        if unseen is not None:
+            raise refuse(
+                f"uses {_trees.dtype_and_shape(unseen)} from outside where the trace does not see it, such as in a "
+                "hook, a custom backward pass or a custom operation",
+                "Make it an argument",
+                "",
+            )
         return False
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -229,8 +249,13 @@ class TracedProgram(TracedGraph):
         found = signature_of(self.captured)
         return (found.key, _host.shardings(self.captured)), found.pending
 
-    def is_current(self) -> bool:
-        """Whether the graph still fits the tensors that the function closes over, and the state of its modules."""
+    def is_current(self, leaves: Sequence[Any]) -> bool:
+        """Whether the graph still fits the tensors that the function closes over, and the state of its modules.
+
+        leaves: those of the call, whose gradients the function may have asked for.
+        """
+        if any(leaves[i].grad is not None for i in self._leaves_without_gradient):
+            return False
         if self.captured:
             signature, pending = self._sign()
             if pending:
@@ -238,6 +263,8 @@ class TracedProgram(TracedGraph):
                 signature, _ = self._sign()
             if signature != self._signature[0] or any(one.grad is not None for one in self._without_gradient):
                 return False
+        if self._modules and _trace.global_hooks() != self._global_hooks:
+            return False
         for reference, state in self._modules:
             module = reference()
             if module is not None and _trace.state_of(module) != state:
@@ -253,6 +280,7 @@ class TracedProgram(TracedGraph):
         """
         tensors = [i for i, leaf in enumerate(donated) if isinstance(leaf, torch.Tensor)]
         is_whole = bool(tensors) and self.donors == tensors and not (self.captured or self.returned)
+        is_whole = is_whole and not self._leaves_without_gradient
         if is_whole and signature.distinct and not _host.runtime().is_spmd():  # which compares shardings, too
             donors = [(i, *self._places[i]) for i in self.donors]
             self.replay = _C.Replay(list(structures), signature, donors, self.name, names)

@@ -16,8 +16,6 @@ from torch_xla_donate._compile.donation import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
 
 class ArgumentProxies:
     """Other tensors of the same buffers, which replace the arguments in the trace.
@@ -36,7 +34,7 @@ class ArgumentProxies:
         self._plain: dict[int, torch.Tensor] = {}
         for leaf in pytree.tree_leaves(call.values(call.roles.nonstatic)):
             tensor = _trees.without_wrapper(leaf)
-            if type(tensor) in _PLAIN and _C.identity(tensor)[1]:
+            if isinstance(tensor, torch.Tensor) and _C.identity(tensor)[1]:
                 self._plain[id(leaf)] = tensor
         leaves, _ = leaves_of_call(call)
         refuse_composed(function, "its arguments have", leaves)
@@ -60,16 +58,10 @@ class ArgumentProxies:
         """Raises DonationError for a view that the trace does not replace: a view of it would read its base."""
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in self._plain and leaf._is_view():
-                array = _trees.dtype_and_shape(leaf)
-                if type(leaf) in _PLAIN:
-                    what = f"a module or optimizer among its arguments holds {array}, a view of another tensor"
-                    remedy = "Put a .clone() of the view there"
-                else:
-                    what = f"its arguments have {array} of the class {type(leaf).__name__}, a view of a plain tensor"
-                    remedy = "Pass t.as_subclass(torch.Tensor)"
                 raise DonationError(
-                    f"{self._function} is declared pure, but {what}, which the graph may read instead. {remedy}. "
-                    f"Nothing was donated. {see('pure')}"
+                    f"{self._function} is declared pure, but a module or optimizer among its arguments holds "
+                    f"{_trees.dtype_and_shape(leaf)}, a view of another tensor, which the graph may read instead. Put "
+                    f"a .clone() of the view there. Nothing was donated. {see('pure')}"
                 )
 
     def separate(self) -> None:
@@ -115,10 +107,14 @@ class ArgumentProxies:
     def _proxy_of(self, leaf: torch.Tensor) -> torch.Tensor:
         source = self._copies.get(_C.identity(leaf)[1], leaf)
         made = _host.stand_in(source)
-        if isinstance(leaf, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, leaf.requires_grad)
-        else:
+        if type(leaf) is torch.Tensor:
             made.requires_grad_(leaf.requires_grad)
+        else:
+            made = torch.Tensor._make_subclass(type(leaf), made, leaf.requires_grad)
+        made.__dict__.update(leaf.__dict__)
+        if leaf.requires_grad:
+            for hook in (leaf._backward_hooks or {}).values():
+                made.register_hook(hook)  # type: ignore[no-untyped-call]
         if leaf.is_leaf and leaf.grad is not None:
             made.grad = _host.same_buffer(leaf.grad)
         return made

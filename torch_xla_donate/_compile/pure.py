@@ -29,6 +29,12 @@ class _Call(NamedTuple):
     signature: _C.Signature
 
 
+def _first_places(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """For each tensor the first place of the same object. Two tensors of one buffer have separate gradients."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+
+
 class PureCompiled(Compiled):
     """Traces the function once for each signature, then runs the compiled graph on the arguments of each call."""
 
@@ -86,7 +92,7 @@ class PureCompiled(Compiled):
     def _repeat(self, arguments: CallArguments, state: Hashable, where: str) -> tuple[Any] | None:
         """The result of a call whose arguments are like those of the last one; None if they are not."""
         program = self._last.get((state, _host.current_device()))
-        if program is None or program.replay is None or _report.no_donation() or not program.is_current():
+        if program is None or program.replay is None or _report.no_donation() or not program.is_current(()):
             return None
         try:
             with RepeatedCall(program.replay, arguments, where, self.strictness()) as call:
@@ -116,9 +122,10 @@ class PureCompiled(Compiled):
                 donation.choice() if donation is not None else None,
                 self._values(call.signature.others),
                 _host.shardings(call.leaves),
+                () if call.signature.distinct else _first_places(call.leaves),
             )
             program = self._programs.get(key)
-            if program is None or not program.is_current():
+            if program is None or not program.is_current(call.leaves):
                 program = self._trace_program(key, call, donation)
             if donation is None or not program.captured or not donation.refuse(program.captured, _CLOSED_OVER):
                 break
@@ -129,7 +136,8 @@ class PureCompiled(Compiled):
         donors = program.donors or program.usable(donation.undonated(call.leaves))
         if program.replay is not None:
             self._last[call.state, _host.current_device()] = program
-        with donation.consumed([call.leaves[i] for i in donors], program.name, program.places(donors)):
+        donated = [call.leaves[i] for i in donors]
+        with donation.consumed(donated, program.name, program.places(donors), bool(program.donors)):
             return program.run(call.leaves)
 
     def _values(self, others: Sequence[Any]) -> Hashable:

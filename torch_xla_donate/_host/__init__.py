@@ -31,6 +31,7 @@ from torch_xla_donate._host.graphs import (
     size_rule,
     is_evicted,
     run_graph,
+    seeds_of,
 )
 from torch_xla_donate._host.hooks import install_hooks, uninstall_hooks, verify_layouts
 from torch_xla_donate._host.jax import call_jax, import_jax, jax_environment, jit_donation, paired
@@ -61,6 +62,8 @@ from torch_xla_donate._host.tensors import (
     computed,
     forget_pending,
     give_own_buffer,
+    tensor_id,
+    unwrapped,
     pending,
     op_sharding,
     placeholder,

@@ -140,7 +140,7 @@ def wrapping_code() -> types.CodeType:
 
 
 def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers of the hooks that a call of the module runs. torch gives each number once, in rising order."""
+    """The numbers of the module's own hooks. torch gives each number once, in rising order."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return ()  # first, because each call asks all modules, and most have none
     return (

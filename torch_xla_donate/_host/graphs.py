@@ -18,12 +18,14 @@ class CompiledGraph(NamedTuple):
 
     hash: the key for `run_graph`; None if there is nothing to run.
     inputs: a tensor for each parameter.
-    seeds: the parameters that are the random seed.
+    ids: for each parameter the id of the tensor that the graph reads; negative for other data.
+    seeds: the parameters that are random seeds.
     preferred_outputs: for each donor the number of the output that takes it; None for other parameters.
     """
 
     hash: bytes | None
     inputs: list[torch.Tensor]
+    ids: list[int]
     seeds: list[int]
     preferred_outputs: list[int | None]
 
@@ -36,7 +38,7 @@ def compile_graph(
     seed_buffer: the buffer of the seed, if its id does not identify it.
     """
     if not outputs:
-        return CompiledGraph(None, [], [], [])
+        return CompiledGraph(None, [], [], [], [])
     ids, inputs = xlac()._get_tensors_xla_device_data_node(list(outputs))
     donors = list({_C.identity(donor)[1]: donor for donor in reversed(donors)}.values())[::-1]  # each buffer once
     with compiling_graphs(), donor_flags(donors), OrderedParameters(donors) as parameters:
@@ -47,22 +49,57 @@ def compile_graph(
     assert found.keys() == {buffer for buffer, _ in order}, "the hooks have not seen the graph"
     seed = xlac()._get_seed_info_id()
     seeds = [place for place, (buffer, _) in enumerate(order) if buffer == seed_buffer or found[buffer][0] == seed]
-    inputs = [found[buffer][1] for buffer, _ in order]
-    return CompiledGraph(graph_hash, inputs, seeds, [output for _, output in order])
+    tensor_ids, inputs = ([found[buffer][i] for buffer, _ in order] for i in range(2))
+    return CompiledGraph(graph_hash, inputs, tensor_ids, seeds, [output for _, output in order])
 
 
-def run_graph(graph_hash: bytes, inputs: list[Any], seed: int | None) -> list[torch.Tensor]:
+class Seed(NamedTuple):
+    """A parameter that is a random seed: for a run that begins with the seed s, factor * s + offset modulo 2**64."""
+
+    place: int
+    factor: int
+    offset: int
+
+
+def seeds_of(graph: CompiledGraph, start: int) -> list[Seed]:
+    """The seeds of a graph whose trace began with the seed `start`.
+
+    A checkpoint of activations sets the seed to what it was after some draws, so a graph may have several. What is not
+    among them, such as the seed of ``torch_xla.manual_seed(7)`` in the function, is the same in each run.
+    """
+    values = {place: int(graph.inputs[place].cpu()) for place in graph.seeds}
+    bits = {place: 8 * graph.inputs[place].element_size() for place in graph.seeds}
+    found: list[Seed] = []
+    factor, offset = 1, 0
+    for _ in range(_MOST_DRAWS):
+        seed = factor * start + offset
+        for place in [place for place, value in values.items() if (value - seed) % 2 ** bits[place] == 0]:
+            found.append(Seed(place, factor, offset))
+            del values[place]
+        if not values:
+            break
+        factor, offset = factor * 214013 % 2**64, (offset * 214013 + 2531011) % 2**64  # as torch_xla does at each draw
+    return found
+
+
+_MOST_DRAWS = 10_000  # of one step
+
+
+def run_graph(graph_hash: bytes, inputs: list[Any], seeds: Sequence[Seed]) -> list[torch.Tensor]:
     """Runs a graph of `compile_graph`. Advances the random seed, if the graph reads it, as the end of a step does."""
-    if seed is not None:
+    if seeds:
         import torch_xla.core.xla_model as xm
 
-        device = str(inputs[seed].device)
+        device = str(inputs[seeds[0].place].device)
         # Pending work has drawn from the base seed, so this graph draws from the running one.
-        xm.set_rng_state(xlac()._xla_get_rng_seed(), device)
-        inputs[seed] = xlac()._get_base_seed_as_tensor(device)
+        start = xlac()._xla_get_rng_seed()
+        for place, factor, offset in seeds:
+            xm.set_rng_state((factor * start + offset) % 2**64, device)
+            inputs[place] = xlac()._get_base_seed_as_tensor(device)
+        xm.set_rng_state(start, device)
     outputs = list(xlac()._run_cached_graph(graph_hash, inputs))
-    if seed is not None:  # after the run, because it may find its graph evicted
-        xm.set_rng_state((1012031 + xlac()._xla_get_rng_seed() * 7012063) % 2**64, device)
+    if seeds:  # after the run, because it may find its graph evicted
+        xm.set_rng_state((1012031 + start * 7012063) % 2**64, device)
     return outputs
 
 

@@ -24,7 +24,8 @@ def install_hooks() -> None:
     except RuntimeError as error:
         raise ImportError(
             f"torch_xla_donate could not hook torch_xla {importlib.metadata.version('torch_xla')}: {error}. "
-            f"torch_xla is unchanged. Install a stock wheel of torch_xla {supported_versions()}."
+            f"{'' if 'put back' in str(error) else 'torch_xla is unchanged. '}Install a stock wheel of torch_xla "
+            f"{supported_versions()}."
         ) from error
 
 
@@ -52,11 +53,12 @@ def verify_layouts() -> None:
     try:
         _C.verify_layouts(probe, number, is_sharded)
     except RuntimeError as error:
-        _C.uninstall()
+        left = _C.uninstall()
+        removed = "The hooks are removed, and torch_xla is unchanged"
         raise ImportError(
             f"this torch_xla is laid out differently than torch_xla_donate expects: {error}. "
-            f"The hooks are removed, and torch_xla is unchanged. Install a stock wheel of torch_xla "
-            f"{supported_versions()}."
+            f"{f'Another tool holds {left} slots of the hooks: restart the process' if left else removed}. Install a "
+            f"stock wheel of torch_xla {supported_versions()}."
         ) from error
     _verified = True
 

@@ -54,7 +54,12 @@ class OrderedParameters(_C.Scope):
 
 
 class Tracing(_C.Scope):
-    """Runs pending work, then records operations inside without running them. Restores the random seed."""
+    """Runs pending work, then records operations inside without running them. Restores the random seed.
+
+    Attributes:
+        seed: the random seed of the first draw inside.
+        first_id: tensors that were made before have smaller ids.
+    """
 
     def __init__(self) -> None:
         super().__init__(compiling)
@@ -62,6 +67,7 @@ class Tracing(_C.Scope):
         self._before: tuple[bool, str] | None = None
         torch_xla.sync()
         xm.wait_device_ops()
+        self.seed = xlac()._xla_get_rng_seed()
 
     def enter(self) -> None:
         eager = in_eager_mode()
@@ -70,11 +76,15 @@ class Tracing(_C.Scope):
             xlac()._set_use_eager_mode(False)
         # torch_xla's switch would stop the steps of other threads.
         _C.refuse_runs(True)
+        self.first_id = xlac()._xla_get_tensor_id(torch.empty(0, device="xla"))
+        # The program's casts would be constants of the graph, and those of the trace must not leave it.
+        torch.clear_autocast_cache()
 
     def leave(self, raised: bool) -> None:
         if self._before is None:
             return
         eager, name = self._before
+        torch.clear_autocast_cache()
         _C.refuse_runs(False)
         xlac()._set_current_graph_name(name)
         if eager:

@@ -78,6 +78,19 @@ def tracked_views(tensor: torch.Tensor) -> torch.Tensor:
     return wrapped
 
 
+def tensor_id(tensor: torch.Tensor) -> int:
+    """torch_xla's number of an XLA tensor. Numbers rise."""
+    return int(xlac()._xla_get_tensor_id(tensor))
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``torch.func.grad``, ``vmap`` and the like have wrapped; any other tensor as it is."""
+    functorch = torch._C._functorch
+    while functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def give_own_buffer(tensor: torch.Tensor) -> None:
     """Gives a tensor that shares its buffer a separate one at the next step. Its value stays.
 

@@ -76,9 +76,9 @@ def gradient_accumulation(
 
     with _gradients_aside(model):
         result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
-    given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
-    arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
-    _marks.mark_all(loop_donations(arguments, chosen, request, found))
+        given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
+        arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
+        _marks.mark_all(loop_donations(arguments, chosen, request, found))
     return result
 
 

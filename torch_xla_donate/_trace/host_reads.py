@@ -77,6 +77,8 @@ class HostReads(TorchDispatchMode):
             result = pytree.tree_map_only(torch.Tensor, _host.tracked_views, result)
         on_host = any(tensor.device.type == "cpu" for tensor in tensors_of(result))
         if torch.Tag.nondeterministic_seeded in func.tags:
+            if on_host and kwargs.get("generator") is not None:
+                raise self.refuse_draw()
             self.drew = self.drew or on_host
         elif on_host:  # such as copy_ to a tensor on the host
             self._refuse_tensors((args, kwargs))
@@ -92,6 +94,12 @@ class HostReads(TorchDispatchMode):
 
     def refuse_read(self, tensor: torch.Tensor) -> Exception:
         return self._refuse(f"reads {_trees.dtype_and_shape(tensor)} on the host", _RETURN_IT)
+
+    def refuse_draw(self) -> Exception:
+        return self._refuse(
+            "draws random numbers on the host, which a replay would not draw again",
+            'Draw them on the device (device="xla")',
+        )
 
     def check(self, where: str | None = "unknown line") -> None:
         """Raises DonationError if an operation has read on the host, as operations without an XLA lowering do."""

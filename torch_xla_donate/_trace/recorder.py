@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -55,8 +56,23 @@ def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
     return module.training, _host.hooks_of(module)
 
 
+def global_hooks() -> list[int]:
+    """The numbers of the hooks that all modules run, except `ModulesCalled`'s."""
+    return [
+        number
+        for hooks in (
+            modules._global_forward_hooks,
+            modules._global_forward_pre_hooks,
+            modules._global_backward_hooks,
+            modules._global_backward_pre_hooks,
+        )
+        for number, hook in hooks.items()
+        if getattr(hook, "__module__", "") != __name__
+    ]
+
+
 class ModulesCalled(_C.Scope):
-    """Notes the modules that a trace calls, and their modes and hooks."""
+    """Notes the modules that a trace calls, their modes and hooks, and the hooks of all modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +81,8 @@ class ModulesCalled(_C.Scope):
 
     def enter(self) -> None:
         self._next_hook = RemovableHandle.next_id
-        torch.nn.modules.module.register_module_forward_pre_hook(self.note)
+        self.global_hooks = global_hooks()
+        modules.register_module_forward_pre_hook(self.note)
 
     def leave(self, raised: bool) -> None:
         interrupts.remove_module_hook(self.note)
@@ -87,6 +104,7 @@ class Recorder(TorchFunctionMode):
         given: the identities of the arguments.
         inseparable: ids of tensors that the function must not close over, because arguments have the same identity.
         donated_copies: the identities of copies of donated arguments.
+        first_id: tensors from outside have smaller ids.
         seed_buffer: the buffer of the random seed, if a loop may have removed its id.
         reads: notes reads on the host, and random draws.
         modules: the modules that the function calls.
@@ -109,6 +127,7 @@ class Recorder(TorchFunctionMode):
         self.without_gradient: set[int] = set()
         self.inseparable: set[int] = set()
         self.donated_copies: set[int] = set()
+        self.first_id = 0
         self._snapshots = [TensorSnapshot(leaf) for leaf in self._arguments if leaf.device.type == "xla"]
         self.made: list[tuple[weakref.ref[torch.Tensor], str]] = []
         self._results: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
@@ -153,7 +172,7 @@ class Recorder(TorchFunctionMode):
             self.reads.numbers = []
 
     def _watch(self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
-        tensors = tensors_of((args, kwargs))
+        tensors = [self._behind(tensor) for tensor in tensors_of((args, kwargs))]
         used = [(tensor, *self._read(tensor)) for tensor in tensors]
         self._check_attribute(func, args)
         if func in _TEXTS and tensors[0].device.type == "xla" and not _numbers.numbers_in(tensors):
@@ -180,13 +199,16 @@ class Recorder(TorchFunctionMode):
                 self.made.append((weakref.ref(tensor), _frames.call_site()))
         return result
 
+    def _behind(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor from outside that ``torch.func.grad`` and the like have wrapped where the trace does not look."""
+        inner = _host.unwrapped(tensor)
+        is_outside = inner is not tensor and _C.identity(inner)[0] and _host.tensor_id(inner) < self.first_id
+        return inner if is_outside else tensor
+
     def _check_generator(self, before: torch.Tensor) -> None:
         if not torch.equal(before, torch.default_generator.get_state()):
             torch.default_generator.set_state(before)
-            raise self.refuse(
-                "draws random numbers on the host, which a replay would not draw again",
-                'Draw them on the device (device="xla")',
-            )
+            raise self.reads.refuse_draw()
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The identity and the buffer of a tensor from outside; (0, 0) for a tensor that the trace has made."""
