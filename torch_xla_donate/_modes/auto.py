@@ -44,7 +44,8 @@ class auto_donate(SwitchMode):
     that torch_xla shares between tensors, and steps in `donation_disabled` and `debug_nans`. Marks of `donate_buffer`
     come first. `donation_report` shows automatic donors, and the reasons for skipped steps.
 
-    The values of a program do not change, and automatic donors cause no warnings. The donors follow from the live
+    The values of a program stay equal up to rounding (bit for bit with ``TORCH_XLA_DONATE_KEEP_ORDER=1``), and
+    automatic donors cause no warnings. The donors follow from the live
     tensors, so a steady loop compiles once. If the live tensors differ between steps (the garbage collector may free a
     cycle), a graph is compiled for at most six sets of donors. Later steps use the set that fits.
 
