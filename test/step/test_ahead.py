@@ -144,3 +144,43 @@ def test_arguments_on_another_device_are_not_lowered():
         text = rf"cannot be lowered for float32\[3\] on {device}, .*placeholder_like\(\) of the arguments"
         with pytest.raises(ValueError, match=text):
             compile(lambda x: x + 1).lower(torch.ones(3, device=device))
+
+
+def test_lowering_leaves_closed_over_gradients_and_views_as_they_were(make):
+    model, cache, x = torch.nn.Linear(3, 1).to("xla"), make(2, 3), make(2, 3)
+    row = cache[0]
+    torch_xla.sync()
+
+    def train(x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss
+
+    def write(x):
+        row.add_(x[1])
+        return row * 2
+
+    compile(train)(x)
+    before = model.weight.grad.tolist()
+    compile(train).lower(x).compile()
+    assert model.weight.grad.tolist() == before
+    compile(write).lower(x)
+    assert cache.tolist() == [[0, 1, 2], [3, 4, 5]] and row.tolist() == [0, 1, 2]
+    assert compile(write)(x).tolist() == [6, 10, 14]
+    assert cache.tolist() == [[3, 5, 7], [3, 4, 5]]
+
+
+def test_what_a_lowered_function_keeps_raises_when_a_step_reads_it(make):
+    """Such as the state that an optimizer makes in its first step."""
+    kept = {}
+
+    def step(x):
+        kept["mean"] = kept.get("mean", 0) * 0.5 + x
+        return kept["mean"] * 2
+
+    f = compile(step)
+    f.lower(make(3))
+    with pytest.raises(RuntimeError, match="A placeholder has no value"):
+        f(make(3))
+    kept.clear()
+    assert f(make(3)).tolist() == [0, 2, 4]

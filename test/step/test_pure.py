@@ -256,7 +256,19 @@ def test_a_tensor_from_outside_that_the_trace_does_not_see_is_refused(make):
     def operation(x, *_):
         return scales(x * 0 + 1)
 
+    class Scripted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x):
+            return (x * 0 + 1) * self.scale
+
     scale, x = make(3), make(3)
+    scripted = torch.jit.script(Scripted())
+    for _ in range(2):
+        message = error_of(DonationError, pure(lambda x: scripted(x)), x)
+        assert "from outside where the trace does not see it" in message
     for f in (hooked, function, operation):
         message = error_of(DonationError, give_away(f), x)
         assert r"uses float32[3] from outside where the trace does not see it" in message
@@ -1033,7 +1045,8 @@ def test_an_argument_of_a_subclass(make):
     torch_xla.sync()
     f = pure(lambda w: w + 10 * weight)
     assert f(weight).tolist() == [0, 11, 22]
-    assert f((make(3) + 1).as_subclass(Weight)).tolist() == [1, 12, 23]
+    result = f((make(3) + 1).as_subclass(Weight))
+    assert type(result) is Weight and result.tolist() == [1, 12, 23]
 
     class Two(torch.Tensor):
         __torch_dispatch__ = None

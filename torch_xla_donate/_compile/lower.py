@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -175,13 +176,24 @@ class LoweringRecorder(_trace.Recorder):
                 self._on_host[id(leaf)] = (leaf, leaf.detach().clone())
             elif leaf.device.type == "xla":
                 known = len(self._snapshots)
+                if leaf._base is not None:  # a write through a view changes its base
+                    self._read(leaf._base)
                 self._read(leaf)
                 if len(self._snapshots) > known:  # the first use of a tensor from outside
                     _host.show_shardings([leaf])
-        return self._call(func, args, kwargs or {})
+        result = self._call(func, args, kwargs or {})
+        self.made += [(weakref.ref(leaf), "") for leaf in _trace.tensors_of(result) if leaf.device.type == "xla"]
+        return result
 
     def forget_nodes(self) -> None:
-        """Drops the placeholders' nodes of the trace, so that a later use of one passes the hooks."""
+        """Drops the placeholders' nodes of the trace, so that a later use of one passes the hooks.
+
+        What the function keeps outside, such as the state of an optimizer, has no value: a step that reads it raises.
+        """
+        for reference, _ in self.made:
+            kept = reference()
+            if kept is not None and is_materialised(kept) and not _C.has_value(kept):
+                _C.note_placeholder(kept)
         for tensor in [*self._arguments, *self.captured.values()]:
             if is_materialised(tensor) and not _C.has_value(tensor):
                 _C.give_array(tensor, tensor)

@@ -113,16 +113,16 @@ class TracedGraph:
         if not isinstance(leaf, torch.Tensor):
             return lambda outputs, now: leaf
         identity = _C.identity(leaf)[0] if leaf.device.type == "xla" else 0
-        is_parameter, requires_grad = isinstance(leaf, torch.nn.Parameter), leaf.requires_grad
+        kind, requires_grad = type(leaf), leaf.requires_grad
 
         def like(result: torch.Tensor) -> torch.Tensor:
-            if is_parameter:
-                return torch.nn.Parameter(result)
+            if kind is not torch.Tensor:
+                return torch.Tensor._make_subclass(kind, result, requires_grad)
             return result.requires_grad_() if requires_grad else result
 
         if identity in places:
             output = places[identity]
-            return (lambda outputs, now: like(outputs[output])) if is_parameter or requires_grad else output
+            return (lambda outputs, now: like(outputs[output])) if kind is not torch.Tensor or requires_grad else output
         if identity in given:
             argument = given[identity]
             if leaf is leaves[argument]:

@@ -71,7 +71,9 @@ class HostReads(TorchDispatchMode):
             func = torch.ops.aten.zeros.default
         # Only torch's own operations say whether they draw random numbers.
         seed = None if func.namespace in _OF_TORCH else _seed()
-        result = func(*args, **kwargs)
+        # Or the recorder would see what a wrapper holds, as in a scripted module.
+        with torch._C.DisableTorchFunction():  # type: ignore[no-untyped-call]
+            result = func(*args, **kwargs)
         self.drew = self.drew or (seed is not None and seed != _seed())
         if all(tensor.device.type != "xla" for tensor in tensors_of((args, kwargs))):
             result = pytree.tree_map_only(torch.Tensor, _host.tracked_views, result)

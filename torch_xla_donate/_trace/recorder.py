@@ -42,13 +42,18 @@ class TensorSnapshot:
 
     def restore(self) -> None:
         if self.is_replaced():
-            with torch.no_grad():
-                self.tensor.copy_(self.same)
+            _give_back(self.tensor, self.same)
         if self.has_new_gradient():
             self.tensor.grad = self._gradient
             if self._gradient_same is not None and self.has_new_gradient():
-                with torch.no_grad():
-                    self._gradient.copy_(self._gradient_same)  # type: ignore[union-attr]
+                _give_back(self._gradient, self._gradient_same)  # type: ignore[arg-type]
+
+
+def _give_back(tensor: torch.Tensor, same: torch.Tensor) -> None:
+    with torch.no_grad():
+        tensor.copy_(same)
+    if _C.has_graph(tensor):  # a lowered function's pending work is dropped
+        _C.give_array(tensor, same)
 
 
 def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
@@ -295,7 +300,7 @@ class Recorder(TorchFunctionMode):
 
     def restore(self) -> None:
         """Restores the values that tensors from outside had before the trace."""
-        for snapshot in self._snapshots:
+        for snapshot in reversed(self._snapshots):  # a view before its base, which it writes to
             snapshot.restore()
 
     def check(self) -> None:
