@@ -1,6 +1,7 @@
 // Looks buffers up in the registry, and raises.
 #include "features/use_guard.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/lazy/backend/backend_interface.h>
 #include <torch/csrc/lazy/core/ir_util.h>
 
@@ -12,26 +13,6 @@
 
 namespace torch_xla_donate {
 
-namespace {
-
-// Releases the GIL if the thread has it.
-class WithoutGil {
- public:
-  WithoutGil() : thread_(PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
-    if (thread_ != nullptr) {
-      PyEval_RestoreThread(thread_);
-    }
-  }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* const thread_;
-};
-
-}  // namespace
-
 PyObject* DonatedBufferAccess::python_type() { return callbacks::DonatedBufferError(); }
 
 void ThrowIfConsumed(const lazy::BackendData* buffer) {
@@ -41,7 +22,12 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   }
   std::optional<ConsumedDonor> found;
   {
-    const WithoutGil without_gil;
+    PyThreadState* const thread = PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+    const auto restored = c10::make_scope_exit([thread] {
+      if (thread != nullptr) {
+        PyEval_RestoreThread(thread);
+      }
+    });
     found = steps.FindConsumed(buffer);
   }
   if (found.has_value()) {

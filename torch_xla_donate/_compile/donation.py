@@ -169,16 +169,16 @@ class RunDonation(_C.Scope):
         donors: Sequence[torch.Tensor],
         graph: str,
         places: Sequence[tuple[int | None, int | None]],
-        is_compiled_so: bool,
+        consumes: bool,
     ) -> Iterator[None]:
-        """The run of a graph in this context consumes the donors, or only notes them if it was not compiled for that.
+        """The run of a graph in this context consumes the donors. Without `consumes` the hooks only note them.
 
         places: for each donor its parameter number, and the number of the output computed from it; None if unknown.
         """
         if not donors:
             yield
             return
-        if not _C.arm_run(self._call, donors, graph, places, is_compiled_so):
+        if not _C.arm_run(self._call, donors, graph, places, consumes):
             raise _cancelled_meanwhile()
         try:
             yield

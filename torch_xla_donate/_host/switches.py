@@ -14,6 +14,7 @@ from torch_xla_donate import _C
 from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import in_eager_mode
+from torch_xla_donate._host.tensors import tensor_id
 from torch_xla_donate._locks import make_lock
 
 # torch_xla's switches for compiling without a step belong to the whole process. The threads of `torch_xla.launch`, one
@@ -76,7 +77,7 @@ class Tracing(_C.Scope):
             xlac()._set_use_eager_mode(False)
         # torch_xla's switch would stop the steps of other threads.
         _C.refuse_runs(True)
-        self.first_id = xlac()._xla_get_tensor_id(torch.empty(0, device="xla"))
+        self.first_id = tensor_id(torch.empty(0, device="xla"))
         # The program's casts would be constants of the graph, and those of the trace must not leave it.
         torch.clear_autocast_cache()
 

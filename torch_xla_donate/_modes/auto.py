@@ -45,9 +45,9 @@ class auto_donate(SwitchMode):
     come first. `donation_report` shows automatic donors, and the reasons for skipped steps.
 
     The values of a program stay equal up to rounding (bit for bit with ``TORCH_XLA_DONATE_KEEP_ORDER=1``), and
-    automatic donors cause no warnings. The donors follow from the live
-    tensors, so a steady loop compiles once. If the live tensors differ between steps (the garbage collector may free a
-    cycle), a graph is compiled for at most six sets of donors. Later steps use the set that fits.
+    automatic donors cause no warnings. The donors follow from the live tensors, so a steady loop compiles once. If the
+    live tensors differ between steps (the garbage collector may free a cycle), a graph is compiled for at most six sets
+    of donors. Later steps use the set that fits.
 
     Runs of compiled graphs (``torch.compile``, ``compile(pure=True)``) are not steps. The caller holds their inputs.
 
