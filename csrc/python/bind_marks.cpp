@@ -418,6 +418,19 @@ void BindMarks(py::module_& m) {
       py::arg("pending"), py::arg("source"),
       "Replaces the work that would compute a tensor by the array of another one. The tensor keeps its sharding.");
   m.def(
+      "drop_node",
+      [](py::handle tensor) {
+        const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+        if (resolved.buffer == nullptr || !resolved.tensor->ir_value) {
+          return false;
+        }
+        resolved.tensor->handle = resolved.buffer;
+        resolved.tensor->ir_value = lazy::Value();
+        return true;
+      },
+      py::arg("tensor"),
+      "Drops the node by which graphs read a tensor's array, until the next read. Returns whether there was one.");
+  m.def(
       "note_placeholder", [](py::handle tensor) { NotePlaceholder(abi::Resolve(TensorOf(tensor)).buffer); },
       py::arg("tensor"), "A step that reads this tensor's array raises RuntimeError before it begins.");
   m.def(

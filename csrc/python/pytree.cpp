@@ -141,12 +141,6 @@ void AddDevice(const at::Tensor& tensor, std::vector<int>& devices) {
   }
 }
 
-// The number of a tensor's gradient hooks.
-std::int64_t HookCount(PyObject* object) {
-  PyObject* const hooks = reinterpret_cast<THPVariable*>(object)->backward_hooks;
-  return hooks == nullptr || PyDict_Check(hooks) == 0 ? 0 : PyDict_Size(hooks);
-}
-
 }  // namespace
 
 bool IsSame(PyObject* one, PyObject* other) {
@@ -194,10 +188,21 @@ void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
   abi::Prefetch(tensors);
 }
 
-PyTypeObject* TensorReader::Read(PyObject* object) {
+void TensorReader::Read(PyObject* object) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
-  PyTypeObject* const kind = THPVariable_CheckTypeExact(Py_TYPE(object)) ? nullptr : Py_TYPE(object);
   facts.clear();
+  objects.clear();
+  const bool has_class = !THPVariable_CheckTypeExact(Py_TYPE(object));
+  if (has_class) {
+    objects.push_back(reinterpret_cast<PyObject*>(Py_TYPE(object)));
+  }
+  PyObject* const hooks = tensor.requires_grad() ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
+  if (hooks != nullptr && PyDict_Check(hooks) != 0) {
+    PyObject* hook = nullptr;
+    for (Py_ssize_t next = 0; PyDict_Next(hooks, &next, nullptr, &hook) != 0;) {
+      objects.push_back(hook);
+    }
+  }
   data = nullptr;
   buffer = nullptr;
   auto state = abi::TensorState::kMaterialized;
@@ -212,7 +217,7 @@ PyTypeObject* TensorReader::Read(PyObject* object) {
     buffer = resolved_.buffer == nullptr ? nullptr : &resolved_.buffer;
     if (state == abi::TensorState::kDynamic || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
       dynamic = true;
-      return kind;
+      return;
     }
     sizes = tensor.sizes();
   }
@@ -221,21 +226,21 @@ PyTypeObject* TensorReader::Read(PyObject* object) {
   for (const std::int64_t size : sizes) {
     facts.push_back(size);
   }
-  facts.push_back(static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (tensor.requires_grad() ? 1 : 0) +
-                  (tensor.requires_grad() ? HookCount(object) << 32 : 0) + (is_xla ? 0 : 2) +
-                  (kind == nullptr ? 0 : 4) + (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
+  facts.push_back((static_cast<std::int64_t>(objects.size()) << 32) +
+                  static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (tensor.requires_grad() ? 1 : 0) +
+                  (is_xla ? 0 : 2) + (has_class ? 4 : 0) +
+                  (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
   facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
   if (buffer == nullptr) {
     pending = pending || is_xla;
     distinct = false;
     facts.push_back(-1);
-    return kind;
+    return;
   }
   const std::uint32_t number = buffers_.Add(buffer->get());
   distinct = distinct && number == count_++;
   facts.push_back(number);
   facts.push_back(abi::ElementTypeOf(**buffer));
-  return kind;
 }
 
 Signature SignatureOf(const py::list& leaves) {
@@ -253,8 +258,9 @@ Signature SignatureOf(const py::list& leaves) {
     PrefetchLeaves(items, i, count);
     if (IsTensor(items[i])) {
       AddDevice(THPVariable_Unpack(items[i]), devices);
-      if (PyTypeObject* kind = reader.Read(items[i])) {
-        others.append(py::handle(reinterpret_cast<PyObject*>(kind)));
+      reader.Read(items[i]);
+      for (PyObject* object : reader.objects) {
+        others.append(py::handle(object));
       }
       put(reader.facts.data(), reader.facts.size());
     } else {

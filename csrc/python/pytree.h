@@ -32,17 +32,18 @@ bool IsSame(PyObject* one, PyObject* other);
 // of a thousand tensors is in no cache, and the misses of a block do not wait for each other.
 void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count);
 
-// Reads what a compiled graph depends on: sizes, dtype, device and requires_grad of tensors, which share a buffer, and
-// which are of a class of their own.
+// Reads what a compiled graph depends on: sizes, dtype, device, requires_grad and gradient hooks of tensors, which share
+// a buffer, and which are of a class of their own.
 class TensorReader {
  public:
   // most: how many tensors will be read.
   explicit TensorReader(std::size_t most) : buffers_(most) {}
-  // Reads a tensor. Returns its class, unless that is torch's Tensor or Parameter.
-  PyTypeObject* Read(PyObject* object);
+  void Read(PyObject* object);
 
   // Of the tensor read last. No facts begin like others; the first is not negative.
   c10::SmallVector<std::int64_t, 16> facts;
+  // Its class, unless that is torch's Tensor or Parameter, and its gradient hooks. The facts say how many these are.
+  c10::SmallVector<PyObject*, 2> objects;
   const std::shared_ptr<abi::TensorData>* data = nullptr;
   const lazy::BackendDataPtr* buffer = nullptr;  // null if it holds none
   at::IntArrayRef sizes;
@@ -59,7 +60,7 @@ class TensorReader {
 };
 
 // The inputs of a compiled graph. The key has the facts of each tensor in turn, and kNoTensor for each other leaf;
-// `others` has the leaves that are not tensors, and the classes that Read() returns, in the order of the leaves.
+// `others` has the leaves that are not tensors, and the objects of those that are, in the order of the leaves.
 constexpr std::int64_t kNoTensor = -1;
 struct Signature {
   py::bytes key;

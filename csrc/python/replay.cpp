@@ -39,10 +39,12 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
       ++other;
       continue;
     }
-    PyTypeObject* const kind = reader.Read(items[i]);
-    if (reader.dynamic || !match(reader.facts) || (kind != nullptr && reinterpret_cast<PyObject*>(kind) != *other++)) {
+    reader.Read(items[i]);
+    if (reader.dynamic || !match(reader.facts) ||
+        !std::equal(reader.objects.begin(), reader.objects.end(), other)) {
       return false;
     }
+    other += reader.objects.size();
     if (donor != donated_.end() && std::get<0>(*donor) == i) {
       donated.push_back({*reader.data, *reader.buffer, reader.sizes, static_cast<std::uint32_t>(i)});
       ++donor;

@@ -195,8 +195,7 @@ class LoweringRecorder(_trace.Recorder):
             if kept is not None and is_materialised(kept) and not _C.has_value(kept):
                 _C.note_placeholder(kept)
         for tensor in [*self._arguments, *self.captured.values()]:
-            if is_materialised(tensor) and not _C.has_value(tensor):
-                _C.give_array(tensor, tensor)
+            _C.drop_node(tensor)
 
     def restore(self) -> None:
         super().restore()

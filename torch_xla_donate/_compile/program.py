@@ -230,11 +230,13 @@ class TracedProgram(TracedGraph):
         self._signature = self._sign()
         self._modules, self._global_hooks = recorder.modules.found, recorder.modules.global_hooks
         unseen = self._connect(graph, trace, leaves, proxies.values)
+        if unseen is None:
+            unseen = proxies.read_unseen(recorder.captured)
         if unseen is not None:
             raise refuse(
                 f"uses {_trees.dtype_and_shape(unseen)} from outside where the trace does not see it, such as in a "
                 "hook, a custom backward pass or a custom operation",
-                "Make it an argument",
+                "Use an argument of the function there",
                 "",
             )
         return False
@@ -247,7 +249,7 @@ class TracedProgram(TracedGraph):
 
     def _sign(self) -> tuple[Hashable, bool]:
         found = signature_of(self.captured)
-        return (found.key, _host.shardings(self.captured)), found.pending
+        return (found.key, tuple(found.others), _host.shardings(self.captured)), found.pending
 
     def is_current(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph still fits the tensors that the function closes over, and the state of its modules.
@@ -263,7 +265,7 @@ class TracedProgram(TracedGraph):
                 signature, _ = self._sign()
             if signature != self._signature[0] or any(one.grad is not None for one in self._without_gradient):
                 return False
-        if self._modules and _trace.global_hooks() != self._global_hooks:
+        if self._modules and _host.global_hooks() != self._global_hooks:
             return False
         for reference, state in self._modules:
             module = reference()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ class ArgumentProxies:
     def make(self) -> tuple[CallArguments, list[Any]]:
         """The call to trace. Also the leaves of its arguments, with floats where the trace has numbers."""
         made = {i: self._proxy_of(leaf) for i, leaf in self._plain.items()}
+        for leaf in self._plain.values():  # also that of making its replacement
+            _C.drop_node(leaf)
         self.donated_copies = {
             _C.identity(made[i])[0]
             for i, leaf in self._plain.items()
@@ -122,6 +124,16 @@ class ArgumentProxies:
     def inseparable(self) -> set[int]:
         """The ids of the tensors whose replacements have the same identity."""
         return {id(leaf) for leaf in self._plain.values()} if self._spmd else set()
+
+    def read_unseen(self, captured: Container[int]) -> torch.Tensor | None:
+        """An argument that the trace has read in place of its replacement, without seeing it; not under SPMD.
+
+        captured: the identities of the tensors that it has seen.
+        """
+        if self._spmd:
+            return None
+        unseen = (leaf for leaf in self._plain.values() if _C.identity(leaf)[0] not in captured)
+        return next(filter(_C.drop_node, unseen), None)
 
     def are_shared(self, captured: Iterable[torch.Tensor], leaves: Sequence[Any]) -> bool:
         """Whether tensors need separate buffers (`separate`) before a trace can distinguish them."""

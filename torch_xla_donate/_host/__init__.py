@@ -17,6 +17,7 @@ from torch_xla_donate._host.dynamo import (
     captured_frame,
     compute_alone,
     compute_pending,
+    global_hooks,
     has_hooks,
     hooks_of,
     let_operators_pass,

@@ -151,8 +151,21 @@ def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
     )
 
 
+def global_hooks() -> list[int]:
+    """The numbers of the hooks that all modules run, except this package's."""
+    return [
+        number
+        for hooks in (
+            modules._global_forward_hooks,
+            modules._global_forward_pre_hooks,
+            modules._global_backward_hooks,
+            modules._global_backward_pre_hooks,
+        )
+        for number, hook in hooks.items()
+        if not str(getattr(hook, "__module__", "")).startswith("torch_xla_donate.")
+    ]
+
+
 def has_hooks(module: torch.nn.Module) -> bool:
     """Whether a call of the module runs more than its forward."""
-    return bool(
-        type(module).__call__ is not torch.nn.Module.__call__ or hooks_of(module) or modules._has_any_global_hook()  # type: ignore[no-untyped-call]
-    )
+    return bool(type(module).__call__ is not torch.nn.Module.__call__ or hooks_of(module) or global_hooks())

@@ -7,6 +7,5 @@ from torch_xla_donate._trace.recorder import (
     TensorSnapshot,
     as_one,
     current_watcher,
-    global_hooks,
     state_of,
 )

@@ -61,21 +61,6 @@ def state_of(module: torch.nn.Module) -> tuple[Any, ...]:
     return module.training, _host.hooks_of(module)
 
 
-def global_hooks() -> list[int]:
-    """The numbers of the hooks that all modules run, except `ModulesCalled`'s."""
-    return [
-        number
-        for hooks in (
-            modules._global_forward_hooks,
-            modules._global_forward_pre_hooks,
-            modules._global_backward_hooks,
-            modules._global_backward_pre_hooks,
-        )
-        for number, hook in hooks.items()
-        if getattr(hook, "__module__", "") != __name__
-    ]
-
-
 class ModulesCalled(_C.Scope):
     """Notes the modules that a trace calls, their modes and hooks, and the hooks of all modules."""
 
@@ -86,7 +71,7 @@ class ModulesCalled(_C.Scope):
 
     def enter(self) -> None:
         self._next_hook = RemovableHandle.next_id
-        self.global_hooks = global_hooks()
+        self.global_hooks = _host.global_hooks()
         modules.register_module_forward_pre_hook(self.note)
 
     def leave(self, raised: bool) -> None:
