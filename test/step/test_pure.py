@@ -295,6 +295,19 @@ def test_captured_tensors_that_share_a_buffer_are_updated_apart(make):
     assert g(x).tolist() == [10, 22, 34, 46]
 
 
+def test_a_captured_tensor_and_its_alias_may_part(make):
+    w = make(3)
+    alias = w.detach()
+    f = pure(lambda x: x + w * alias)
+    assert f(make(3)).tolist() == [0, 2, 6]
+    w.add_(1)
+    assert f(make(3)).tolist() == [1, 5, 11]
+    w.data = make(3) + 10
+    for _ in range(2):
+        assert f(make(3)).tolist() == [10, 23, 38]
+    assert len(f._programs) == 1
+
+
 def test_cached_constants_are_told_from_arguments_and_captures(make):
     x = make(3)
     g = pure(lambda s, x: s * x + torch.tensor(42.0, device="xla"))

@@ -228,6 +228,7 @@ class TracedProgram(TracedGraph):
         self._without_gradient = [one for one in self.captured if id(one) in recorder.without_gradient]
         self._leaves_without_gradient = [i for i, leaf in enumerate(leaves) if id(leaf) in recorder.without_gradient]
         self._signature = self._sign()
+        self._aliases = recorder.aliases
         self._modules, self._global_hooks = recorder.modules.found, recorder.modules.global_hooks
         unseen = self._connect(graph, trace, leaves, proxies.values)
         if unseen is None:
@@ -264,6 +265,10 @@ class TracedProgram(TracedGraph):
                 torch_xla.sync()
                 signature, _ = self._sign()
             if signature != self._signature[0] or any(one.grad is not None for one in self._without_gradient):
+                return False
+        for pair in self._aliases:  # until one of them is given other data
+            one, other = (reference() for reference in pair)
+            if one is not None and other is not None and _C.identity(one)[0] != _C.identity(other)[0]:
                 return False
         if self._modules and _host.global_hooks() != self._global_hooks:
             return False

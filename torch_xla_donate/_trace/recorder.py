@@ -91,6 +91,7 @@ class Recorder(TorchFunctionMode):
     Attributes:
         refuse: makes the errors.
         captured: tensors that the function uses and that are not arguments, by identity.
+        aliases: pairs of such tensors that have the same identity, which the graph does not distinguish.
         given: the identities of the arguments.
         inseparable: ids of tensors that the function must not close over, because arguments have the same identity.
         donated_copies: the identities of copies of donated arguments.
@@ -114,6 +115,7 @@ class Recorder(TorchFunctionMode):
         self._arguments = [leaf for leaf in arguments if isinstance(leaf, torch.Tensor)]
         self.given = {_C.identity(leaf)[0] for leaf in self._arguments}
         self.captured: dict[int, torch.Tensor] = {}
+        self.aliases: list[tuple[weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
         self.without_gradient: set[int] = set()
         self.inseparable: set[int] = set()
         self.donated_copies: set[int] = set()
@@ -229,6 +231,8 @@ class Recorder(TorchFunctionMode):
             if known is None or isinstance(tensor, torch.nn.Parameter):
                 self.captured[identity] = tensor
                 self.outside_ids.add(id(tensor))
+            if known is not None and known is not tensor:
+                self.aliases.append((weakref.ref(known), weakref.ref(tensor)))
         return identity, buffer
 
     def _check_attribute(self, func: Any, args: Sequence[Any]) -> None:
