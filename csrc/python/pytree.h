@@ -32,8 +32,8 @@ bool IsSame(PyObject* one, PyObject* other);
 // of a thousand tensors is in no cache, and the misses of a block do not wait for each other.
 void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count);
 
-// Reads what a compiled graph depends on: sizes, dtype, device, requires_grad and gradient hooks of tensors, which share
-// a buffer, and which are of a class of their own.
+// Reads what a compiled graph depends on: sizes, dtype, device, requires_grad and gradient hooks of tensors, which
+// share a buffer, and which are of a class of their own.
 class TensorReader {
  public:
   // most: how many tensors will be read.

@@ -40,8 +40,7 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
       continue;
     }
     reader.Read(items[i]);
-    if (reader.dynamic || !match(reader.facts) ||
-        !std::equal(reader.objects.begin(), reader.objects.end(), other)) {
+    if (reader.dynamic || !match(reader.facts) || !std::equal(reader.objects.begin(), reader.objects.end(), other)) {
       return false;
     }
     other += reader.objects.size();

@@ -132,8 +132,8 @@ class ArgumentProxies:
         """
         if self._spmd:
             return None
-        unseen = (leaf for leaf in self._plain.values() if _C.identity(leaf)[0] not in captured)
-        return next(filter(_C.drop_node, unseen), None)
+        unseen = [leaf for leaf in self._plain.values() if _C.identity(leaf)[0] not in captured]
+        return next((leaf for leaf in unseen if _C.drop_node(leaf)), None)
 
     def are_shared(self, captured: Iterable[torch.Tensor], leaves: Sequence[Any]) -> bool:
         """Whether tensors need separate buffers (`separate`) before a trace can distinguish them."""
