@@ -24,11 +24,33 @@ inline bool IsTensor(PyObject* object) {
   return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
 }
 
+// The tensor that an XLAShardedTensor of torch_xla wraps; any other tensor as it is. The wrapper keeps it in a slot, so
+// this runs no Python.
+inline PyObject* WithoutWrapper(PyObject* tensor) {
+  PyTypeObject* const kind = Py_TYPE(tensor);
+  if (THPVariable_CheckTypeExact(kind)) {
+    return tensor;
+  }
+  static PyObject* const name = PyUnicode_InternFromString("global_tensor");
+  PyObject* const slot = _PyType_Lookup(kind, name);
+  if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
+    return tensor;
+  }
+  const auto inner = py::reinterpret_steal<py::object>(Py_TYPE(slot)->tp_descr_get(slot, tensor, nullptr));
+  if (!inner) {
+    PyErr_Clear();  // an empty slot
+  }
+  return inner && IsTensor(inner.ptr()) ? inner.ptr() : tensor;
+}
+
+// For an object of which IsTensor() is true.
+inline const at::Tensor& TensorIn(PyObject* tensor) { return THPVariable_Unpack(WithoutWrapper(tensor)); }
+
 inline const at::Tensor& TensorOf(py::handle object) {
   if (!IsTensor(object.ptr())) {
     throw py::type_error(std::string("expected a torch.Tensor, got ") + Py_TYPE(object.ptr())->tp_name);
   }
-  return THPVariable_Unpack(object.ptr());
+  return TensorIn(object.ptr());
 }
 
 }  // namespace torch_xla_donate

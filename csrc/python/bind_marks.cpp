@@ -126,7 +126,7 @@ py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int 
       obstacle = "not_tensor";
       break;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    const at::Tensor& tensor = TensorIn(items[i]);
     at::Tensor updated;
     abi::Resolution resolved;
     std::optional<abi::HeldArray> held = abi::HeldBy(tensor);
@@ -181,7 +181,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
     if (!IsTensor(items[i])) {
       continue;
     }
-    const at::Tensor& tensor = THPVariable_Unpack(items[i]);
+    const at::Tensor& tensor = TensorIn(items[i]);
     abi::Resolution leaf = abi::Resolve(tensor);
     const char* obstacle = leaf.state == abi::TensorState::kReadOnly ? "" : Obstacle(leaf);
     if (*obstacle != '\0') {
@@ -196,7 +196,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); IsTensor(item)) {
-      const auto found = by_tensor.find(abi::Resolve(THPVariable_Unpack(item)).tensor.get());
+      const auto found = by_tensor.find(abi::Resolve(TensorIn(item)).tensor.get());
       if (found != by_tensor.end()) {
         return py::cast(LeafRefusal{found->second, "also_kept", i});
       }
@@ -208,7 +208,7 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
   for (const py::list* arguments : {&donated, &kept}) {
     for (const py::handle argument : *arguments) {
       if (IsTensor(argument.ptr())) {
-        abi::KeepValue(THPVariable_Unpack(argument.ptr()));
+        abi::KeepValue(TensorIn(argument.ptr()));
       }
     }
   }
@@ -240,7 +240,7 @@ void KeepReturned(const py::list& outputs) {
   std::vector<lazy::BackendDataPtr> buffers;
   for (py::handle item : outputs) {
     if (IsTensor(item.ptr())) {
-      if (abi::Resolution output = abi::Resolve(THPVariable_Unpack(item.ptr())); output.buffer != nullptr) {
+      if (abi::Resolution output = abi::Resolve(TensorIn(item.ptr())); output.buffer != nullptr) {
         buffers.push_back(std::move(output.buffer));
       }
     }
@@ -271,7 +271,7 @@ Call MarkForCall(const std::vector<ArgumentToMark>& leaves, PyObject** items, st
   std::vector<at::Tensor> viewed;
   for (const ArgumentToMark& leaf : leaves) {
     call.donors->Add(leaf.buffer, leaf.sizes, {leaf.tensor, call.site, leaf.index, {}, abi::ShardingOf(*leaf.tensor)});
-    if (const at::Tensor& tensor = THPVariable_Unpack(items[leaf.index]); abi::HasAliases(tensor)) {
+    if (const at::Tensor& tensor = TensorIn(items[leaf.index]); abi::HasAliases(tensor)) {
       viewed.push_back(tensor);
     }
   }

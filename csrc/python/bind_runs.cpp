@@ -72,7 +72,7 @@ void BindRuns(py::module_& m) {
         std::size_t position = 0;
         for (py::handle argument : arguments) {
           if (IsTensor(argument.ptr())) {
-            const abi::Resolution resolved = abi::Resolve(THPVariable_Unpack(argument.ptr()));
+            const abi::Resolution resolved = abi::Resolve(TensorIn(argument.ptr()));
             if (const auto leaf = Marks::Get().LeafOf(resolved.buffer.get(), call.site.get())) {
               result.emplace_back(position, *leaf);
             }

@@ -189,14 +189,15 @@ void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
 }
 
 void TensorReader::Read(PyObject* object) {
-  const at::Tensor& tensor = THPVariable_Unpack(object);
+  const at::Tensor& tensor = TensorIn(object);
+  const bool requires_grad = THPVariable_Unpack(object).requires_grad();
   facts.clear();
   objects.clear();
   const bool has_class = !THPVariable_CheckTypeExact(Py_TYPE(object));
   if (has_class) {
     objects.push_back(reinterpret_cast<PyObject*>(Py_TYPE(object)));
   }
-  PyObject* const hooks = tensor.requires_grad() ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
+  PyObject* const hooks = requires_grad ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
   if (hooks != nullptr && PyDict_Check(hooks) != 0) {
     PyObject* hook = nullptr;
     for (Py_ssize_t next = 0; PyDict_Next(hooks, &next, nullptr, &hook) != 0;) {
@@ -227,9 +228,8 @@ void TensorReader::Read(PyObject* object) {
     facts.push_back(size);
   }
   facts.push_back((static_cast<std::int64_t>(objects.size()) << 32) +
-                  static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (tensor.requires_grad() ? 1 : 0) +
-                  (is_xla ? 0 : 2) + (has_class ? 4 : 0) +
-                  (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
+                  static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (requires_grad ? 1 : 0) + (is_xla ? 0 : 2) +
+                  (has_class ? 4 : 0) + (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
   facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
   if (buffer == nullptr) {
     pending = pending || is_xla;

@@ -75,8 +75,8 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
   Call call = MarkForCall(donated, items, site);
   // As in mark_arguments: an argument that is a view of a donated one keeps its value.
   for (std::size_t i = 0, count = begun.leaves.size(); i < count; ++i) {
-    if (IsTensor(items[i]) && abi::HasAliases(THPVariable_Unpack(items[i]))) {
-      abi::KeepValue(THPVariable_Unpack(items[i]));
+    if (IsTensor(items[i]) && abi::HasAliases(TensorIn(items[i]))) {
+      abi::KeepValue(TensorIn(items[i]));
     }
   }
   for (ArgumentToMark& leaf : donated) {

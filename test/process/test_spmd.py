@@ -19,10 +19,10 @@ import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from children import in_process, run_in_child
-from helpers import BACKENDS, consume, each_backend, each_trace
+from helpers import BACKENDS, consume, each_backend, each_trace, error_of
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-from torch_xla_donate import _C, DonationWarning, _host, compile, donate_buffer, donation_report, hlo, is_donated
+from torch_xla_donate import _C, DonationWarning, _host, advise, compile, donate_buffer, donation_report, hlo, is_donated
 
 DEVICES = (4, 8)
 # The mesh has 2 x 2 or 2 x 4 devices. Each dimension of the array is cut along these axes.
@@ -525,6 +525,32 @@ def test_a_sharded_argument_that_is_returned_is_kept():
                 assert all(map(torch.equal, found, expected)), (options, spec)
                 assert is_donated(q) and not is_donated(w)
                 assert torch.equal(w.cpu(), values(8))
+
+
+@pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")
+@in_process(devices=4)
+def test_a_wrapper_counts_as_the_tensor_in_it():
+    rows, wrap = (("a", "b"), ()), xs.wrap_if_sharded
+    for options in ({}, {"pure": True}):
+        x = make((8, 4), rows)
+        kept, double = compile(lambda s: (wrap(s), s * 2), donate_argnums=0, **options)(x)
+        torch_xla.sync()
+        assert torch.equal(torch.as_tensor(_host.without_wrapper(kept).cpu()), values(8, 4)) and not is_donated(x)
+        for first in (x, wrap(x)):
+            message = error_of(ValueError, compile(lambda a, b: a * 2 + b, donate_argnums=0, **options), first, wrap(x))
+            assert "has the same buffer" in message and not is_donated(x)
+    c = wrap(make((8, 4), rows))
+    for f in (lambda s: shard(s * 2, rows), lambda s: s + c, lambda s: wrap(s) * 2):
+        for argument in (make((8, 4), rows), wrap(make((8, 4), rows))):
+            (donor,) = compile(f, donate_argnums=0).lower(argument).compile().donors
+            assert donor.output == (0,)
+    g = compile(lambda s: s + c, donate_argnums=0, pure=True)
+    for k in (1, 2):
+        assert torch.equal(g(make((8, 4), rows) * k).cpu(), values(8, 4) * (k + 1))
+    big = wrap(make((64, 64), rows))
+    (hint,) = advise(lambda w: w * 2, big)
+    assert hint.bytes == 4096 and "donate_argnums=(0,)" in hint.edit
+    assert not donation_report().errors
 
 
 @pytest.mark.filterwarnings("ignore::torch_xla_donate.DonationWarning")

@@ -189,8 +189,8 @@ def _names_of_outputs(call: CallArguments, result: Any) -> dict[int, str]:
         *((leaf, names.name(index)) for index, leaf in enumerate(leaves)),
         *((leaf, _trees.qualified_name("result", paths.name(index))) for index, leaf in enumerate(results)),
     ]
-    tensors = [(_trees.without_wrapper(leaf), name) for leaf, name in named if isinstance(leaf, torch.Tensor)]
-    return {_C.identity(tensor)[1]: name for tensor, name in tensors if tensor.device.type == "xla"}
+    tensors = [(leaf, name) for leaf, name in named if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla"]
+    return {_C.identity(tensor)[1]: name for tensor, name in tensors}
 
 
 _HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)
@@ -199,8 +199,7 @@ _HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum
 def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
     """Raises TypeError for a donated leaf that may hide tensors, such as an unregistered dataclass."""
     for index, leaf in enumerate(leaves):
-        tensor = _trees.without_wrapper(leaf)
-        if not isinstance(tensor, _HARMLESS) and not callable(tensor):
+        if not isinstance(leaf, _HARMLESS) and not callable(leaf):
             raise _marks.refusal(leaf, "not_tensor", names.name(index))
 
 

@@ -41,7 +41,7 @@ def leaves_of_call(call: CallArguments) -> tuple[list[Any], Parts]:
     """The leaves of donated arguments, then those of kept ones; and for each argument its part."""
     parts = call.flattened(call.roles.nonstatic)
     leaves = [leaf for found, _ in parts for leaf in found]
-    return [_trees.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves, parts
+    return [_host.without_wrapper(leaf) for leaf in leaves] if _host.runtime().is_spmd() else leaves, parts
 
 
 def mark_donated(
@@ -59,9 +59,6 @@ def mark_donated(
     names = compiled.names(call, [structure for _, structure in parts[:count]])
     strict = compiled.strictness()
     marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
-    if isinstance(marked, _C.Refusal) and marked.obstacle == "not_xla":
-        donated = [_trees.without_wrapper(leaf) for leaf in donated]
-        marked = _C.mark_arguments(donated, kept, where, strict, for_compiled_run, names)
     if isinstance(marked, _C.Call):
         return marked
     if marked.kept is not None:

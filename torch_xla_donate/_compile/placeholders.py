@@ -134,8 +134,7 @@ def _is_counter(state: torch.Tensor) -> bool:
 
 def _kept(leaf: torch.Tensor, sharding: object) -> Any:
     """The sharding that a sharded XLA tensor has, unless the caller gives all shardings."""
-    found = _trees.without_wrapper(leaf)
-    return _host.op_sharding(found) if sharding is None and found.device.type == "xla" else None
+    return _host.op_sharding(leaf) if sharding is None and leaf.device.type == "xla" else None
 
 
 def _op_sharding(sizes: tuple[int, ...], sharding: Sharding) -> Any:

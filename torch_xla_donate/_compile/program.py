@@ -298,7 +298,7 @@ def own_result(leaf: Any, outside: Container[int]) -> Any:
 
     outside: the identities of the tensors that were not made in the trace.
     """
-    leaf = _trees.without_wrapper(leaf)  # of a sharded tensor
+    leaf = _host.without_wrapper(leaf)
     if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
         return leaf
     return leaf if _C.identity(leaf)[0] in outside else _host.computed(leaf)

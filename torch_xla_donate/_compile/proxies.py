@@ -33,9 +33,8 @@ class ArgumentProxies:
         self._function, self._call, self._refuse = function, call, refuse
         self._plain: dict[int, torch.Tensor] = {}
         for leaf in pytree.tree_leaves(call.values(call.roles.nonstatic)):
-            tensor = _trees.without_wrapper(leaf)
-            if isinstance(tensor, torch.Tensor) and _C.identity(tensor)[1]:
-                self._plain[id(leaf)] = tensor
+            if isinstance(leaf, torch.Tensor) and _C.identity(leaf)[1]:
+                self._plain[id(leaf)] = _host.without_wrapper(leaf)
         leaves, _ = leaves_of_call(call)
         refuse_composed(function, "its arguments have", leaves)
         self._refuse_views(leaves)
@@ -187,7 +186,7 @@ class ArgumentProxies:
 
 def refuse_composed(function: str, who: str, leaves: Iterable[Any]) -> None:
     """Raises DonationError for a tensor that is made of other tensors, except for torch_xla's own wrapper."""
-    for leaf in map(_trees.without_wrapper, leaves):
+    for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.device.type == "xla" and not _C.identity(leaf)[0]:
             raise DonationError(
                 f"{function} is declared pure, but {who} {_trees.dtype_and_shape(leaf)} of the class "

@@ -53,7 +53,7 @@ def user_computation(
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
     module = _module(computation)
-    tensors = [_trees.without_wrapper(tensor) for tensor in inputs]
+    tensors = [_host.without_wrapper(tensor) for tensor in inputs]
     names = _trees.Places([(f"inputs[{index}] of {name}",) for index in range(len(tensors))])
     module.check(tensors, names)
     donated = to_donate(tensors, module.donors, names, request)
@@ -199,14 +199,14 @@ def to_donate(
     may_warn = strict < _config.Strictness.ERROR and (eager or request.strict is not None)
     body = _marks.current_body.value
     kept = {
-        _C.identity(_trees.without_wrapper(tensors[index]))[1]: index
+        _C.identity(tensors[index])[1]: index
         for index in set(range(len(tensors))).difference(donors)
         if isinstance(tensors[index], torch.Tensor)
     }
     free: list[int] = []
     unfit: dict[int, str] = {}
     for index in donors:
-        tensor = _trees.without_wrapper(tensors[index])
+        tensor = tensors[index]
         argument = body.argument(tensor) if body is not None else None
         if body is not None and argument is not None:
             body.donate(argument, request)

@@ -78,4 +78,5 @@ from torch_xla_donate._host.tensors import (
     tracked_views,
     transfers,
     with_dtype,
+    without_wrapper,
 )

@@ -13,22 +13,27 @@ from torch_xla_donate._host.load import xlac
 from torch_xla_donate._host.settings import runtime
 
 
+def without_wrapper(leaf: Any) -> Any:
+    """The tensor in an XLAShardedTensor, as torch_xla's functions take it; any other leaf unchanged. `_C` takes both."""
+    return getattr(leaf, "global_tensor", leaf)
+
+
 def sharding_spec(tensor: torch.Tensor) -> str:
     """The tensor's sharding in XLA's notation; empty if it has none."""
-    return str(xlac()._get_xla_sharding_spec(tensor))
+    return str(xlac()._get_xla_sharding_spec(without_wrapper(tensor)))
 
 
 def shardings(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """The shardings of the tensors among the arguments; empty without SPMD."""
     if not runtime().is_spmd():
         return ()
-    tensors = [a for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "xla"]
+    tensors = [without_wrapper(a) for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "xla"]
     return (tuple(xlac()._get_xla_sharding_specs(tensors)),)
 
 
 def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
     """Another tensor of a materialised tensor's buffer."""
-    _, found = xlac()._get_tensors_xla_device_data_node([tensor])
+    _, found = xlac()._get_tensors_xla_device_data_node([without_wrapper(tensor)])
     return with_dtype(found[0], tensor.dtype)
 
 
@@ -80,7 +85,7 @@ def tracked_views(tensor: torch.Tensor) -> torch.Tensor:
 
 def tensor_id(tensor: torch.Tensor) -> int:
     """torch_xla's number of an XLA tensor. Numbers rise."""
-    return int(xlac()._xla_get_tensor_id(tensor))
+    return int(xlac()._xla_get_tensor_id(without_wrapper(tensor)))
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,7 +108,7 @@ def give_own_buffer(tensor: torch.Tensor) -> None:
 
 def array_of(tensor: torch.Tensor) -> hlo.HloShape:
     """An XLA tensor's shape on its device."""
-    shape = xlac()._xla_op_tensor_shape(tensor, "")
+    shape = xlac()._xla_op_tensor_shape(without_wrapper(tensor), "")
     return hlo.HloShape(shape["type"], tuple(shape["sizes"]))
 
 
@@ -129,7 +134,7 @@ def same_placeholder(tensor: torch.Tensor) -> torch.Tensor:
 
 def op_sharding(tensor: torch.Tensor) -> Any:
     """torch_xla's OpSharding of an XLA tensor; None if it has none."""
-    return xlac()._get_xla_op_sharding(tensor) if sharding_spec(tensor) else None
+    return xlac()._get_xla_op_sharding(without_wrapper(tensor)) if sharding_spec(tensor) else None
 
 
 def show_shardings(tensors: Iterable[torch.Tensor]) -> None:
@@ -155,7 +160,7 @@ def pending(values: Iterable[Any]) -> list[torch.Tensor]:
     found: dict[int, torch.Tensor] = {}
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type == "xla" and _C.has_graph(value):
-            found.setdefault(_C.identity(value)[0], value)
+            found.setdefault(_C.identity(value)[0], without_wrapper(value))
     return list(found.values())
 
 

@@ -146,7 +146,7 @@ def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
                 f"carried_tensors[{index}] is of type {type(tensor).__name__}, not a tensor. Pass a tensor, or close "
                 f"over the value in the step. {see('gradient_accumulation')}"
             )
-        for key in _C.identity(_trees.without_wrapper(tensor)):
+        for key in _C.identity(tensor):
             first = places.setdefault(key, index) if key else index
             if first != index:
                 raise ValueError(

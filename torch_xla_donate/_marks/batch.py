@@ -29,9 +29,6 @@ def mark(
     outputs = check_outputs(leaves, names, preferred_outputs) if preferred_outputs else {}
     strict = request.strictness()
     marks = _C.mark(leaves, request.where, strict, names, outputs)
-    if isinstance(marks, _C.Refusal) and marks.obstacle == "not_xla":
-        leaves = [_trees.without_wrapper(leaf) for leaf in leaves]
-        marks = _C.mark(leaves, request.where, strict, names, outputs)
     if isinstance(marks, _C.Refusal):
         name = names.name(marks.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
@@ -87,12 +84,11 @@ def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
 
 
 def _by_request(donations: Sequence[Donation]) -> Iterator[tuple[DonationRequest, list[Donation]]]:
-    """The donations of each request, without wrappers. Raises an error first if one of them cannot be marked."""
-    plain = [given._replace(tensor=_trees.without_wrapper(given.tensor)) for given in donations]
-    for given in plain:
+    """The donations of each request. Raises an error first if one of them cannot be marked."""
+    for given in donations:
         obstacle = _C.state(given.tensor) if isinstance(given.tensor, torch.Tensor) else "not_tensor"
         if obstacle not in ("materialized", "marked", "donated"):  # marking a consumed tensor raises
             raise refusal(given.tensor, obstacle, given.name)
-    for request in dict.fromkeys(given.request for given in plain):
+    for request in dict.fromkeys(given.request for given in donations):
         prepare(request.where)
-        yield request, [given for given in plain if given.request == request]
+        yield request, [given for given in donations if given.request == request]

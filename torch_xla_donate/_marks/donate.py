@@ -157,9 +157,8 @@ def is_donated(t: torch.Tensor) -> bool:
     Raises:
         TypeError: ``t`` is not a tensor.
     """
-    tensor = _trees.without_wrapper(t)
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(t, torch.Tensor):
         raise TypeError(
             f"t is of type {type(t).__name__}, not a tensor. Pass one tensor at a time. {see('cancel_donation')}"
         )
-    return _C.is_donated(tensor)
+    return _C.is_donated(t)

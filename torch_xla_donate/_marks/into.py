@@ -55,17 +55,16 @@ def check_outputs(leaves: Sequence[Any], names: _trees.Names, outputs: Sequence[
     for index, (leaf, output) in enumerate(zip(leaves, outputs)):
         if leaf is None or output is None:
             continue
-        source, destination = _trees.without_wrapper(leaf), _trees.without_wrapper(output)
         label = _trees.qualified_name("into", names.name(index))
-        if not isinstance(destination, torch.Tensor):
+        if not isinstance(output, torch.Tensor):
             raise TypeError(
                 f"{label} is of type {type(output).__name__}, not a tensor. Pass a tensor that the step computes, or "
                 f"None. {see('into')}"
             )
-        if not isinstance(source, torch.Tensor) or _C.state(source) in ("not_xla", "pending"):
+        if not isinstance(leaf, torch.Tensor) or _C.state(leaf) in ("not_xla", "pending"):
             continue  # marking refuses this leaf later
-        _check(label, source, destination)
-        checked[index] = destination
+        _check(label, leaf, output)
+        checked[index] = output
     return checked
 
 

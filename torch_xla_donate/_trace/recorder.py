@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from torch_xla_donate import _C, _frames, _host, _numbers, _trees
@@ -146,6 +147,9 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function of torch. The error for a read on the host names the floats among its arguments."""
+        if any(hasattr(tensor, "global_tensor") for tensor in tensors_of((args, kwargs))):
+            # torch breaks the wrappers that operations make inside of a TorchDispatchMode.
+            args, kwargs = pytree.tree_map(_host.without_wrapper, (args, kwargs))
         numbers = _numbers.numbers_in(tensors_of((args, kwargs))) if self._has_numbers else []
         if not numbers:
             return func(*args, **kwargs)
@@ -225,6 +229,7 @@ class Recorder(TorchFunctionMode):
         if base is not None and _C.identity(base)[1]:
             self._read(base)  # the graph computes the view again
         if buffer:
+            tensor = _host.without_wrapper(tensor)
             known = self.captured.get(identity)
             if known is None:
                 self._snapshots.append(TensorSnapshot(tensor))

@@ -9,7 +9,6 @@ from torch_xla_donate._trees.leaves import (
     refuse_depth,
     tensors_in,
     with_places,
-    without_wrapper,
 )
 from torch_xla_donate._trees.names import (
     IndexNames,

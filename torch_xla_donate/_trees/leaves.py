@@ -120,10 +120,10 @@ def flatten(tree: Any, name: object) -> tuple[list[Any], Places]:
 
 
 def named_leaves(tree: Any, argument: str) -> list[tuple[str, Any]]:
-    """The leaves of an argument except ``None``, without wrappers, each with its name in messages."""
+    """The leaves of an argument except ``None``, each with its name in messages."""
     leaves, names = flatten(tree, argument)
     return [
-        (qualified_name(argument, names.name(index)), without_wrapper(leaf))
+        (qualified_name(argument, names.name(index)), leaf)
         for index, leaf in enumerate(leaves)
         if leaf is not None
     ]
@@ -146,7 +146,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
             continue
         seen[id(item)] = item
         if isinstance(item, torch.Tensor):
-            found.append(without_wrapper(item))
+            found.append(item)
         elif isinstance(item, types.FunctionType):
             todo += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
         else:
@@ -155,11 +155,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 _NO_VALUES = (type, types.ModuleType, types.FrameType, types.CodeType, types.BuiltinFunctionType)
-
-
-def without_wrapper(leaf: Any) -> Any:
-    """The tensor inside an XLAShardedTensor; any other leaf unchanged."""
-    return getattr(leaf, "global_tensor", leaf)
 
 
 def first_off_device(leaves: Sequence[Any]) -> torch.Tensor | None:
