@@ -120,10 +120,11 @@ def killed_in_a_loop() -> None:
     for _ in range(3):
         x = x + 1
         torch_xla.sync()
+        os.closerange(3, 64)  # as a program that becomes a daemon does
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_record_survives_a_kill(tmp_path):
+def test_the_record_survives_a_kill_and_closed_files(tmp_path):
     run = recorded(killed_in_a_loop, tmp_path, exit_code=-signal.SIGKILL)
     assert sum(step.executed or 0 for step in run.steps) == 3
 

@@ -154,11 +154,43 @@ def test_carried_tensors_that_share_a_buffer_are_refused(make):
         assert (one.tolist(), two.tolist()) == ([3, 4], [6, 7])
     with pytest.raises(TypeError, match=r"carried_tensors\[1\] is of type int, not a tensor. Pass a tensor"):
         gradient_accumulation(counted(model), (data,), model, carried, 3)
-    copy = whole_copy(carried)
-    with pytest.raises(ValueError, match=r"carried_tensors\[0\] shares its buffer with another tensor"):
-        gradient_accumulation(counted(model), (data,), model, carried)
-    _, result = gradient_accumulation(counted(model), (data,), model, carried.clone())
-    assert (result.tolist(), copy.tolist()) == ([3, 4], [0, 1])
+    with pytest.raises(ValueError, match=r"carried_tensors\[0\] has the same buffer as model.bias, but the loop"):
+        gradient_accumulation(counted(model), (data,), model, model.bias.detach())
+    copy, two = whole_copy(carried), torch.tensor(2.0).to("xla")
+    for given in (carried, carried.clone()):
+        _, result = gradient_accumulation(counted(model), (data,), model, given)
+        assert (result.tolist(), copy.tolist()) == ([3, 4], [0, 1])
+    step = lambda x, t: (model(x).sum() * 0 + t, t * torch.tensor(2.0).to("xla"))  # noqa: E731
+    loss, result = gradient_accumulation(step, (data,), model, two)
+    assert (loss.item(), result.item(), two.item()) == (pytest.approx(14 / 3), 16, 2)
+    for other in (carried, copy):
+        with pytest.raises(ValueError, match=r"the train step reads carried_tensors\[0\] itself, or another tensor"):
+            gradient_accumulation(lambda x, t: (model(x).sum() + other.sum(), t + 1), (data,), model, carried)  # noqa: B023
+
+
+def test_results_that_do_not_fit_are_refused(make):
+    model, data, carried = model_of(), make(3, 2, 4), make(2)
+    for rest in ((), (carried * 1, carried * 2), (make(3),), (None,)):
+        with pytest.raises(ValueError, match=r"returns a loss and \(.*\), but carried_tensors are \(float32\[2\]\)"):
+            gradient_accumulation(lambda x, t: (model(x).sum(), *rest), (data,), model, carried)  # noqa: B023
+    outside = torch.nn.Linear(4, 2).to("xla")
+    with pytest.raises(ValueError, match=r"the train step's loss depends on float32\[2(,4)?\], which is no parameter of"):
+        gradient_accumulation(lambda x: (model(x) + outside(x)).sum(), (data,), model)
+    with pytest.raises(TypeError, match="loss is of type float, not a tensor"):
+        gradient_accumulation(lambda x: 1.0, (data,), model)
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *outside.parameters()))
+
+
+def test_a_loss_may_be_carried_and_parameters_may_be_unused(make):
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 2), "unused": torch.nn.Linear(4, 2)}).to("xla")
+
+    def step(x, last):
+        loss = model["used"](x).mean() * 0 + 1 + last.sum() * 0
+        return loss, loss.detach().reshape(1)
+
+    loss, last = gradient_accumulation(step, (make(3, 2, 4),), model, make(1))
+    assert (loss.item(), last.item()) == (1, 1)
+    assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True, True]
 
 
 def test_gradients_are_those_of_torch_xla(make):

@@ -83,11 +83,6 @@ def accumulate(
     loss, *carried = result
     carried = carried_in_order(host, carried)
     for index, tensor in enumerate(carried):
-        if tensor is None and _is_known_by_another(carried_tensors[index]):
-            raise ValueError(
-                f"carried_tensors[{index}] shares its buffer with another tensor (as after b.copy_(t)), so torch_xla's "
-                f"loop loses its new value. Pass a .clone() of it. {see('gradient_accumulation')}"
-            )
         if tensor is None:
             raise ValueError(
                 f"carried_tensors[{index}] is not read by the train step, so torch_xla's loop loses its new value. "
@@ -112,7 +107,10 @@ def _sliced_without_a_run(tensor: Any) -> Any:
     return tensor.as_subclass(_Rows) if is_sliced else tensor
 
 
-def _is_known_by_another(tensor: torch.Tensor) -> bool:
-    """Whether torch_xla takes a tensor's buffer for that of another tensor."""
+def is_read_last(tensor: torch.Tensor) -> bool:
+    """Reads a tensor. Whether a graph has read no other tensor of its buffer since its own first read.
+
+    torch_xla knows a buffer by the tensor that had its first read last.
+    """
     ids, _ = xlac()._get_tensors_xla_device_data_node([tensor])
-    return list(ids) != [xlac()._xla_get_tensor_id(tensor)]
+    return list(ids) == [xlac()._xla_get_tensor_id(tensor)]

@@ -45,9 +45,10 @@ def gradient_accumulation(
 
     Raises:
         TypeError: ``donate``, ``strict`` or ``stacklevel`` has another type, a carried value is not a tensor, or the
-            loss is not float32.
-        ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, or two carried
-            tensors share a buffer.
+            loss is not a float32 tensor.
+        ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, a carried tensor
+            shares its buffer with another one, a parameter or a tensor that the step reads, the step's results do not
+            fit, or a tensor that is no parameter of ``model`` would get a gradient.
         DonationError: a donated tensor is pending, a tensor donated in the step is not one of its arguments, the step
             makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
             the call is inside a pure function.
@@ -60,22 +61,30 @@ def gradient_accumulation(
     if by is not None:
         raise by.refuse("calls gradient_accumulation, which computes its arguments while it is traced", "Use scan")
     refuse_eager_mode("gradient_accumulation")
-    _refuse_twice(carried_tensors)
+    _refuse_twice(carried_tensors, model)
     found: dict[int, _marks.DonationRequest | None] = {}
+    unused: list[torch.nn.Parameter] = []
 
     def step(*traced: torch.Tensor) -> Any:
-        body = _marks.LoopBody("gradient_accumulation", traced)
+        slices, carried = traced[: len(iterable_tensors)], traced[len(iterable_tensors) :]
         before = _C.runs_begun()
-        with _marks.current_body.replaced(body):
-            result = train_step(*traced)
+        with _stand_ins(carried) as arguments:
+            body = _marks.LoopBody("gradient_accumulation", [*slices, *arguments])
+            with _marks.current_body.replaced(body):
+                result = train_step(*slices, *arguments)
         _refuse_runs(_C.runs_begun() - before)
         loss, *rest = result if carried_tensors else (result,)
-        _refuse_other_precision(loss)
+        _refuse_unfit(loss, rest, carried_tensors)
+        unused.extend(_unused(loss, model))
+        for parameter in unused:  # torch_xla takes a gradient of each
+            parameter.grad = torch.zeros_like(parameter)
         found.update(body.requests)
+        loss = loss.clone()  # torch_xla divides it in place, and the step may carry it
         return (loss, *rest) if carried_tensors else loss
 
-    with _gradients_aside(model):
-        result = _host.accumulate(step, iterable_tensors, model, carried_tensors)
+    own = tuple(_host.computed(one) if _C.is_constant(one) else one for one in carried_tensors)
+    with _gradients_aside(model, unused):
+        result = _host.accumulate(step, iterable_tensors, model, own)
         given = zip(_ARGUMENTS, (iterable_tensors, carried_tensors))
         arguments = [(name, tensors, _trees.IndexNames()) for name, tensors in given]
         _marks.mark_all(loop_donations(arguments, chosen, request, found))
@@ -109,9 +118,64 @@ def _refuse_runs(count: int) -> None:
         )
 
 
-def _refuse_other_precision(loss: Any) -> None:
-    """Raises TypeError for a loss that is not float32. XLA would refuse the whole step with all pending work."""
-    if isinstance(loss, torch.Tensor) and loss.dtype != torch.float32:
+@contextlib.contextmanager
+def _stand_ins(carried: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The step's arguments in place of carried tensors.
+
+    Raises ValueError if the step also reads such a tensor itself, which torch_xla's loop would take for the argument.
+    """
+    if _host.runtime().is_spmd():  # where the loop knows buffers otherwise
+        yield list(carried)
+        return
+    made = list(map(_host.same_buffer, carried))
+    for tensor, argument in zip(carried, made):
+        _C.drop_node(tensor)
+        _host.is_read_last(argument)
+    yield made
+    for index, (tensor, argument) in enumerate(zip(carried, made)):
+        if not _host.is_read_last(argument):
+            raise ValueError(
+                f"the train step reads carried_tensors[{index}] itself, or another tensor of its buffer, which has one "
+                f"value in all iterations. Use the step's argument, or carry a .clone(). {see('gradient_accumulation')}"
+            )
+        _C.drop_node(tensor)
+        _host.is_read_last(tensor)  # so that the loop knows the buffer by it
+
+
+def _unused(loss: torch.Tensor, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that get no gradient. Raises ValueError if a tensor that is not among them gets one."""
+    known = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
+    left, seen, nodes = dict(known), {None, loss.grad_fn}, [loss.grad_fn]
+    for node in nodes:  # which grows
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+            raise ValueError(
+                f"the train step's loss depends on {_trees.dtype_and_shape(variable)}, which is no parameter of model, "
+                "so the loop would lose its gradient. Pass a module that has it, or use .detach() of it. "
+                + see("gradient_accumulation")
+            )
+        left.pop(id(variable), None)
+        following = {one for one, _ in node.next_functions} - seen if node is not None else ()
+        seen.update(following)
+        nodes += following
+    return list(left.values())
+
+
+def _refuse_unfit(loss: Any, rest: Sequence[Any], carried: Sequence[torch.Tensor]) -> None:
+    """Raises an error for results that do not fit. XLA would refuse the whole step with all pending work."""
+    given = [_trees.dtype_and_shape(one) if isinstance(one, torch.Tensor) else type(one).__name__ for one in rest]
+    if given != [_trees.dtype_and_shape(tensor) for tensor in carried]:
+        raise ValueError(
+            f"the train step returns a loss and ({', '.join(given)}), but carried_tensors are "
+            f"({', '.join(map(_trees.dtype_and_shape, carried))}). Return a new value of the same shape and dtype for "
+            f"each. {see('gradient_accumulation')}"
+        )
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"the train step's loss is of type {type(loss).__name__}, not a tensor. Return the loss first. "
+            f"{see('gradient_accumulation')}"
+        )
+    if loss.dtype != torch.float32:
         raise TypeError(
             f"the train step's loss is {_trees.dtype_and_shape(loss)}, but torch_xla's loop adds up float32 losses. "
             f"Return loss.float(). {see('gradient_accumulation')}"
@@ -119,7 +183,7 @@ def _refuse_other_precision(loss: Any) -> None:
 
 
 @contextlib.contextmanager
-def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
+def _gradients_aside(model: torch.nn.Module, unused: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Hides existing gradients from the loop. Afterwards adds the new ones in place. If the loop fails, they stay."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
@@ -127,6 +191,8 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for parameter in unused:
+            parameter.grad = None
         found = [parameter.grad for parameter, _ in before]
         for parameter, gradient in before:
             parameter.grad = gradient
@@ -137,19 +203,21 @@ def _gradients_aside(model: torch.nn.Module) -> Iterator[None]:
             gradient.add_(new)
 
 
-def _refuse_twice(carried: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError for carried tensors of one buffer. torch_xla's loop has one place for both."""
-    places: dict[int, int] = {}
+def _refuse_twice(carried: Sequence[torch.Tensor], model: torch.nn.Module) -> None:
+    """Raises ValueError for two tensors of one buffer, one of them carried. torch_xla's loop has one place for both."""
+    places: dict[int, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        places.update(dict.fromkeys(_C.identity(tensor), f"model.{name}"))
     for index, tensor in enumerate(carried):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"carried_tensors[{index}] is of type {type(tensor).__name__}, not a tensor. Pass a tensor, or close "
                 f"over the value in the step. {see('gradient_accumulation')}"
             )
-        for key in _C.identity(tensor):
-            first = places.setdefault(key, index) if key else index
-            if first != index:
+        for key in filter(None, _C.identity(tensor)):
+            first = places.setdefault(key, f"carried_tensors[{index}]")
+            if first != f"carried_tensors[{index}]":
                 raise ValueError(
-                    f"carried_tensors[{index}] has the same buffer as carried_tensors[{first}], but each of them gets "
-                    f"a new value. Pass a .clone() as one of them. {see('gradient_accumulation')}"
+                    f"carried_tensors[{index}] has the same buffer as {first}, but the loop gives it new values. Pass "
+                    f"a .clone() as one of them. {see('gradient_accumulation')}"
                 )

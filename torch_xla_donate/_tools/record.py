@@ -46,13 +46,16 @@ class _Record:
         others = _DUMP_FOLDER.sub("", self.flags)
         os.environ["XLA_FLAGS"] = f"{others} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
         self.is_dumping = False
-        self.file = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.path = folder.resolve() / NAME
+        self.path.touch()
         self.tries: Counter[int] = Counter()
         self.last_step = 0
 
     def write(self, line: Mapping[str, Any]) -> None:
-        # One call, so that lines of several threads do not mix.
-        os.write(self.file, json.dumps(line).encode() + b"\n")
+        # Not a file that stays open: a program may close all of them, as one that becomes a daemon does. One call, so
+        # that lines of several threads do not mix.
+        with open(self.path, "ab", buffering=0) as file:
+            file.write(json.dumps(line).encode() + b"\n")
 
     def add(self, run: _C._Run) -> None:
         if not self.is_dumping:
@@ -92,7 +95,6 @@ def start(root: Path | None) -> None:
         return
     before, _record = _record, None
     if before is not None:
-        os.close(before.file)
         os.environ["XLA_FLAGS"] = before.flags
     _record = _Record(root)
     if before is None:
