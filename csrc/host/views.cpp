@@ -113,6 +113,11 @@ lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor) {
   return BufferOfValue(GroupOf(tensor).base());
 }
 
+lazy::BackendDataPtr BaseBuffer(const at::Tensor& tensor) {
+  const at::FunctionalTensorWrapper* wrapper = WrapperOf(tensor);
+  return wrapper == nullptr ? nullptr : BaseBuffer(*wrapper);
+}
+
 std::vector<const TensorData*> ValuesOf(const at::Tensor& tensor) {
   std::vector<const TensorData*> found;
   const auto add = [&found](const at::Tensor& value) {

@@ -12,6 +12,7 @@ namespace torch_xla_donate::abi {
 
 // The buffer of a storage's base tensor, without the writes noted since. Null if not computed yet or not torch_xla's.
 lazy::BackendDataPtr BaseBuffer(const at::FunctionalTensorWrapper& tensor);
+lazy::BackendDataPtr BaseBuffer(const at::Tensor& tensor);
 // Declares the tensor's value up to date with its storage, so that torch does not compute it again.
 void SetUpToDate(at::FunctionalTensorWrapper& tensor);
 // The opposite: torch computes it at the next use.

@@ -52,6 +52,17 @@ def test_each_holder_of_an_old_value_must_let_go(kept):
     del last
 
 
+def test_a_view_of_an_old_value_holds_it():
+    kept, x = [], make(32, 32)
+    with auto_donate():
+        for view in (lambda t: t[0], lambda t: t.view(-1), torch.t):
+            kept[:] = [view(x)]
+            x = x * 0.5
+            torch_xla.sync(wait=True)
+            (held,) = donation_report(steps=1).held
+            assert held.holder.startswith(f"kept[0] at {HERE}:")
+
+
 def test_a_holder_that_is_not_searched_is_unknown():
     x, before = make(32, 32), collections.deque(maxlen=1)
     with watching() as recorder:

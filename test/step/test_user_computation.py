@@ -185,6 +185,16 @@ def refused(make):
     }
 
 
+def test_a_module_without_a_parameter_or_with_a_nested_result_is_refused(make):
+    parameter = xb.mkparam(xb.create_builder("nested"), 0, xb.mkshape(xb.Type.F32, (3,)))
+    nested = xb.Op.tuple([parameter, xb.Op.tuple([parameter])]).build("nested")
+    constant = xb.Op.scalar(xb.create_builder("constant"), 2.0, dtype=xb.Type.F32).build("constant")
+    for computation, inputs in ((nested, [make(3)]), (constant, [])):
+        message = error_of(ValueError, user_computation, "f", inputs, computation)
+        assert "because it takes no array, or returns a tuple in a tuple" in message
+    assert "name is of type int" in error_of(TypeError, user_computation, 5, [make(3)], nested)
+
+
 @pytest.mark.parametrize(("kind", "jitted"), [("pending", False), ("view", False), ("constant", False), ("view", True)])
 def test_an_input_unfit_for_donation_is_an_error_or_a_warning(make, kind, jitted):
     tensor, text = refused(make)[kind]

@@ -95,6 +95,12 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     assert error_of(ValueError, hlo.read_dump, tmp_path) == expected
 
 
+def test_a_file_may_begin_as_an_editor_leaves_it(tmp_path: Path) -> None:
+    text = HEADER.format("f", ASKED)
+    (tmp_path / "f.txt").write_text(f"\n\n{text}", encoding="utf-8-sig")
+    assert hlo.parse(tmp_path / "f.txt").donors == hlo.parse(text).donors == (BufferDonor(0),)
+
+
 def test_a_file_is_read_no_further_than_its_header(tmp_path: Path) -> None:
     file = tmp_path / "module_0000.f.before_optimizations.txt"
     with open(file, "wb") as out:
@@ -212,7 +218,7 @@ def test_all_copies_of_a_parameter_count() -> None:
   %q = f32[3]{0} parameter(1)
   %copy.1 = f32[8,4]{1,0} copy(%p)
   %copy.2 = f32[8,4]{0,1} copy(f32[8,4]{1,0} %p)
-  ROOT %t = (f32[8,4]{1,0}, f32[8,4]{0,1}) tuple(%copy.1, %copy.2)
+  ROOT %t = (f32[8,4]{1,0}, f32[8,4]{0,1}) tuple(%copy.1, %copy.2), metadata={op_name=" = f32[8,4] copy(%p)"}
 }
 """
     assert copied_bytes(text) == {0: 256}

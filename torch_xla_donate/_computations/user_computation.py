@@ -52,6 +52,8 @@ def user_computation(
         DonatedBufferError: a step has consumed an input.
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
+    if not isinstance(name, str):
+        raise TypeError(f"name is of type {type(name).__name__}, not a str. {see('user_computations')}")
     module = _module(computation)
     tensors = [_host.without_wrapper(tensor) for tensor in inputs]
     names = _trees.Places([(f"inputs[{index}] of {name}",) for index in range(len(tensors))])
@@ -86,6 +88,11 @@ class _Module:
         self._check_names(text)
         self._places = {place: index for index, place in enumerate(header.leaves)}
         self._shapes = list(header.leaves.values())
+        if not self._shapes or any(element.is_tuple for element in header.result.elements):
+            raise ValueError(
+                f"torch_xla cannot call computation {self._name}, because it takes no array, or returns a tuple in a "
+                f"tuple. Give it a parameter, and let it return arrays. {see('user_computations')}"
+            )
         self.aliases = {
             self._input(alias.donor): alias.output_index[0] if alias.output_index else 0 for alias in header.aliases
         }

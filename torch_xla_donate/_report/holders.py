@@ -38,8 +38,8 @@ def references(buffers: set[int], named: Mapping[int, Named]) -> dict[int, list[
     found: dict[int, dict[tuple[object, ...], Name]] = {buffer: {} for buffer in buffers}
     for each in named.values():
         tensor = each.tensor()
-        buffer = _C.holds(tensor) if tensor is not None else 0
-        for name in each.names if buffer in found else ():
+        held = set() if tensor is None else {_C.holds(tensor), _C.base_holds(tensor)}
+        for buffer, name in itertools.product(held & found.keys(), each.names):
             found[buffer].setdefault(name.slot, name)
     return {buffer: list(names.values()) for buffer, names in found.items()}
 

@@ -107,4 +107,5 @@ def copied_bytes(text: str) -> dict[int, int]:
 
 def _entry(text: str) -> list[str]:
     found = ENTRY.search(text)
-    return text[found.start() :].splitlines() if found is not None else []
+    lines = text[found.start() :].splitlines() if found is not None else []
+    return [line.partition(", metadata=")[0] for line in lines]  # which quotes the program

@@ -69,8 +69,8 @@ def parse_shape(text: str) -> HloShape:
 
 
 def parse_file(path: Path) -> HloModule:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        module = _Parser(file.readline(), str(path)).module()
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        module = _Parser(next(filter(str.strip, file), ""), str(path)).module()
     dumped = FILE.fullmatch(path.name)
     if dumped is None:
         return replace(module, path=path)
