@@ -440,7 +440,8 @@ void BindMarks(py::module_& m) {
   m.def(
       "base_holds",
       [](py::handle tensor) { return reinterpret_cast<std::uintptr_t>(abi::BaseBuffer(TensorOf(tensor)).get()); },
-      py::arg("tensor"), "The same for a tensor's base, which lives as long as its views. A tensor that is no view is its own base.");
+      py::arg("tensor"),
+      "The same for a tensor's base, which lives as long as its views. A tensor that is no view is its own base.");
   m.def(
       "has_unpack_hook", [](py::handle saved) { return SavedBy(saved).has_hooks(); }, py::arg("saved"),
       "Whether reading a tensor that autograd has saved (torch._C._autograd.SavedTensor) calls code.");

@@ -22,7 +22,17 @@ from children import in_process, run_in_child
 from helpers import BACKENDS, consume, each_backend, each_trace, error_of
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-from torch_xla_donate import _C, DonationWarning, _host, advise, compile, donate_buffer, donation_report, hlo, is_donated
+from torch_xla_donate import (
+    _C,
+    DonationWarning,
+    _host,
+    advise,
+    compile,
+    donate_buffer,
+    donation_report,
+    hlo,
+    is_donated,
+)
 
 DEVICES = (4, 8)
 # The mesh has 2 x 2 or 2 x 4 devices. Each dimension of the array is cut along these axes.

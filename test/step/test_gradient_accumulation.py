@@ -174,7 +174,9 @@ def test_results_that_do_not_fit_are_refused(make):
         with pytest.raises(ValueError, match=r"returns a loss and \(.*\), but carried_tensors are \(float32\[2\]\)"):
             gradient_accumulation(lambda x, t: (model(x).sum(), *rest), (data,), model, carried)  # noqa: B023
     outside = torch.nn.Linear(4, 2).to("xla")
-    with pytest.raises(ValueError, match=r"the train step's loss depends on float32\[2(,4)?\], which is no parameter of"):
+    with pytest.raises(
+        ValueError, match=r"the train step's loss depends on float32\[2(,4)?\], which is no parameter of"
+    ):
         gradient_accumulation(lambda x: (model(x) + outside(x)).sum(), (data,), model)
     with pytest.raises(TypeError, match="loss is of type float, not a tensor"):
         gradient_accumulation(lambda x: 1.0, (data,), model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch_xla
 
-from torch_xla_donate import _C, _host, _marks, _report, _trees
+from torch_xla_donate import _C, _host, _marks, _report
 from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._errors import DonationError, see

@@ -14,7 +14,7 @@ from torch_xla_donate._host.settings import runtime
 
 
 def without_wrapper(leaf: Any) -> Any:
-    """The tensor in an XLAShardedTensor, as torch_xla's functions take it; any other leaf unchanged. `_C` takes both."""
+    """The tensor in an XLAShardedTensor, for functions of torch_xla; any other leaf unchanged. `_C` takes both."""
     return getattr(leaf, "global_tensor", leaf)
 
 

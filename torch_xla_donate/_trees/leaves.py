@@ -123,9 +123,7 @@ def named_leaves(tree: Any, argument: str) -> list[tuple[str, Any]]:
     """The leaves of an argument except ``None``, each with its name in messages."""
     leaves, names = flatten(tree, argument)
     return [
-        (qualified_name(argument, names.name(index)), leaf)
-        for index, leaf in enumerate(leaves)
-        if leaf is not None
+        (qualified_name(argument, names.name(index)), leaf) for index, leaf in enumerate(leaves) if leaf is not None
     ]
 
 
