@@ -540,3 +540,12 @@ def test_a_compiled_function_in_the_body_is_a_part_of_it(make, options):
     torch_xla.sync()
     assert is_donated(init)
     assert torch.allclose(result.cpu(), expected)
+
+
+def test_a_carry_whose_keys_have_another_order_is_refused(make):
+    init = {"a": make(2), "b": make(2) + 1}
+    torch_xla.sync()
+    with pytest.raises(ValueError, match=r"another order than those of init: \['a'\], \['b'\]. Write the dictionary"):
+        scan(lambda c, x: ({"b": c["b"], "a": c["a"] + x}, x), init, make(3, 2))
+    carry, _ = scan(lambda c, x: ({"a": c["a"] + x, "b": c["b"] * 1}, c["a"] * 1), init, make(3, 2))
+    assert (carry["a"].tolist(), carry["b"].tolist()) == ([6, 10], [1, 2])

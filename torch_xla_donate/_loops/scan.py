@@ -39,7 +39,20 @@ class _Wrapped:
             result = function(carry, x)
         self.requests[_arrays(carry, x)] = body.requests
         _trees.flatten_fast(result, "the result of fn")  # may raise
+        if isinstance(result, tuple) and result:
+            _refuse_another_order(carry, result[0])
         return result
+
+
+def _refuse_another_order(carry: Any, new: Any) -> None:
+    """Raises ValueError for a new carry whose dictionaries have the keys in another order. torch_xla ignores the keys."""
+    before, after = (_trees.with_places(tree)[1] for tree in (carry, new))
+    if before != after and set(before) == set(after):
+        order = ", ".join(map(_trees.Places(before).name, range(len(before))))
+        raise ValueError(
+            f"fn returns a carry whose leaves have another order than those of init: {order}. Write the dictionary "
+            f"with the keys in that order. {see('scan')}"
+        )
 
 
 def _arrays(carry: Any, x: Any, rows: int = 0) -> Any:
