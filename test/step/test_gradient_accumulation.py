@@ -7,6 +7,7 @@ import torch
 import torch_xla
 from helpers import consume, each_backend, model_of, pointer, whole_copy
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
+from torch_xla.utils.checkpoint import checkpoint
 
 from torch_xla_donate import (
     DonatedBufferError,
@@ -193,6 +194,17 @@ def test_a_loss_may_be_carried_and_parameters_may_be_unused(make):
     loss, last = gradient_accumulation(step, (make(3, 2, 4),), model, make(1))
     assert (loss.item(), last.item()) == (1, 1)
     assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True, True]
+
+
+def test_a_checkpoint_of_activations_hides_no_parameter(make):
+    expected, model, data = model_of(), model_of(), make(3, 2, 4)
+
+    def step(x):
+        return checkpoint(model, (x * 1).requires_grad_()).pow(2).sum()
+
+    gradient_accumulation(lambda x: expected(x).pow(2).sum(), (data,), expected)
+    gradient_accumulation(step, (data,), model)
+    torch.testing.assert_close(model.weight.grad.cpu(), expected.weight.grad.cpu())
 
 
 def test_gradients_are_those_of_torch_xla(make):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def gradient_accumulation(
             loss is not a float32 tensor.
         ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, a carried tensor
             shares its buffer with another one, a parameter or a tensor that the step reads, the step's results do not
-            fit, or a tensor that is no parameter of ``model`` would get a gradient.
+            fit, or a parameter that is not of ``model`` would get a gradient.
         DonationError: a donated tensor is pending, a tensor donated in the step is not one of its arguments, the step
             makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
             the call is inside a pure function.
@@ -63,7 +63,7 @@ def gradient_accumulation(
     refuse_eager_mode("gradient_accumulation")
     _refuse_twice(carried_tensors, model)
     found: dict[int, _marks.DonationRequest | None] = {}
-    unused: list[torch.nn.Parameter] = []
+    unused = _Unused()
 
     def step(*traced: torch.Tensor) -> Any:
         slices, carried = traced[: len(iterable_tensors)], traced[len(iterable_tensors) :]
@@ -75,9 +75,7 @@ def gradient_accumulation(
         _refuse_runs(_C.runs_begun() - before)
         loss, *rest = result if carried_tensors else (result,)
         _refuse_unfit(loss, rest, carried_tensors)
-        unused.extend(_unused(loss, model))
-        for parameter in unused:  # torch_xla takes a gradient of each
-            parameter.grad = torch.zeros_like(parameter)
+        unused.begin(_not_reached(loss, model))
         found.update(body.requests)
         loss = loss.clone()  # torch_xla divides it in place, and the step may carry it
         return (loss, *rest) if carried_tensors else loss
@@ -142,13 +140,37 @@ def _stand_ins(carried: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         _host.is_read_last(tensor)  # so that the loop knows the buffer by it
 
 
-def _unused(loss: torch.Tensor, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that get no gradient. Raises ValueError if a tensor that is not among them gets one."""
+class _Unused:
+    """The parameters that the backward pass gives no gradient. In the loop, which takes one of each, it is zero."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, torch.nn.Parameter] = {}
+        self._hooks: list[Any] = []
+
+    def begin(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+            self._found[id(parameter)] = parameter
+            hook = parameter.register_post_accumulate_grad_hook(lambda used: self._found.pop(id(used), None))
+            self._hooks.append(hook)
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for parameter in self._found.values():
+            parameter.grad = None
+
+
+def _not_reached(loss: torch.Tensor, model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that are not in the graph of the loss. A checkpoint of activations hides those that it uses.
+
+    Raises ValueError if another parameter would get a gradient.
+    """
     known = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
     left, seen, nodes = dict(known), {None, loss.grad_fn}, [loss.grad_fn]
     for node in nodes:  # which grows
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and id(variable) not in known:
+        variable = node.variable if type(node).__name__ == "AccumulateGrad" else None
+        if isinstance(variable, torch.nn.Parameter) and id(variable) not in known:  # the step may make other leaves
             raise ValueError(
                 f"the train step's loss depends on {_trees.dtype_and_shape(variable)}, which is no parameter of model, "
                 "so the loop would lose its gradient. Pass a module that has it, or use .detach() of it. "
@@ -183,7 +205,7 @@ def _refuse_unfit(loss: Any, rest: Sequence[Any], carried: Sequence[torch.Tensor
 
 
 @contextlib.contextmanager
-def _gradients_aside(model: torch.nn.Module, unused: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+def _gradients_aside(model: torch.nn.Module, unused: _Unused) -> Iterator[None]:
     """Hides existing gradients from the loop. Afterwards adds the new ones in place. If the loop fails, they stay."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
@@ -191,8 +213,7 @@ def _gradients_aside(model: torch.nn.Module, unused: Sequence[torch.nn.Parameter
     try:
         yield
     finally:
-        for parameter in unused:
-            parameter.grad = None
+        unused.end()
         found = [parameter.grad for parameter, _ in before]
         for parameter, gradient in before:
             parameter.grad = gradient

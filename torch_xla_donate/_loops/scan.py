@@ -45,7 +45,7 @@ class _Wrapped:
 
 
 def _refuse_another_order(carry: Any, new: Any) -> None:
-    """Raises ValueError for a new carry whose dictionaries have the keys in another order. torch_xla ignores the keys."""
+    """Raises ValueError for a carry whose dictionaries have the keys in another order. torch_xla ignores the keys."""
     before, after = (_trees.with_places(tree)[1] for tree in (carry, new))
     if before != after and set(before) == set(after):
         order = ", ".join(map(_trees.Places(before).name, range(len(before))))
