@@ -151,8 +151,11 @@ class _Unused:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
             self._found[id(parameter)] = parameter
-            hook = parameter.register_post_accumulate_grad_hook(lambda used: self._found.pop(id(used), None))
+            hook = parameter.register_post_accumulate_grad_hook(self._forget)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
+
+    def _forget(self, parameter: torch.Tensor) -> None:
+        self._found.pop(id(parameter), None)
 
     def end(self) -> None:
         for hook in self._hooks:
@@ -167,9 +170,14 @@ def _not_reached(loss: torch.Tensor, model: torch.nn.Module) -> list[torch.nn.Pa
     Raises ValueError if another parameter would get a gradient.
     """
     known = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
-    left, seen, nodes = dict(known), {None, loss.grad_fn}, [loss.grad_fn]
-    for node in nodes:  # which grows
-        variable = node.variable if type(node).__name__ == "AccumulateGrad" else None
+    left, seen = dict(known), set()
+    nodes = [loss.grad_fn]  # grows while it is read
+    for node in nodes:
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        variable = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
         if isinstance(variable, torch.nn.Parameter) and id(variable) not in known:  # the step may make other leaves
             raise ValueError(
                 f"the train step's loss depends on {_trees.dtype_and_shape(variable)}, which is no parameter of model, "
@@ -177,9 +185,6 @@ def _not_reached(loss: torch.Tensor, model: torch.nn.Module) -> list[torch.nn.Pa
                 + see("gradient_accumulation")
             )
         left.pop(id(variable), None)
-        following = {one for one, _ in node.next_functions} - seen if node is not None else ()
-        seen.update(following)
-        nodes += following
     return list(left.values())
 
 
