@@ -158,6 +158,7 @@ class Signature:
     dynamic: Final[bool]
     distinct: Final[bool]
     others: Final[list[Any]]
+    hooks: Final[list[Any]]
 
 class HeldInput:
     array: Final[str]

@@ -48,7 +48,8 @@ void BindRuns(py::module_& m) {
       .def_readonly("distinct", &Signature::distinct, "Whether each is an XLA tensor with a buffer of its own.")
       .def_readonly(
           "others", &Signature::others,
-          "The leaves that are not tensors, and the classes of those that are of neither of torch's, in their order.");
+          "The leaves that are not tensors, and the classes of those that are of neither of torch's, in their order.")
+      .def_readonly("hooks", &Signature::hooks, "The gradient hooks of the tensors.");
   py::class_<Replay::Begun, Call>(m, "Begun", "A call that has marked its donated leaves and armed its run.")
       .def_readonly("leaves", &Replay::Begun::leaves, "The leaves of the arguments.")
       .def_readonly("armed", &Replay::Begun::armed, "False if another thread has cancelled a mark meanwhile.");

@@ -192,16 +192,13 @@ void TensorReader::Read(PyObject* object) {
   const at::Tensor& tensor = TensorIn(object);
   const bool requires_grad = THPVariable_Unpack(object).requires_grad();
   facts.clear();
-  objects.clear();
-  const bool has_class = !THPVariable_CheckTypeExact(Py_TYPE(object));
-  if (has_class) {
-    objects.push_back(reinterpret_cast<PyObject*>(Py_TYPE(object)));
-  }
-  PyObject* const hooks = requires_grad ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
-  if (hooks != nullptr && PyDict_Check(hooks) != 0) {
+  hooks.clear();
+  kind = THPVariable_CheckTypeExact(Py_TYPE(object)) ? nullptr : Py_TYPE(object);
+  PyObject* const registered = requires_grad ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
+  if (registered != nullptr && PyDict_Check(registered) != 0) {
     PyObject* hook = nullptr;
-    for (Py_ssize_t next = 0; PyDict_Next(hooks, &next, nullptr, &hook) != 0;) {
-      objects.push_back(hook);
+    for (Py_ssize_t next = 0; PyDict_Next(registered, &next, nullptr, &hook) != 0;) {
+      hooks.push_back(hook);
     }
   }
   data = nullptr;
@@ -227,9 +224,9 @@ void TensorReader::Read(PyObject* object) {
   for (const std::int64_t size : sizes) {
     facts.push_back(size);
   }
-  facts.push_back((static_cast<std::int64_t>(objects.size()) << 32) +
+  facts.push_back((static_cast<std::int64_t>(hooks.size()) << 32) +
                   static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (requires_grad ? 1 : 0) + (is_xla ? 0 : 2) +
-                  (has_class ? 4 : 0) + (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
+                  (kind == nullptr ? 0 : 4) + (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
   facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
   if (buffer == nullptr) {
     pending = pending || is_xla;
@@ -244,7 +241,7 @@ void TensorReader::Read(PyObject* object) {
 }
 
 Signature SignatureOf(const py::list& leaves) {
-  py::list others;
+  py::list others, hooks;
   std::vector<int> devices;
   std::string key;
   key.reserve(leaves.size() * 6 * sizeof(std::int64_t));
@@ -259,8 +256,11 @@ Signature SignatureOf(const py::list& leaves) {
     if (IsTensor(items[i])) {
       AddDevice(THPVariable_Unpack(items[i]), devices);
       reader.Read(items[i]);
-      for (PyObject* object : reader.objects) {
-        others.append(py::handle(object));
+      if (reader.kind != nullptr) {
+        others.append(py::handle(reinterpret_cast<PyObject*>(reader.kind)));
+      }
+      for (PyObject* hook : reader.hooks) {
+        hooks.append(py::handle(hook));
       }
       put(reader.facts.data(), reader.facts.size());
     } else {
@@ -268,7 +268,8 @@ Signature SignatureOf(const py::list& leaves) {
       others.append(py::handle(items[i]));
     }
   }
-  return {py::bytes(key), std::move(devices), reader.pending, reader.dynamic, reader.distinct, std::move(others)};
+  return {py::bytes(key),  std::move(devices), reader.pending,  reader.dynamic,
+          reader.distinct, std::move(others),  std::move(hooks)};
 }
 
 std::vector<int> DevicesOf(const py::list& leaves) {

@@ -42,8 +42,8 @@ class TensorReader {
 
   // Of the tensor read last. No facts begin like others; the first is not negative.
   c10::SmallVector<std::int64_t, 16> facts;
-  // Its class, unless that is torch's Tensor or Parameter, and its gradient hooks. The facts say how many these are.
-  c10::SmallVector<PyObject*, 2> objects;
+  PyTypeObject* kind = nullptr;          // its class, unless that is torch's Tensor or Parameter
+  c10::SmallVector<PyObject*, 2> hooks;  // its gradient hooks; the facts say how many
   const std::shared_ptr<abi::TensorData>* data = nullptr;
   const lazy::BackendDataPtr* buffer = nullptr;  // null if it holds none
   at::IntArrayRef sizes;
@@ -60,13 +60,13 @@ class TensorReader {
 };
 
 // The inputs of a compiled graph. The key has the facts of each tensor in turn, and kNoTensor for each other leaf;
-// `others` has the leaves that are not tensors, and the objects of those that are, in the order of the leaves.
+// `others` has the leaves that are not tensors, and the classes of those that are, in the order of the leaves.
 constexpr std::int64_t kNoTensor = -1;
 struct Signature {
   py::bytes key;
   std::vector<int> devices;         // as DevicesOf()
   bool pending, dynamic, distinct;  // as TensorReader's
-  py::list others;
+  py::list others, hooks;
 };
 Signature SignatureOf(const py::list& leaves);
 

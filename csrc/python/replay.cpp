@@ -25,6 +25,7 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
   };
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
   PyObject** other = PySequence_Fast_ITEMS(signature_.others.ptr());
+  PyObject** hook = PySequence_Fast_ITEMS(signature_.hooks.ptr());
   auto donor = donated_.begin();
   const std::size_t count = leaves.size();
   TensorReader reader(count);
@@ -40,10 +41,12 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
       continue;
     }
     reader.Read(items[i]);
-    if (reader.dynamic || !match(reader.facts) || !std::equal(reader.objects.begin(), reader.objects.end(), other)) {
+    if (reader.dynamic || !match(reader.facts) ||
+        (reader.kind != nullptr && reinterpret_cast<PyObject*>(reader.kind) != *other++) ||
+        !std::equal(reader.hooks.begin(), reader.hooks.end(), hook)) {
       return false;
     }
-    other += reader.objects.size();
+    hook += reader.hooks.size();
     if (donor != donated_.end() && std::get<0>(*donor) == i) {
       donated.push_back({*reader.data, *reader.buffer, reader.sizes, static_cast<std::uint32_t>(i)});
       ++donor;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch_xla
@@ -171,6 +173,8 @@ def test_carried_tensors_that_share_a_buffer_are_refused(make):
 
 def test_results_that_do_not_fit_are_refused(make):
     model, data, carried = model_of(), make(3, 2, 4), make(2)
+    with pytest.raises(ValueError, match=r"returns a loss and \(\), but"):
+        gradient_accumulation(lambda x, t: model(x).sum(), (data,), model, carried)
     for rest in ((), (carried * 1, carried * 2), (make(3),), (None,)):
         with pytest.raises(ValueError, match=r"returns a loss and \(.*\), but carried_tensors are \(float32\[2\]\)"):
             gradient_accumulation(lambda x, t: (model(x).sum(), *rest), (data,), model, carried)  # noqa: B023
@@ -179,6 +183,17 @@ def test_results_that_do_not_fit_are_refused(make):
         ValueError, match=r"the train step's loss depends on float32\[2(,4)?\], which is no parameter of"
     ):
         gradient_accumulation(lambda x: (model(x) + outside(x)).sum(), (data,), model)
+    leaf = make(4).requires_grad_()
+    with pytest.raises(ValueError, match=r"depends on float32\[4\], which is no parameter of model"):
+        gradient_accumulation(lambda x: model(x * leaf).sum(), (data,), model)
+    for loss in (lambda x: model(x).sum().reshape(1), lambda x: model(x).sum().double()):
+        with pytest.raises(TypeError, match="loop adds up float32 scalars"):
+            gradient_accumulation(loss, (data,), model)
+    normed = torch.nn.BatchNorm1d(4).to("xla")
+    with pytest.raises(ValueError, match=r"updates model\.\w+ in place, which the loop would do only once"):
+        gradient_accumulation(lambda x: normed(x).pow(2).sum(), (data,), normed)
+    torch_xla.sync()
+    assert (normed.num_batches_tracked.item(), normed.running_mean.tolist()) == (0, [0] * 4)
     with pytest.raises(TypeError, match="loss is of type float, not a tensor"):
         gradient_accumulation(lambda x: 1.0, (data,), model)
     assert all(parameter.grad is None for parameter in (*model.parameters(), *outside.parameters()))
@@ -194,6 +209,31 @@ def test_a_loss_may_be_carried_and_parameters_may_be_unused(make):
     loss, last = gradient_accumulation(step, (make(3, 2, 4),), model, make(1))
     assert (loss.item(), last.item()) == (1, 1)
     assert [parameter.grad is None for parameter in model.parameters()] == [False, False, True, True]
+
+
+def test_a_step_may_differentiate_and_update_its_own_tensors(make):
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)]).to("xla")
+    data = make(3, 2, 4)
+
+    def step(x, t):
+        model[1](x).sum().backward()  # an auxiliary loss
+        point = x.detach().requires_grad_()  # a gradient penalty
+        (gradient,) = torch.autograd.grad(model[0](point).sum(), point, create_graph=True)
+        t.add_(1)
+        return model[0](x).sum() + gradient.pow(2).sum(), t
+
+    _, t = gradient_accumulation(step, (data,), model, make(2))
+    found = [parameter.grad.cpu() for parameter in model.parameters()]
+    assert t.tolist() == [3, 4]
+    plain = copy.deepcopy(model).cpu()
+    plain.zero_grad()
+    for x in data.cpu():
+        plain[1](x).sum().backward()
+        point = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(plain[0](point).sum(), point, create_graph=True)
+        ((plain[0](x).sum() + gradient.pow(2).sum()) / 3).backward()
+    for one, parameter in zip(found, plain.parameters()):
+        torch.testing.assert_close(one, parameter.grad)
 
 
 def test_a_checkpoint_of_activations_hides_no_parameter(make):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -1051,6 +1052,35 @@ def test_another_gradient_hook_is_another_signature(make):
         w.register_hook(hooks[one])
         assert f(w, make(3)).tolist() == [k - min(k, one) for k in range(3)]
     assert len(f._programs) == 2
+
+
+def test_a_gradient_hook_counts_by_its_identity(make):
+    @dataclasses.dataclass
+    class Scale:  # without a hash, and equal to another one
+        factor: list[float] = dataclasses.field(compare=False)
+
+        def __call__(self, gradient):
+            return gradient * self.factor[0]
+
+    f = pure(lambda w: torch.autograd.grad((w * 3).sum(), w)[0])
+    for factor in (2.0, 5.0):
+        w = make(2).requires_grad_()
+        w.register_hook(Scale([factor]))
+        assert f(w).tolist() == [3 * factor] * 2
+
+
+def test_a_module_and_its_tensor_are_one_among_the_arguments(make):
+    layer, x = torch.nn.Linear(3, 1).to("xla"), make(2, 3)
+
+    def gradients(m, parameters, x):
+        loss = m(x).sum() + sum(p.pow(2).sum() for p in parameters)
+        return torch.autograd.grad(loss, list(m.parameters()))
+
+    expected = [g.cpu() for g in gradients(layer, list(layer.parameters()), x)]
+    for found, g in zip(pure(gradients)(layer, list(layer.parameters()), x), expected):
+        assert torch.equal(found.cpu(), g)
+    for other in (layer.bias, layer.state_dict(), [p.detach() for p in layer.parameters()]):
+        assert torch.equal(pure(lambda m, o, x: m(x).detach())(layer, other, x).cpu(), layer(x).detach().cpu())
 
 
 def test_one_tensor_twice_is_not_two_tensors_of_one_buffer(make):

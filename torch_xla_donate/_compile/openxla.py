@@ -18,7 +18,8 @@ from torch_xla_donate import _C, _config, _host, _trace, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
 from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name, signature_of
-from torch_xla_donate._compile.program import TracedGraph, own_result, tensors_among
+from torch_xla_donate._compile.program import TracedGraph, own_result
+from torch_xla_donate._compile.proxies import tensors_among
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 

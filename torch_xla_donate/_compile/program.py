@@ -13,7 +13,7 @@ from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import CallArguments, CallNames
 from torch_xla_donate._compile.donation import new_graph_name, signature_of
 from torch_xla_donate._compile.floats import upload_floats
-from torch_xla_donate._compile.proxies import ArgumentProxies, refuse_composed
+from torch_xla_donate._compile.proxies import ArgumentProxies, refuse_composed, tensors_among
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
 
@@ -250,7 +250,7 @@ class TracedProgram(TracedGraph):
 
     def _sign(self) -> tuple[Hashable, bool]:
         found = signature_of(self.captured)
-        return (found.key, tuple(found.others), _host.shardings(self.captured)), found.pending
+        return (found.key, *map(_trees.same, found.hooks), _host.shardings(self.captured)), found.pending
 
     def is_current(self, leaves: Sequence[Any]) -> bool:
         """Whether the graph still fits the tensors that the function closes over, and the state of its modules.
@@ -302,10 +302,6 @@ def own_result(leaf: Any, outside: Container[int]) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or _C.has_graph(leaf):
         return leaf
     return leaf if _C.identity(leaf)[0] in outside else _host.computed(leaf)
-
-
-def tensors_among(leaves: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
-    return [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
 def _argument(number: int) -> Result:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,10 @@ from torch_xla_donate._compile.arguments import Argument, CallArguments
 from torch_xla_donate._compile.donation import leaves_of_call
 from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._errors import DonationError, see
+
+
+def tensors_among(leaves: Sequence[Any]) -> list[tuple[int, torch.Tensor]]:
+    return [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
 class ArgumentProxies:
@@ -32,11 +37,16 @@ class ArgumentProxies:
     def __init__(self, function: str, call: CallArguments, refuse: _trace.Refusal) -> None:
         self._function, self._call, self._refuse = function, call, refuse
         self._plain: dict[int, torch.Tensor] = {}
-        for leaf in pytree.tree_leaves(call.values(call.roles.nonstatic)):
+        tree = pytree.tree_leaves(call.values(call.roles.nonstatic))
+        for leaf in tree:
             if isinstance(leaf, torch.Tensor) and _C.identity(leaf)[1]:
                 self._plain[id(leaf)] = _host.without_wrapper(leaf)
         leaves, _ = leaves_of_call(call)
         refuse_composed(function, "its arguments have", leaves)
+        # A module or optimizer among the arguments may hold such a tensor, too: for autograd they must stay one.
+        held = Counter(map(id, leaves)) - Counter(id(_host.without_wrapper(leaf)) for leaf in tree)
+        inside = {_C.identity(leaf)[0] for _, leaf in tensors_among(leaves) if id(leaf) in held}
+        self._plain = {i: leaf for i, leaf in self._plain.items() if _C.identity(leaf)[0] not in inside}
         self._refuse_views(leaves)
         self.values = upload_floats(leaves)
         self.floats: dict[int, int] = {}

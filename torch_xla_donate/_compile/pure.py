@@ -121,6 +121,7 @@ class PureCompiled(Compiled):
                 call.signature.key,
                 donation.choice() if donation is not None else None,
                 self._values(call.signature.others),
+                *map(_trees.same, call.signature.hooks),
                 _host.shardings(call.leaves),
                 () if call.signature.distinct else _first_places(call.leaves),
             )

@@ -68,14 +68,16 @@ def gradient_accumulation(
     def step(*traced: torch.Tensor) -> Any:
         slices, carried = traced[: len(iterable_tensors)], traced[len(iterable_tensors) :]
         before = _C.runs_begun()
+        kept = _ModelState(model, slices)
         with _stand_ins(carried) as arguments:
             body = _marks.LoopBody("gradient_accumulation", [*slices, *arguments])
             with _marks.current_body.replaced(body):
                 result = train_step(*slices, *arguments)
         _refuse_runs(_C.runs_begun() - before)
-        loss, *rest = result if carried_tensors else (result,)
+        kept.refuse_updates()
+        loss, *rest = result if isinstance(result, tuple | list) else (result,)
         _refuse_unfit(loss, rest, carried_tensors)
-        unused.begin(_not_reached(loss, model))
+        unused.begin(kept.not_reached(loss))
         found.update(body.requests)
         loss = loss.clone()  # torch_xla divides it in place, and the step may carry it
         return (loss, *rest) if carried_tensors else loss
@@ -131,7 +133,8 @@ def _stand_ins(carried: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         _host.is_read_last(argument)
     yield made
     for index, (tensor, argument) in enumerate(zip(carried, made)):
-        if not _host.is_read_last(argument):
+        is_updated = not _C.identity(argument)[1]  # in place, which does not change the carried tensor
+        if not is_updated and not _host.is_read_last(argument):
             raise ValueError(
                 f"the train step reads carried_tensors[{index}] itself, or another tensor of its buffer, which has one "
                 f"value in all iterations. Use the step's argument, or carry a .clone(). {see('gradient_accumulation')}"
@@ -149,6 +152,8 @@ class _Unused:
 
     def begin(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         for parameter in parameters:
+            if parameter.grad is not None:  # of a backward pass in the step
+                continue
             parameter.grad = torch.zeros_like(parameter)
             self._found[id(parameter)] = parameter
             hook = parameter.register_post_accumulate_grad_hook(self._forget)  # type: ignore[no-untyped-call]
@@ -164,28 +169,53 @@ class _Unused:
             parameter.grad = None
 
 
-def _not_reached(loss: torch.Tensor, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that are not in the graph of the loss. A checkpoint of activations hides those that it uses.
+class _ModelState:
+    """The model, and the arguments of the step, before the step is traced."""
 
-    Raises ValueError if another parameter would get a gradient.
-    """
-    known = {id(parameter): parameter for parameter in model.parameters() if parameter.requires_grad}
-    left, seen = dict(known), set()
-    nodes = [loss.grad_fn]  # grows while it is read
-    for node in nodes:
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
-        variable = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
-        if isinstance(variable, torch.nn.Parameter) and id(variable) not in known:  # the step may make other leaves
+    def __init__(self, model: torch.nn.Module, slices: Sequence[torch.Tensor]) -> None:
+        self._parameters = {id(one): one for one in model.parameters() if one.requires_grad}
+        self._buffers = [(name, one, one.clone(), _C.identity(one)) for name, one in model.named_buffers()]
+        known = (*model.parameters(), *model.buffers(), *slices)
+        self._known = {_C.identity(tensor)[0] for tensor in known}
+        self._first_id = _host.tensor_id(torch.empty(0, device="xla"))
+
+    def refuse_updates(self) -> None:
+        """Raises ValueError if the step has updated a buffer of the model, which gets its value back."""
+        updated = [(name, one, value) for name, one, value, before in self._buffers if _C.identity(one) != before]
+        for _, one, value in updated:
+            one.copy_(value)
+        for name, _, _ in updated:
             raise ValueError(
-                f"the train step's loss depends on {_trees.dtype_and_shape(variable)}, which is no parameter of model, "
-                "so the loop would lose its gradient. Pass a module that has it, or use .detach() of it. "
-                + see("gradient_accumulation")
+                f"the train step updates model.{name} in place, which the loop would do only once. Use a layer "
+                f"without running statistics, or carry the tensor. {see('gradient_accumulation')}"
             )
-        left.pop(id(variable), None)
-    return list(left.values())
+
+    def not_reached(self, loss: torch.Tensor) -> list[torch.nn.Parameter]:
+        """The parameters that are not in the graph of the loss. A checkpoint of activations hides those that it uses.
+
+        Raises ValueError if another tensor from outside would get a gradient.
+        """
+        left, seen = dict(self._parameters), set()
+        nodes = [loss.grad_fn]  # grows while it is read
+        for node in nodes:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            leaf = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
+            if leaf is not None and id(leaf) not in self._parameters and self._is_outside(leaf):
+                raise ValueError(
+                    f"the train step's loss depends on {_trees.dtype_and_shape(leaf)}, which is no parameter of model, "
+                    "so the loop would lose its gradient. Pass a module that has it, or call requires_grad_(False) of "
+                    f"it. {see('gradient_accumulation')}"
+                )
+            left.pop(id(leaf), None)
+        return list(left.values())
+
+    def _is_outside(self, leaf: torch.Tensor) -> bool:
+        """Whether a leaf of autograd is not one that the step has made, such as an argument's ``detach()``."""
+        is_known = leaf.device.type != "xla" or _C.identity(leaf)[0] in self._known
+        return not is_known and _host.tensor_id(leaf) < self._first_id
 
 
 def _refuse_unfit(loss: Any, rest: Sequence[Any], carried: Sequence[torch.Tensor]) -> None:
@@ -202,10 +232,10 @@ def _refuse_unfit(loss: Any, rest: Sequence[Any], carried: Sequence[torch.Tensor
             f"the train step's loss is of type {type(loss).__name__}, not a tensor. Return the loss first. "
             f"{see('gradient_accumulation')}"
         )
-    if loss.dtype != torch.float32:
+    if loss.dtype != torch.float32 or loss.dim():
         raise TypeError(
-            f"the train step's loss is {_trees.dtype_and_shape(loss)}, but torch_xla's loop adds up float32 losses. "
-            f"Return loss.float(). {see('gradient_accumulation')}"
+            f"the train step's loss is {_trees.dtype_and_shape(loss)}, but torch_xla's loop adds up float32 scalars. "
+            f"Return loss.float() or loss.mean(). {see('gradient_accumulation')}"
         )
 
 

@@ -1,6 +1,6 @@
 """The leaves of arguments, and their names."""
 
-from torch_xla_donate._trees.exact import exact, structure_key
+from torch_xla_donate._trees.exact import exact, same, structure_key
 from torch_xla_donate._trees.leaves import (
     first_off_device,
     flatten,

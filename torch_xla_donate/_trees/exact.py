@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 _EQUAL_IS_SAME = {str, bytes, int, bool, types.NoneType}  # only these values themselves equal them in their type
 
 
-def _same(value: object) -> Hashable:
+def same(value: object) -> Hashable:
     """The key of an object that counts by its identity, and holds the object."""
     return types.MethodType(id, value)  # methods compare their objects by identity
 
@@ -36,7 +36,7 @@ def exact(value: Any) -> Hashable:
         items = value if _EQUAL_IS_SAME.issuperset(kinds) else map(exact, value)
         return kind, kinds, tuple(items), getattr(value, "maxlen", None)
     if isinstance(value, enum.Enum | torch.Tensor):
-        return kind, _same(value)
+        return kind, same(value)
     if isinstance(value, float):
         return kind, float.hex(value)
     if isinstance(value, complex):
@@ -56,7 +56,7 @@ def exact(value: Any) -> Hashable:
         hash(value)
         own: Hashable = value
     except TypeError:
-        own = None if is_record else _same(value)
+        own = None if is_record else same(value)
     fields = dataclasses.fields(value) if is_record else ()
     key: list[Any] = [kind, own, *(exact(getattr(value, field.name)) for field in fields if field.compare)]
     return tuple(key)
