@@ -60,7 +60,7 @@ class TensorReader {
 };
 
 // The inputs of a compiled graph. The key has the facts of each tensor in turn, and kNoTensor for each other leaf;
-// `others` has the leaves that are not tensors, and the classes of those that are, in the order of the leaves.
+// `others` has the leaves that are not tensors, and the classes (`kind`) of those that have one, in their order.
 constexpr std::int64_t kNoTensor = -1;
 struct Signature {
   py::bytes key;

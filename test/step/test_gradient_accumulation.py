@@ -147,7 +147,7 @@ def test_a_scan_in_the_step_donates_the_carry_of_the_step(make):
 
 
 def test_carried_tensors_that_share_a_buffer_are_refused(make):
-    """With each other, or with another live tensor. A clone is right."""
+    """With each other, with the model, or with a tensor that the step reads. A clone is right."""
     model, carried, data = model_of(), make(2), make(3, 2, 4)
     for other in (carried, carried.detach(), torch.empty_like(carried).copy_(carried)):
         text = r"carried_tensors\[2\] has the same buffer as carried_tensors\[0\], .*clone"

@@ -143,6 +143,8 @@ def compile(
         ValueError: a number is out of range, a name or the backend is unknown, an argument is both static and donated,
             or names are given for a callable without a signature. At a call: a donated leaf is not an XLA tensor, or
             shares its buffer with an argument that is not donated.
+        DonationError: at a call: a donated leaf is a view or cannot be donated otherwise, a donation is unusable and
+            ``strict`` says ``"error"``, or ``pure=True`` refuses the function.
     """
     options: dict[str, Any] = {
         "donate_argnums": donate_argnums,

@@ -45,7 +45,7 @@ def user_computation(
         A list of pending tensors, one for each element of the computation's result.
 
     Raises:
-        TypeError: an input, the computation, ``strict`` or ``stacklevel`` has another type.
+        TypeError: ``name``, an input, the computation, ``strict`` or ``stacklevel`` has another type.
         ValueError: number, shapes or dtypes of the inputs differ from those of the parameters, torch_xla cannot call
             the module, or an input that is not donated shares the buffer of a donated one.
         DonationError: a donated input is pending, or torch_xla shares its buffer between tensors.

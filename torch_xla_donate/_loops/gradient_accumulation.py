@@ -45,13 +45,12 @@ def gradient_accumulation(
 
     Raises:
         TypeError: ``donate``, ``strict`` or ``stacklevel`` has another type, a carried value is not a tensor, or the
-            loss is not a float32 tensor.
+            loss is not a float32 scalar.
         ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, a carried tensor
-            shares its buffer with another one, a parameter or a tensor that the step reads, the step's results do not
-            fit, or a parameter that is not of ``model`` would get a gradient.
-        DonationError: a donated tensor is pending, a tensor donated in the step is not one of its arguments, the step
-            makes torch_xla run something (``torch_xla.sync()``, ``print``, ``.item()``), torch_xla is in eager mode, or
-            the call is inside a pure function.
+            shares its buffer with another one, one of ``model`` or one that the step reads, the step does not read it
+            or updates a buffer of ``model``, its results do not fit, or a tensor not of ``model`` would get a gradient.
+        DonationError: a donated tensor is pending, the step makes torch_xla run something (``torch_xla.sync()``,
+            ``print``, ``.item()``), torch_xla is in eager mode, or the call is inside a pure function.
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
     chosen = chosen_arguments(donate, _ARGUMENTS)
@@ -98,7 +97,7 @@ def _unrolled(train_step: Callable[..., Any], iterable: Sequence[torch.Tensor], 
     for index in range(count):
         with _marks.inside_call.replaced(True):
             result = train_step(*(tensor[index] for tensor in iterable), *carried)
-        loss, *rest = result if has_carried else (result,)
+        loss, *rest = result if isinstance(result, tuple | list) else (result,)
         carried = [tensor.detach() for tensor in rest]
         (loss / count).backward()
         total = total + loss.detach() / count

@@ -113,12 +113,13 @@ def scan(
         The final carry, and the outputs ``y`` stacked along a new leading dimension.
 
     Raises:
-        ValueError: ``donate`` names another argument, or ``fn`` cannot be called.
+        ValueError: ``donate`` names another argument, ``fn`` cannot be called or returns the carry's dictionaries in
+            another order, or the tensors are on several devices.
         TypeError: ``donate``, ``strict`` or ``stacklevel`` has another type, or ``fn`` is pure but cannot be hashed or
             weakly referenced.
         NotImplementedError: it is called in the body of another scan.
-        DonationError: a donated leaf is pending, a tensor donated in the body is not one of its arguments, torch_xla is
-            in eager mode, or, with ``strict``, autograd has saved a donated leaf.
+        DonationError: a donated leaf is pending or was made in the body, torch_xla is in eager mode, or, with
+            ``strict``, autograd has saved a donated leaf.
     """
     from torch_xla.experimental.scan import scan as host_scan
 
@@ -229,8 +230,7 @@ def scan_layers(
 
     Raises:
         TypeError: ``strict`` or ``stacklevel`` has another type.
-        DonationError: a donated leaf is pending, a tensor donated in a layer is not the layer's input, or, with
-            ``strict``, autograd has saved a donated leaf.
+        NotImplementedError, DonationError: as for `scan`.
     """
     _marks.DonationRequest.make(strict, stacklevel)
     layers = list(layers)  # torch_xla iterates over them twice

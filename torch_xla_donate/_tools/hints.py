@@ -53,7 +53,7 @@ class Hint:
         count: the number of arrays.
         name: as the program reaches it, such as ``model.fc.weight``; empty if unknown.
         where: ``file:line`` of the code to change; empty if unknown.
-        holder: all that is found to hold it after the step; empty if nothing does.
+        holder: what is found to hold it after the step, the first five; empty if nothing does.
         edit: the call to write; empty if only the program can tell what to change.
         site: ``file:line`` of the end of the step.
         runs: how many watched runs of the step showed it.

@@ -33,7 +33,8 @@ class _Record:
     """The record of this process.
 
     root: as for `start`.
-    flags: XLA_FLAGS as they were; None once they are restored.
+    flags: XLA_FLAGS as they were.
+    path: of the file.
     tries: how often it has looked for the donors of each executable; `_TRIES` if they are written.
     last_step: number of the last step whose donors are written.
     """
