@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <iterator>
 #include <map>
 #include <utility>
@@ -167,7 +168,11 @@ std::size_t NotedExecutables() {
 
 void NoteStack() {
   if (logs.load(std::memory_order_relaxed)) {
-    recording.stack = callbacks::PythonStack();
+    try {
+      recording.stack = callbacks::PythonStack();
+    } catch (const std::exception& error) {  // the step has given its outputs arrays, and must run
+      Tallies::Get().NoteError(error.what());
+    }
   }
 }
 

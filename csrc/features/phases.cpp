@@ -42,6 +42,7 @@ void EndEagerMarks(GraphContext& context) {
 }  // namespace
 
 bool phases::ListBegins(const lazy::BackendDevice* device) {
+  NoteStack();  // before the list, which a finalizer that it runs would end
   if (AutoDonates() || (Watches(kMarks) && Marks::Get().HasPending(device))) {
     OutdatedTensors::Get().BringUpToDate(device);  // before the list, which must not have old values
   }
@@ -87,9 +88,9 @@ void phases::ProposeDonors(DonorSet& donors) {
   Reach("ProposeDonors");
 }
 
-void phases::AtBarrier(bool has_locked_device) {
+void phases::AtBarrier(bool may_run_python) {
   GuardBarrier();
-  if (!has_locked_device) {
+  if (may_run_python) {
     NoteStack();
   }
   Reach("AtBarrier");

@@ -142,8 +142,9 @@ std::vector<StackFrame> callbacks::PythonStack() {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame && !frame.is_none() && stack.size() < kDeepest) {
     const py::object name = py::dict(frame.attr("f_globals")).attr("get")("__name__", "");
+    const py::object line = frame.attr("f_lineno");  // None for code without a table of lines
     stack.emplace_back(py::str(name), py::str(frame.attr("f_code").attr("co_filename")),
-                       frame.attr("f_lineno").cast<int>());
+                       line.is_none() ? 0 : line.cast<int>());
     frame = frame.attr("f_back");
   }
   return stack;

@@ -25,7 +25,6 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
   };
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
   PyObject** other = PySequence_Fast_ITEMS(signature_.others.ptr());
-  PyObject** hook = PySequence_Fast_ITEMS(signature_.hooks.ptr());
   auto donor = donated_.begin();
   const std::size_t count = leaves.size();
   TensorReader reader(count);
@@ -42,11 +41,9 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
     }
     reader.Read(items[i]);
     if (reader.dynamic || !match(reader.facts) ||
-        (reader.kind != nullptr && reinterpret_cast<PyObject*>(reader.kind) != *other++) ||
-        !std::equal(reader.hooks.begin(), reader.hooks.end(), hook)) {
+        (reader.kind != nullptr && reinterpret_cast<PyObject*>(reader.kind) != *other++)) {
       return false;
     }
-    hook += reader.hooks.size();
     if (donor != donated_.end() && std::get<0>(*donor) == i) {
       donated.push_back({*reader.data, *reader.buffer, reader.sizes, static_cast<std::uint32_t>(i)});
       ++donor;

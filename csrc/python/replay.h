@@ -46,7 +46,7 @@ class Replay {
   py::object Begin(const py::list& arguments, const std::string& where, int strict) const;
 
  private:
-  // Whether the leaves have the facts, values and hooks of those of the earlier call.
+  // Whether the leaves have the facts and values of those of the earlier call.
   bool AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donated) const;
 
   py::list structures_;

@@ -41,7 +41,7 @@ Steps::Steps() : compilations_(abi::Compilations()) {
 
 void Steps::EndAll() {
   MutexLock lock(registry_mutex);
-  running_ = 0;
+  running_.clear();
   for (auto& [buffer, consumed] : consumed_) {
     consumed.step->status = Step::Status::kDone;
   }
@@ -374,10 +374,10 @@ void Steps::Commit(const StepPtr& step, std::string graph_hash, const std::vecto
       step->donors[i]->status.left_unused = !known->second->used[i];
     }
   }
+  running_.insert(step->number);
   step->graph_hash = std::move(graph_hash);
   AddCompilations(step->compilations);
   step->status = Step::Status::kRunning;
-  ++running_;
 }
 
 void Steps::NoteExecutable(const StepPtr& step, const std::shared_ptr<const abi::HostCachedComputation>& executable) {
@@ -498,7 +498,7 @@ void Steps::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outc
   }
   Keep(step);
   if (was_running) {
-    --running_;
+    running_.erase(step->number);
   }
   Refresh();
   ended_.notify_all();
@@ -585,7 +585,8 @@ std::optional<std::string> Steps::GraphText(const std::string& graph_hash) const
 
 void Steps::Wait() {
   MutexLock lock(registry_mutex);
-  while (running_ != 0) {
+  const std::uint64_t later = next_step_;
+  while (!running_.empty() && *running_.begin() < later) {
     registry_mutex.Wait(ended_);
   }
 }

@@ -19,6 +19,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -183,7 +184,7 @@ class Steps {
   std::vector<StepSnapshot> Snapshots(const std::vector<StepPtr>& steps) const;
   // The optimised HLO of a graph that has run with donors; nullopt if torch_xla has dropped its executable.
   std::optional<std::string> GraphText(const std::string& graph_hash) const;
-  // Waits until every step has ended. The caller must not hold the GIL.
+  // Waits until the steps that run now have ended; other threads may begin more. The caller must not hold the GIL.
   void Wait();
 
   bool HasNotices() const noexcept { return has_notices_.load(std::memory_order_relaxed); }
@@ -242,7 +243,7 @@ class Steps {
   std::atomic<bool> has_notices_{false};
   std::atomic<bool> has_steps_{false};
   std::uint64_t next_step_ GUARDED_BY(registry_mutex) = 1;
-  std::size_t running_ GUARDED_BY(registry_mutex) = 0;
+  std::set<std::uint64_t> running_ GUARDED_BY(registry_mutex);  // by number
   ska::flat_hash_map<Buffer, Consumed> consumed_ GUARDED_BY(registry_mutex);
   std::map<lazy::BackendDevice, std::vector<lazy::BackendDataPtr>> last_consumed_ GUARDED_BY(registry_mutex);
   std::size_t remembered_ GUARDED_BY(registry_mutex) = 0;  // the size of consumed_ after the last ForgetFreed()

@@ -98,8 +98,9 @@ void GraphKnown(GraphContext& graph) noexcept;
 // Only for steps, after the marks have been proposed.
 void ProposeDonors(DonorSet& donors);
 // A thread waits for the device, as before each read, step and run.
-// A thread that has locked the device must not take the GIL, because a thread with the GIL may wait for the device.
-void AtBarrier(bool has_locked_device);
+// A thread that has locked the device must not take the GIL, because a thread with the GIL may wait for the device. A
+// step whose donors are claimed runs no Python before its run, because a finalizer may make a graph of its own.
+void AtBarrier(bool may_run_python);
 void CheckRun(const std::vector<lazy::BackendDataPtr>& parameters);
 void BeforeRun(RunContext& run) noexcept;
 void AtStart(RunContext& run);

@@ -155,10 +155,11 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
 }
 
 void ThreadStep::PassBarrier(abi::Executor::SyncTensorCollection& collection, c10::function_ref<void()> pass) {
-  const bool is_claimed = claim_ != nullptr && !claim_->IsCompiled();
+  const std::shared_ptr<Claim> claim = made_ == &collection ? claim_ : nullptr;
+  const bool is_claimed = claim != nullptr && !claim->IsCompiled();
   const std::size_t ours = is_claimed ? 1 : 0;  // our guard, see ClaimDonors()
   const bool has_locked_device = collection.unlocker.size() > ours;
-  phases::AtBarrier(has_locked_device);
+  phases::AtBarrier(/*may_run_python=*/!has_locked_device && !is_claimed);
   if (phase_ != StepPhase::kOrdering) {
     list_.Reset(false);
   }
@@ -166,7 +167,6 @@ void ThreadStep::PassBarrier(abi::Executor::SyncTensorCollection& collection, c1
     pass();
     return;
   }
-  const std::shared_ptr<Claim> claim = claim_;
   claim->Compiled();
   // Removes our guard. If the executor already holds the device's lock, that entry comes before ours, and the executor
   // checks whether the list is empty.

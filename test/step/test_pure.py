@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -1052,6 +1054,23 @@ def test_another_gradient_hook_is_another_signature(make):
         w.register_hook(hooks[one])
         assert f(w, make(3)).tolist() == [k - min(k, one) for k in range(3)]
     assert len(f._programs) == 2
+
+
+def test_a_hook_that_refers_to_the_function_keeps_nothing_alive(make):
+    class Trainer:
+        def noted(self, gradient):
+            return gradient * 1
+
+    trainer, x = Trainer(), make(3)
+    trainer.f = pure(lambda w, x: torch.autograd.grad((w * x).sum(), w)[0] + w.detach(), donate_argnums=0)
+    for _ in range(2):
+        w = make(3).requires_grad_()
+        w.register_hook(trainer.noted)
+        assert trainer.f(w, x).tolist() == [0, 2, 4]
+    gone = weakref.ref(trainer)
+    del trainer, w
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_gradient_hook_counts_by_its_identity(make):

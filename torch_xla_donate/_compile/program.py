@@ -287,7 +287,8 @@ class TracedProgram(TracedGraph):
         """
         tensors = [i for i, leaf in enumerate(donated) if isinstance(leaf, torch.Tensor)]
         is_whole = bool(tensors) and self.donors == tensors and not (self.captured or self.returned)
-        is_whole = is_whole and not self._leaves_without_gradient
+        # A gradient hook may refer to the function, and the garbage collector does not see what C++ holds.
+        is_whole = is_whole and not (self._leaves_without_gradient or signature.hooks)
         if is_whole and signature.distinct and not _host.runtime().is_spmd():  # which compares shardings, too
             donors = [(i, *self._places[i]) for i in self.donors]
             self.replay = _C.Replay(list(structures), signature, donors, self.name, names)

@@ -79,8 +79,9 @@ def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
         marks = _C.mark_arguments(leaves, [], request.where, request.strictness(), True, names)
         assert isinstance(marks, _C.Call), "the leaves have been checked"
         _C.end_call(marks, {}, off or reason, notify=not off)
-        _C.expect_run()  # the report counts these donors with the next run
     _report.warn_or_raise()
+    if donations:
+        _C.expect_run()  # the report counts these donors with the next run
 
 
 def _by_request(donations: Sequence[Donation]) -> Iterator[tuple[DonationRequest, list[Donation]]]:
