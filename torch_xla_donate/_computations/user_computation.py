@@ -53,7 +53,9 @@ def user_computation(
     """
     request = _marks.DonationRequest.make(strict, stacklevel)
     if not isinstance(name, str):
-        raise TypeError(f"name is of type {type(name).__name__}, not a str. {see('user_computations')}")
+        raise TypeError(
+            f"name is of type {type(name).__name__}, not a str. Give the operation a name. {see('user_computations')}"
+        )
     module = _module(computation)
     tensors = [_host.without_wrapper(tensor) for tensor in inputs]
     names = _trees.Places([(f"inputs[{index}] of {name}",) for index in range(len(tensors))])

@@ -147,10 +147,11 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls a function of torch. The error for a read on the host names the floats among its arguments."""
-        if any(_host.without_wrapper(tensor) is not tensor for tensor in tensors_of((args, kwargs))):
+        tensors = tensors_of((args, kwargs))
+        if any(_host.without_wrapper(tensor) is not tensor for tensor in tensors):
             # torch breaks the wrappers that operations make inside of a TorchDispatchMode.
             args, kwargs = pytree.tree_map(_host.without_wrapper, (args, kwargs))
-        numbers = _numbers.numbers_in(tensors_of((args, kwargs))) if self._has_numbers else []
+        numbers = _numbers.numbers_in(tensors) if self._has_numbers else []
         if not numbers:
             return func(*args, **kwargs)
         if self._pauses:  # the trace of a loop's body takes no tensors from outside
