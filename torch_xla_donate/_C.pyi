@@ -19,7 +19,7 @@ class _Hook(TypedDict):
 
 class _Donor(TypedDict):
     name: str
-    holders: list[tuple[Any, int]]
+    marks: int
     where: str
     strict: int
     shape: str

@@ -42,15 +42,10 @@ py::dict DictOf(const std::pair<const char*, Values>&... items) {
 
 py::dict DonorDict(const DonorSnapshot& donor) {
   static const char* const states[] = {"pending", "claimed", "donated", "unusable", "cancelled"};
-  py::list holders;
-  for (const Mark& mark : donor.marks) {
-    holders.append(
-        py::make_tuple(py::reinterpret_borrow<py::object>(static_cast<PyObject*>(mark.site->names.get())), mark.leaf));
-  }
   const std::string array = ArrayOf(donor);
-  return DictOf(std::pair("name", NamesOf(donor)), std::pair("holders", holders), std::pair("where", WhereOf(donor)),
-                std::pair("strict", static_cast<int>(donor.Strict())), std::pair("shape", donor.Shape()),
-                std::pair("bytes", donor.bytes), std::pair("array", array),
+  return DictOf(std::pair("name", NamesOf(donor)), std::pair("marks", donor.marks.size()),
+                std::pair("where", WhereOf(donor)), std::pair("strict", static_cast<int>(donor.Strict())),
+                std::pair("shape", donor.Shape()), std::pair("bytes", donor.bytes), std::pair("array", array),
                 std::pair("bytes_per_device", BytesPerDevice(array).value_or(donor.bytes)),
                 std::pair("size", SizeOf(array, /*unsharded=*/false).value_or(donor.bytes)),
                 std::pair("buffer", reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get())),
