@@ -54,28 +54,36 @@ void Marks::Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr
     RemoveCall(site.get());
     throw;
   }
+  for (const DonorPtr& donor : donors->others_) {
+    DropReplaced(*donor, site.get());
+  }
   Refresh();
 }
 
 void Marks::AddTo(Donor& donor, Mark mark) {
   // A compiled run finds its mark by the call.
-  const bool for_compiled_run = mark.site->for_compiled_run;
-  const bool has_output = !mark.preferred_output.expired();
-  for (Mark& before : donor.status.marks) {
-    if (for_compiled_run || before.site->for_compiled_run || before.site == mark.site || !IsOneTensor(before, mark)) {
-      continue;
-    }
-    if (!has_output && before.site->strict >= mark.site->strict) {
-      return;
-    }
-    // A loop may request an output for the same tensor again and again. The last one counts.
-    if (has_output && before.site->strict <= mark.site->strict) {
-      before = std::move(mark);
-      std::rotate(&before, &before + 1, donor.status.marks.end());
-      return;
+  const bool is_known = mark.preferred_output.expired() && !mark.site->for_compiled_run &&
+                        std::any_of(donor.status.marks.begin(), donor.status.marks.end(), [&mark](const Mark& before) {
+                          return !before.site->for_compiled_run && before.site != mark.site &&
+                                 before.site->strict >= mark.site->strict && IsOneTensor(before, mark);
+                        });
+  if (!is_known) {
+    donor.status.marks.push_back(std::move(mark));
+  }
+}
+
+// A loop may request an output for the same tensor again and again. The last one counts.
+void Marks::DropReplaced(Donor& donor, const CallSite* site) noexcept {
+  auto& marks = donor.status.marks;
+  for (std::size_t i = site->for_compiled_run ? 0 : marks.size(); i-- > 0;) {
+    const Mark& before = marks[i];
+    if (before.site.get() != site && !before.site->for_compiled_run && before.site->strict <= site->strict &&
+        std::any_of(marks.begin(), marks.end(), [&before, site](const Mark& mark) {
+          return mark.site.get() == site && !mark.preferred_output.expired() && IsOneTensor(before, mark);
+        })) {
+      marks.erase(marks.begin() + i);
     }
   }
-  donor.status.marks.push_back(std::move(mark));
 }
 
 void Marks::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {

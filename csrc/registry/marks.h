@@ -83,6 +83,8 @@ class Marks {
   using Buffer = const lazy::BackendData*;
 
   static void AddTo(Donor& donor, Mark mark) REQUIRES(registry_mutex);
+  // Drops the marks of earlier calls that this call's replace. After all have been added, so that nothing can fail.
+  static void DropReplaced(Donor& donor, const CallSite* site) noexcept REQUIRES(registry_mutex);
   void CancelLocked(Buffer buffer) noexcept REQUIRES(registry_mutex);
   // The call's marks of donors that are pending, in the order of its leaves.
   template <typename Function>

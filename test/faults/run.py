@@ -180,6 +180,23 @@ def marking() -> Attempt:
     return Attempt(run, lambda: same(tensors[0], counted(8)))
 
 
+def marking_again() -> Attempt:
+    """A call for tensors that are marked already replaces both marks, or none."""
+    tensors = [make(8), make(4)]
+    new = [t + 1 for t in tensors]
+    txd.donate_buffer(tensors)
+
+    def run() -> None:
+        try:
+            txd.donate_buffer(tensors, into=new)
+        finally:
+            marks = [donor["marks"] for donor in _C.pending()]
+            txd.cancel_donation(tensors)
+            assert marks == [1, 1], f"{marks} marks of each tensor are left"
+
+    return Attempt(run, lambda: same(new[0], counted(8) + 1))
+
+
 def reporting() -> Attempt:
     a, b = make(8), make(3)
     txd.donate_buffer([a, b])
@@ -197,7 +214,10 @@ def logged() -> Attempt:
 
 
 SCENARIOS: dict[str, Callable[[], Attempt]] = {
-    **{f.__name__: f for f in (marks, unusable, moved, automatic, disabled, traced, marking, reporting, logged)},
+    **{
+        f.__name__: f
+        for f in (marks, unusable, moved, automatic, disabled, traced, marking, marking_again, reporting, logged)
+    },
     **{backend: functools.partial(compiled, backend) for backend in BACKENDS},
 }
 
