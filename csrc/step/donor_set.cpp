@@ -95,6 +95,10 @@ void Claim::Commit(RunContext& run, std::string graph_hash) {
   run.graph = graph_hash;
   Steps::Get().Commit(step_, std::move(graph_hash), run.run.tensors_data);
   run.OnEnd([step = step_, on_success = on_success_](const Reason& failure) {
+    if (failure.code == ReasonCode::kGivenUp) {  // the run has not begun
+      Steps::Get().Abandon(step, failure);
+      return;
+    }
     Steps::Get().RecordOutcome(step, failure);
     if (failure.empty() && on_success) {
       on_success();

@@ -27,6 +27,7 @@ namespace torch_xla_donate {
 
 class Claim;
 class DonorSet;
+class RunEnd;
 
 // Decides whether a step donates.
 struct Gate {
@@ -82,9 +83,10 @@ struct RunContext {
   std::exception_ptr failure = nullptr;          // the run must not begin; torch_xla raises this error
 
   // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
-  // success. If the run never begins, the context drops the functions.
+  // success, and kGivenUp if the host has dropped the run.
   void OnEnd(std::function<void(const Reason& failure)> function) { ends.push_back(std::move(function)); }
   std::vector<std::function<void(const Reason&)>> ends = {};
+  std::shared_ptr<RunEnd> end = nullptr;  // has these functions, from Prepare() on
 };
 
 namespace phases {

@@ -42,7 +42,39 @@ bool RunsAll(const abi::Executor::SyncTensorCollection& collection) {
   return collection.config.force_ltc_data && collection.config.sync_ltc_data;
 }
 
+// Orders the thread that prepares a run before the thread of XLA that ends it. The queue between them does so, too, but
+// ThreadSanitizer does not know the locks of XLA.
+std::atomic<std::size_t> hand_overs{0};
+
+Reason FailureOf(const std::exception& error) noexcept {
+  try {
+    return {ReasonCode::kFailed, error.what()};
+  } catch (const std::bad_alloc&) {
+    return ReasonCode::kFailedForeign;
+  }
+}
+
 }  // namespace
+
+class RunEnd {
+ public:
+  explicit RunEnd(std::vector<std::function<void(const Reason&)>>&& functions) : functions_(std::move(functions)) {}
+
+  // Only the first call counts.
+  void Call(const Reason& failure) noexcept {
+    for (const auto& function : functions_) {
+      try {
+        function(failure);
+      } catch (const std::exception& error) {  // the run itself has not failed
+        Tallies::Get().NoteError(error.what());
+      }
+    }
+    functions_.clear();
+  }
+
+ private:
+  std::vector<std::function<void(const Reason&)>> functions_;
+};
 
 ThreadStep& ThreadStep::Make() {
   thread_local ThreadStep step;
@@ -206,51 +238,17 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
     } else if (run_->claim == nullptr) {
       Steps::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
     }
+    if (!run_->ends.empty()) {
+      run_->end = std::make_shared<RunEnd>(std::move(run_->ends));
+      // A guard in the host's run, which the host destroys after it, or if it never begins.
+      run.unlocker.emplace_back(
+          [end = run_->end](lazy::ExceptionCleanup::StatusType&&) { end->Call(ReasonCode::kGivenUp); });
+    }
   } catch (...) {
     GiveUp();
     run_.emplace(RunContext{run, RunsAll(collection)}).failure = std::current_exception();
   }
 }
-
-namespace {
-
-// The functions to call at the end of a run. If the host drops the run, its end counts as given up.
-class RunEnd {
- public:
-  explicit RunEnd(std::vector<std::function<void(const Reason&)>> functions) : functions_(std::move(functions)) {}
-  ~RunEnd() { Call(ReasonCode::kGivenUp); }
-  RunEnd(const RunEnd&) = delete;
-  RunEnd& operator=(const RunEnd&) = delete;
-
-  // Only the first call counts.
-  void Call(const Reason& failure) noexcept {
-    for (const auto& function : functions_) {
-      try {
-        function(failure);
-      } catch (const std::exception& error) {  // the run itself has not failed
-        Tallies::Get().NoteError(error.what());
-      }
-    }
-    functions_.clear();
-  }
-
- private:
-  std::vector<std::function<void(const Reason&)>> functions_;
-};
-
-// Orders the thread that prepares a run before the thread of XLA that ends it. The queue between them does so, too, but
-// ThreadSanitizer does not know the locks of XLA.
-std::atomic<std::size_t> hand_overs{0};
-
-Reason FailureOf(const std::exception& error) noexcept {
-  try {
-    return {ReasonCode::kFailed, error.what()};
-  } catch (const std::bad_alloc&) {
-    return ReasonCode::kFailedForeign;
-  }
-}
-
-}  // namespace
 
 std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::function<void()> run) {
   if (!run_.has_value() || &run_->run.mwait != runner) {
@@ -258,38 +256,35 @@ std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::func
   }
   RunContext context = std::move(*run_);
   run_.reset();
-  try {
-    if (context.failure != nullptr) {
-      std::rethrow_exception(context.failure);
-    }
-    phases::AtStart(context);
-    auto consumed = std::make_shared<std::vector<lazy::BackendDataPtr>>(Steps::Get().TakeConsumed(context.run.device));
-    if (context.ends.empty() && consumed->empty()) {
-      return run;
-    }
-    const auto end = std::make_shared<RunEnd>(std::move(context.ends));
-    std::function<void()> completion = [run = std::move(run), end, consumed = std::move(consumed)] {
-      hand_overs.load(std::memory_order_acquire);
-      try {
-        run();
-      } catch (const std::exception& error) {
-        end->Call(FailureOf(error));
-        throw;
-      } catch (...) {
-        end->Call(ReasonCode::kFailedForeign);
-        throw;
-      }
-      end->Call({});
-      consumed->clear();  // last, because it may wait for the run before
-    };
-    hand_overs.fetch_add(1, std::memory_order_release);
-    return completion;
-  } catch (...) {
-    if (context.claim != nullptr) {
-      context.claim->Abandon(ReasonCode::kGivenUp);
-    }
-    throw;
+  if (context.failure != nullptr) {
+    std::rethrow_exception(context.failure);
   }
+  phases::AtStart(context);
+  auto consumed = std::make_shared<std::vector<lazy::BackendDataPtr>>(Steps::Get().TakeConsumed(context.run.device));
+  if (context.end == nullptr && consumed->empty()) {
+    return run;
+  }
+  std::function<void()> completion = [run = std::move(run), end = context.end, consumed = std::move(consumed)] {
+    hand_overs.load(std::memory_order_acquire);
+    const auto ended = [&end](const Reason& failure) {
+      if (end != nullptr) {
+        end->Call(failure);
+      }
+    };
+    try {
+      run();
+    } catch (const std::exception& error) {
+      ended(FailureOf(error));
+      throw;
+    } catch (...) {
+      ended(ReasonCode::kFailedForeign);
+      throw;
+    }
+    ended({});
+    consumed->clear();  // last, because it may wait for the run before
+  };
+  hand_overs.fetch_add(1, std::memory_order_release);
+  return completion;
 }
 
 void ThreadStep::End(const lazy::BackendDevice& device) {
