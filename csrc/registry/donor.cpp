@@ -2,10 +2,21 @@
 #include "registry/donor.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "host/array_text.h"
 
 namespace torch_xla_donate {
+
+at::ScalarType DonorArray::DtypeOf(const lazy::BackendData& buffer) {
+  const std::int32_t number = abi::ElementTypeOf(buffer);
+  if (const std::optional<at::ScalarType> dtype = ElementType(number)) {
+    return *dtype;
+  }
+  throw std::invalid_argument("A tensor whose array has the element type " + std::to_string(number) +
+                              " of XLA's PrimitiveType, for which torch has no dtype (21 is int4), cannot be donated. "
+                              "Remove this leaf. Nothing was marked.");
+}
 
 std::string DonorArray::Shape() const {
   std::string text = ElementName(dtype);

@@ -58,11 +58,7 @@ enum class DonorState {
 // The buffer of a donor.
 struct DonorArray {
   DonorArray(const lazy::BackendDataPtr& of, at::IntArrayRef of_sizes)
-      : buffer(of),
-        key(of.get()),
-        sizes(of_sizes.begin(), of_sizes.end()),
-        dtype(ElementType(abi::ElementTypeOf(*of)).value()),  // torch_xla makes tensors of no other types
-        device(of->device()) {
+      : buffer(of), key(of.get()), sizes(of_sizes.begin(), of_sizes.end()), dtype(DtypeOf(*of)), device(of->device()) {
     bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (const std::int64_t size : of_sizes) {
       bytes *= size;
@@ -79,6 +75,9 @@ struct DonorArray {
 
   // "f32[8,4]"
   std::string Shape() const;
+
+ private:
+  static at::ScalarType DtypeOf(const lazy::BackendData& buffer);
 };
 
 // The marks of a donor, and its outcome.

@@ -309,6 +309,16 @@ def test_cached_constants_are_refused_and_their_clones_donated():
     assert (out.item(), fresh.item(), cached.item()) == (43.0, 42.0, 42.0)
 
 
+def test_an_array_whose_element_type_torch_does_not_know_is_refused(make):
+    weight = make(6, dtype=torch.int32)
+    packed = torch_xla._XLAC._xla_cast_int4(weight, weight.tolist())
+    torch_xla.sync()
+    for give in (donate_buffer, compile(lambda x: x + 1, donate_argnums=0, pure=True)):
+        with pytest.raises(ValueError, match="element type 21 .*int4.*Remove this leaf"):
+            give([make(3), packed])
+    assert not _C.pending() and (packed + 1).tolist() == [1, 2, 3, 4, 5, 6]
+
+
 def test_random_numbers_are_the_same_with_and_without_donation(make):
     def draw(donate):
         torch_xla.manual_seed(7)
