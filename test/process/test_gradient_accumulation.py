@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import model_of, needs_jax, pointer
+from helpers import make, model_of, needs_jax, pointer
 from sharding import mesh, shard
 from torch import nn
 from torch_xla.experimental.gradient_accumulation import gradient_accumulation as host_gradient_accumulation
@@ -45,6 +45,22 @@ def test_under_spmd_the_carry_is_donated_and_aliased_per_device(dump_folder):
     assert (donor.name, donor.outcome, donor.bytes_per_device) == ("carried_tensors[0]", "donated", 32)
     aliased = [found.after for found in hlo.read_dump(dump_folder) if found.after is not None and found.after.aliases]
     assert [module.aliased_bytes for module in aliased] == [8 * 4 * 4 // 4]
+
+
+@in_process(devices=4)
+def test_under_spmd_a_step_that_reads_a_carried_tensor_itself_is_refused():
+    mesh()
+    model, data = model_of(), make(3, 8, 4)
+    one, two = make(8, 4), shard(make(8, 4), "x", None)
+    for step in (
+        lambda x, a, b: (model(x).mean(), a + two, b * 2),
+        lambda x, a, b: (model(x).mean(), a, b + torch.stack([a, two]).sum(0)),
+        lambda x, a, b: (model(x).mean(), two, b * 2),
+    ):
+        with pytest.raises(ValueError, match=r"the train step reads carried_tensors\[1\] itself"):
+            gradient_accumulation(step, (data,), model, one, two)
+    _, final, _ = gradient_accumulation(lambda x, a, b: (model(x).mean(), a + b, b * 2), (data,), model, one, two)
+    assert torch.equal(final.cpu(), one.cpu() + 7 * two.cpu())
 
 
 def places(state):
