@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -277,20 +276,6 @@ def last_reasons() -> list[str]:
     from torch_xla_donate import donation_report
 
     return [donor.reason for donor in donation_report(steps=1).donors]
-
-
-class TellingLock:
-    """For the lock of the scans: it calls `asked` in each thread that is about to wait for it."""
-
-    def __init__(self, asked: Callable[[], None]) -> None:
-        self._lock, self._asked = threading.RLock(), asked
-
-    def acquire(self) -> bool:
-        self._asked()
-        return self._lock.acquire()
-
-    def release(self) -> None:
-        self._lock.release()
 
 
 def model_of(width: int = 4) -> torch.nn.Module:

@@ -113,15 +113,6 @@ for i in range(6):
     torch_xla.sync()
 print(layer.weight.sum().item())
 """
-HELD = """
-x = torch.ones(64, 64).to("xla")
-torch_xla.sync()
-for i in range(6):
-    old = x  # here
-    x = x * 0.9
-    torch_xla.sync()
-print(x.sum().item())
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,17 +213,6 @@ def test_a_kept_graph_under_auto_donate_needs_only_the_detach(tmp_path: Path) ->
     hint = only(before.advice)
     assert (hint.kind, hint.edit) == ("kept_graph", "loss = loss.detach() before the step ends")
     assert_saves(before, written(tmp_path, AUTO + DETACHED))
-
-
-def test_a_held_input_is_a_fact_without_an_edit(tmp_path: Path) -> None:
-    file = written(tmp_path, HELD)
-    before = measure(file)
-    hint = only(before.advice)
-    assert (hint.kind, hint.bytes, hint.edit) == ("held_input", SIZE, "")
-    assert hint.holder == f"variable 'old' at train.py:{line_of(HELD)}"
-    assert hint.where == f"{file}:{line_of(HELD)}"
-    freed = HELD.replace("    x = x * 0.9\n", "    x = x * 0.9\n    del old\n")
-    assert_saves(before, written(tmp_path, AUTO + freed))
 
 
 def test_a_setting_that_loses_in_place_updates(tmp_path: Path) -> None:

@@ -58,27 +58,6 @@ def test_a_broken_text_of_a_megabyte_is_refused() -> None:
                 hlo.parse(start + part * (1_000_000 // len(part)))
 
 
-def step_of_two_donors(crossed):
-    p, m = torch.ones(64, 64).to("xla"), torch.zeros(64, 64).to("xla")
-    torch_xla.sync(wait=True)
-    new_m = 0.9 * m + p.sum()
-    new_p = p - 0.1 * new_m
-    donate_buffer([p, m], into=[new_m, new_p] if crossed else None)
-    torch_xla.sync(wait=True)
-
-
-def test_into_can_ask_for_pairs_that_cross(tmp_path):
-    """Without `into=` each donor goes to the output computed from it. A request for crossing pairs costs copies."""
-    copies = {}
-    for crossed in (True, False):
-        folder = tmp_path / str(crossed)
-        run_in_child(step_of_two_donors, crossed, dump=folder)
-        (module,) = hlo.read_dump(folder)
-        assert len(module.aliases) == 2
-        copies[crossed] = module.after.path.read_text().count(" copy(")
-    assert copies[True] > copies[False]
-
-
 @in_process
 def test_a_pair_is_kept_where_other_outputs_share_a_buffer():
     """As after updates in place whose values are kept by detach(): the executor has several outputs of one id."""

@@ -85,7 +85,7 @@ def test_a_plain_update_saves_all_that_it_aliases(dump_folder):
     assert memory_notes(step) == []
 
 
-@pytest.mark.parametrize("function", [square, flipped_and_shifted, scaled])
+@pytest.mark.parametrize("function", [square, flipped_and_shifted])
 @in_process
 def test_the_bytes_are_those_of_torch_xlas_own_compiler(function):
     """A result of one array has no table of addresses in jax's compiler; torch_xla's table has 8 bytes."""

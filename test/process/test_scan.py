@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import TellingLock, lacking, needs_jax, spmd_scan_gradients
+from helpers import lacking, needs_jax, spmd_scan_gradients
 from sharding import mesh, shard
 from torch_xla.experimental.scan import scan as host_scan
 
@@ -140,7 +141,9 @@ def test_a_scan_ends_while_a_backward_pass_waits_to_scan():
         assert reached.wait(100)
         return carry + x, carry * 2
 
-    _host.loops._scanning = TellingLock(at_the_lock)
+    lock = mock.Mock(wraps=threading.RLock())
+    lock.acquire.side_effect = lambda: at_the_lock() or mock.DEFAULT
+    _host.loops._scanning = lock
     other = threading.Thread(target=lambda: result.extend(scan(slow, init.detach(), xs)))
     other.start()
     started.wait()

@@ -356,15 +356,6 @@ def test_a_later_use_raises_with_argument_call_and_function(make):
         torch_xla_donate.compile(add, donate_argnums=0)(x, make(3))
 
 
-def test_a_host_read_in_the_function_does_not_donate_early(make):
-    def f(x):
-        return x * x.sum().item()
-
-    x = make(3)
-    assert torch_xla_donate.compile(f, donate_argnums=0)(x).tolist() == [0, 3, 6]
-    assert is_donated(x)
-
-
 # --- Methods, partials, nothing to donate ---
 
 

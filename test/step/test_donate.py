@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-from helpers import Couple, compiles, consume, each_backend, lose, no_collections, pointer, whole_copy
+from helpers import Couple, consume, each_backend, lose, no_collections, pointer, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -62,12 +62,6 @@ def test_any_dtype_can_be_donated(make):
         assert consume(t, torch.logical_not if name == "bool" else lambda t: t + t, wait=True).dtype is t.dtype
 
 
-def test_a_buffer_goes_to_another_dtype_and_shape_of_equal_bytes(make):
-    t = make(8)
-    address = pointer(t)
-    assert pointer(consume(t, lambda t: t.to(torch.int32).reshape(2, 4) + 1, wait=True)) == address
-
-
 @pytest.mark.parametrize("last", [False, True])
 def test_a_live_tensor_that_is_device_data_disturbs_no_step(make, last):
     """torch_xla asks such a tensor twice while it collects; the hooks must not take that for a read."""
@@ -92,29 +86,6 @@ def test_a_mark_whose_tensor_is_dropped_unread_leaves_no_trace(make):
     assert _C.pending() == []
     torch_xla.sync()
     assert _C.sizes()["pending"] == 0
-
-
-def test_a_loop_that_donates_every_step_compiles_once(make):
-    """Each step's input is still being computed."""
-    t = make(32)
-    counts = []
-    for _ in range(6):
-        donate_buffer(t)
-        t = t * 0.5 + 1
-        torch_xla.sync()
-        counts.append(compiles())
-    assert counts[0] == counts[-1]
-    assert donation_report(steps=6).reused_fraction == 1.0
-
-
-def test_the_same_graph_without_donation_keeps_its_input(make):
-    first, second = make(5), make(5)
-    consume(first, lambda t: t * 7)
-    kept = second * 7
-    torch_xla.sync()
-    assert not is_donated(second)
-    assert second.tolist() == [0, 1, 2, 3, 4]
-    assert kept.tolist() == [0, 7, 14, 21, 28]
 
 
 # --- Several leaves ---
@@ -602,20 +573,6 @@ def test_an_in_place_update_fulfils_the_mark_and_keeps_tensors(make):
     assert t.tolist() == [1, 2, 3, 4]
     assert pointer(t) == address
     assert donation_report(steps=1).donors[0].outcome == "donated"
-
-
-def test_steps_that_do_not_read_the_buffer_leave_the_mark(make):
-    t, other = make(4), make(4)
-    donate_buffer(t)
-    torch_xla.sync()
-    moved = other + 1
-    torch_xla.sync()
-    assert not is_donated(t)
-    assert [donor.outcome for donor in donation_report().pending] == ["pending"]
-    out = t + moved
-    torch_xla.sync()
-    assert is_donated(t)
-    assert out.tolist() == [1, 3, 5, 7]
 
 
 def just_consumed() -> int:

@@ -178,7 +178,7 @@ def test_the_variables_of_another_thread_are_read():
         at_work.set()
         done.wait()
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     at_work.wait()
     frames = [frame for frame in user_frames() if frame.f_code is work.__code__]

@@ -8,11 +8,12 @@ import textwrap
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
 import torch_xla
-from helpers import Couple, TellingLock, each_backend, pointer
+from helpers import Couple, each_backend, pointer
 from torch_xla.experimental import scan as host_module
 from torch_xla.experimental.scan import scan as host_scan
 
@@ -477,7 +478,9 @@ def test_a_thread_waits_with_its_scan_while_another_lowers_one(make, monkeypatch
             assert set(bodies) == {own}
         return lower(*args, **options)
 
-    monkeypatch.setattr(_host.loops, "_scanning", TellingLock(at_the_lock))
+    lock = mock.Mock(wraps=threading.RLock())
+    lock.acquire.side_effect = lambda: at_the_lock() or mock.DEFAULT
+    monkeypatch.setattr(_host.loops, "_scanning", lock)
     monkeypatch.setattr(host_module, "_scan_impl_flat", lower_slowly)
     other = threading.Thread(target=lambda: results.append(scan(body, init * 2, xs)))
     results.append(scan(body, init, xs))
