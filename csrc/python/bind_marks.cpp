@@ -65,6 +65,32 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   return false;
 }
 
+std::optional<std::size_t> ReadOtherwise(const py::sequence& results, const std::vector<lazy::Value>& nodes) {
+  std::vector<const lazy::Node*> roots;
+  std::vector<lazy::BackendDataPtr> read;  // other than by one of the nodes
+  for (const py::handle result : results) {
+    const abi::Resolution resolved = abi::Resolve(TensorOf(result));
+    if (resolved.tensor != nullptr && resolved.tensor->ir_value) {
+      roots.push_back(resolved.tensor->ir_value.node.get());
+    } else {
+      read.push_back(resolved.buffer);
+    }
+  }
+  const auto data_of = [](const lazy::Node* node) { return lazy::getBackend()->GetComputationDataFromNode(node); };
+  for (const lazy::Node* node : lazy::Util::ComputePostOrder(roots)) {
+    if (std::none_of(nodes.begin(), nodes.end(), [node](const auto& one) { return one.node.get() == node; })) {
+      read.push_back(data_of(node));
+    }
+  }
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    const lazy::BackendDataPtr buffer = nodes[i] ? data_of(nodes[i].node.get()) : nullptr;
+    if (buffer != nullptr && std::find(read.begin(), read.end(), buffer) != read.end()) {
+      return i;
+    }
+  }
+  return std::nullopt;
+}
+
 // Marks the donors of leaves that have no obstacle. `viewed` are those that may have views.
 void Commit(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site,
             const std::vector<at::Tensor>& viewed) {
@@ -430,6 +456,16 @@ void BindMarks(py::module_& m) {
       },
       py::arg("tensor"),
       "Drops the node by which graphs read a tensor's array, until the next read. Returns whether there was one.");
+  py::class_<lazy::Value>(m, "Node", py::module_local(),  // torch_xla has a class of its own for them
+                          "The node by which graphs read a tensor's array, if one has read it.")
+      .def(py::init([](py::handle tensor) {
+             const abi::Resolution resolved = abi::Resolve(TensorOf(tensor));
+             return resolved.buffer == nullptr ? lazy::Value() : resolved.tensor->ir_value;
+           }),
+           py::arg("tensor"));
+  m.def("read_otherwise", &ReadOtherwise, py::arg("results"), py::arg("nodes"),
+        "The index of the first of these nodes whose array the results read by another node, too; None if there is "
+        "none.");
   m.def(
       "note_placeholder", [](py::handle tensor) { NotePlaceholder(abi::Resolve(TensorOf(tensor)).buffer); },
       py::arg("tensor"), "A step that reads this tensor's array raises RuntimeError before it begins.");

@@ -52,14 +52,18 @@ def test_under_spmd_a_step_that_reads_a_carried_tensor_itself_is_refused():
     mesh()
     model, data = model_of(), make(3, 8, 4)
     one, two = make(8, 4), shard(make(8, 4), "x", None)
+    alias, row = two.detach(), two[0]
     for step in (
         lambda x, a, b: (model(x).mean(), a + two, b * 2),
+        lambda x, a, b: (model(x).mean(), a + alias, b * 2),
+        lambda x, a, b: (model(x).mean(), a + row, b * 2),
         lambda x, a, b: (model(x).mean(), a, b + torch.stack([a, two]).sum(0)),
-        lambda x, a, b: (model(x).mean(), two, b * 2),
+        lambda x, a, b: (model(x).mean(), alias, b * 2),
     ):
         with pytest.raises(ValueError, match=r"the train step reads carried_tensors\[1\] itself"):
             gradient_accumulation(step, (data,), model, one, two)
-    _, final, _ = gradient_accumulation(lambda x, a, b: (model(x).mean(), a + b, b * 2), (data,), model, one, two)
+    shaped = lambda x, a, b: (model(x).mean(), a.detach() + b[:] + torch.zeros(two.shape, device="xla"), b * 2)  # noqa: E731
+    _, final, _ = gradient_accumulation(shaped, (data,), model, one, two)
     assert torch.equal(final.cpu(), one.cpu() + 7 * two.cpu())
 
 

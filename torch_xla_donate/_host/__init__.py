@@ -38,7 +38,7 @@ from torch_xla_donate._host.hooks import install_hooks, uninstall_hooks, verify_
 from torch_xla_donate._host.jax import call_jax, import_jax, jax_environment, jit_donation, paired
 from torch_xla_donate._host.loops import (
     accumulate,
-    is_read_last,
+    read,
     is_traced,
     one_scan,
     read_by_backward_scan,

@@ -72,7 +72,7 @@ def accumulate(
 
     if _C.refuses_runs():  # inside `Tracing`
         iterable_tensors = tuple(map(_sliced_without_a_run, iterable_tensors))
-    loop: Callable[..., Any] = accumulation_by_buffer(host) if runtime().is_spmd() else host.gradient_accumulation
+    loop = accumulation_by_buffer(host)
     reads_refused = _C.refuse_reads(False)  # the loop syncs tensors without a value
     try:
         result = loop(step, iterable_tensors, model, *carried_tensors)
@@ -107,10 +107,6 @@ def _sliced_without_a_run(tensor: Any) -> Any:
     return tensor.as_subclass(_Rows) if is_sliced else tensor
 
 
-def is_read_last(tensor: torch.Tensor) -> bool:
-    """Reads a tensor. Whether a graph has read no other tensor of its buffer since its own first read.
-
-    torch_xla knows a buffer by the tensor that had its first read last.
-    """
-    ids, _ = xlac()._get_tensors_xla_device_data_node([tensor])
-    return list(ids) == [xlac()._xla_get_tensor_id(tensor)]
+def read(tensors: Sequence[torch.Tensor]) -> None:
+    """Makes the nodes by which graphs read tensors."""
+    xlac()._get_tensors_xla_device_data_node(list(tensors))

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _config, _host, _marks, _trace, _trees
 from torch_xla_donate._errors import DonationError, see
@@ -70,17 +68,15 @@ def gradient_accumulation(
         slices, carried = traced[: len(iterable_tensors)], traced[len(iterable_tensors) :]
         before = _C.runs_begun()
         kept = _ModelState(model, slices)
-        with _stand_ins(carried) as arguments:
+        with _stand_ins(carried) as (arguments, results):
             body = _marks.LoopBody("gradient_accumulation", [*slices, *arguments])
             with _marks.current_body.replaced(body):
                 result = train_step(*slices, *arguments)
+            results += _trace.tensors_of(result)
         _refuse_runs(_C.runs_begun() - before)
         kept.refuse_updates()
         loss, *rest = result if isinstance(result, tuple | list) else (result,)
         _refuse_unfit(loss, rest, carried_tensors)
-        for index, tensor in enumerate(carried):
-            if any(one is tensor for one in rest):
-                raise _reads_carried(index)
         unused.begin(kept.not_reached(loss))
         found.update(body.requests)
         loss = loss.clone()  # torch_xla divides it in place, and the step may carry it
@@ -123,49 +119,22 @@ def _refuse_runs(count: int) -> None:
 
 
 @contextlib.contextmanager
-def _stand_ins(carried: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The step's arguments in place of carried tensors.
+def _stand_ins(carried: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The step's arguments in place of carried tensors, and a list for its results.
 
     Raises ValueError if the step also reads such a tensor itself, which torch_xla's loop would take for the argument.
     """
-    if _host.runtime().is_spmd():  # where another tensor of the buffer would lose the sharding
-        made = [tensor.detach() for tensor in carried]
-        with _Uses(carried) as uses:
-            yield made
-        for index in uses.found:
-            raise _reads_carried(index)
-        return
-    made = list(map(_host.same_buffer, carried))
-    for tensor, argument in zip(carried, made):
-        _C.drop_node(tensor)
-        _host.is_read_last(argument)
-    yield made
-    for index, (tensor, argument) in enumerate(zip(carried, made)):
-        is_updated = not _C.identity(argument)[1]  # in place, which does not change the carried tensor
-        if not is_updated and not _host.is_read_last(argument):
-            raise _reads_carried(index)
-        _C.drop_node(tensor)
-        _host.is_read_last(tensor)  # so that the loop knows the buffer by it
-
-
-class _Uses(TorchFunctionMode):
-    """Notes which of these tensors, by their place, functions of torch get."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        self.found: list[int] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found += [self._places[id(one)] for one in pytree.tree_leaves((args, kwargs)) if id(one) in self._places]
-        return func(*args, **kwargs or {})
-
-
-def _reads_carried(index: int) -> ValueError:
-    return ValueError(
-        f"the train step reads carried_tensors[{index}] itself, or another tensor of its buffer, which has one "
-        f"value in all iterations. Use the step's argument, or carry a .clone(). {see('gradient_accumulation')}"
-    )
+    results: list[torch.Tensor] = []
+    arguments = list(map(_host.same_buffer, carried))
+    _host.read(arguments)
+    nodes = list(map(_C.Node, arguments))
+    yield arguments, results
+    index = _C.read_otherwise(results, nodes)
+    if index is not None:
+        raise ValueError(
+            f"the train step reads carried_tensors[{index}] itself, or another tensor of its buffer, which has one "
+            f"value in all iterations. Use the step's argument, or carry a .clone(). {see('gradient_accumulation')}"
+        )
 
 
 class _Unused:
