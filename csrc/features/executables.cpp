@@ -74,11 +74,13 @@ void Log(const RunContext& context, const Executable& executable) {
     lock.lock();
   }
   // Two threads may both describe an executable; the first run in the log has the texts.
-  if (std::exchange(note.described, note.described || !run.header.empty())) {
+  if (note.described) {
     run.header.clear();
     run.memory.clear();
   }
+  const bool has_texts = !run.header.empty();
   record.runs.push_back(std::move(run));
+  note.described = note.described || has_texts;
   lock.unlock();
   callbacks::RecordRunsSoon();
 }

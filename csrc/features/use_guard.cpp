@@ -22,7 +22,7 @@ void ThrowIfConsumed(const lazy::BackendData* buffer) {
   }
   std::optional<ConsumedDonor> found;
   {
-    PyThreadState* const thread = PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+    PyThreadState* const thread = Py_IsInitialized() != 0 && PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
     const auto restored = c10::make_scope_exit([thread] {
       if (thread != nullptr) {
         PyEval_RestoreThread(thread);

@@ -194,13 +194,6 @@ void TensorReader::Read(PyObject* object) {
   facts.clear();
   hooks.clear();
   kind = THPVariable_CheckTypeExact(Py_TYPE(object)) ? nullptr : Py_TYPE(object);
-  PyObject* const registered = requires_grad ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
-  if (registered != nullptr && PyDict_Check(registered) != 0) {
-    PyObject* hook = nullptr;
-    for (Py_ssize_t next = 0; PyDict_Next(registered, &next, nullptr, &hook) != 0;) {
-      hooks.push_back(hook);
-    }
-  }
   data = nullptr;
   buffer = nullptr;
   auto state = abi::TensorState::kMaterialized;
@@ -218,6 +211,14 @@ void TensorReader::Read(PyObject* object) {
       return;
     }
     sizes = tensor.sizes();
+  }
+  // After Resolve(), which may wait while another thread removes a hook.
+  PyObject* const registered = requires_grad ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
+  if (registered != nullptr && PyDict_Check(registered) != 0) {
+    PyObject* hook = nullptr;
+    for (Py_ssize_t next = 0; PyDict_Next(registered, &next, nullptr, &hook) != 0;) {
+      hooks.push_back(hook);
+    }
   }
   const bool is_xla = state != abi::TensorState::kNotXla;
   facts.push_back(static_cast<std::int64_t>(sizes.size()));
