@@ -86,9 +86,10 @@ std::optional<Liveness> FindReach(DonorSet& step, const OldValues& old_values) {
 }
 
 // `torch.nonzero(t).t().size(1)` on dynamic shapes is a size with a graph that reads t, which no live tensor shows.
-// torch_xla makes such sizes only with this setting, which it reads once. A program may unset it later.
+// torch_xla makes such sizes only with this setting, which it reads once. A program may unset it later. torch_xla
+// itself reads the environment without the GIL in each step, too.
 bool IsExperimental() noexcept {
-  return std::getenv("XLA_EXPERIMENTAL") != nullptr;  // NOLINT(concurrency-mt-unsafe): see bind_marks.cpp
+  return std::getenv("XLA_EXPERIMENTAL") != nullptr;  // NOLINT(concurrency-mt-unsafe)
 }
 std::atomic<bool> was_experimental{IsExperimental()};  // as this library was loaded
 
@@ -122,12 +123,6 @@ bool ListForAutoDonors() {
   ProcessObstacle();  // makes a tensor, so it comes before the list
   needs_list = true;
   return true;
-}
-
-void BeginPlan(const GraphContext& graph) noexcept {
-  if (graph.follows_list && graph.runs_all) {
-    DonorPlanner::Get().BeginStep(graph.collection.device);
-  }
 }
 
 void ProposeAutoDonors(DonorSet& step) {

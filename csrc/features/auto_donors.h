@@ -14,7 +14,6 @@ namespace torch_xla_donate {
 
 // Returns whether automatic donation needs the list of live tensors.
 bool ListForAutoDonors();
-void BeginPlan(const GraphContext& graph) noexcept;
 void ProposeAutoDonors(DonorSet& step);
 
 }  // namespace torch_xla_donate

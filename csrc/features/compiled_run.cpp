@@ -12,7 +12,6 @@
 #include "step/donor_set.h"
 #include "step/parameter_order.h"
 #include "step/planner.h"
-#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
@@ -87,7 +86,8 @@ void OrderForDonors(GraphContext& context) {
   next_run.ordered.resize(count);
   for (std::size_t place = 0; place < count; ++place) {
     const std::size_t old = moved ? pairs.parameter_order[place] : place;
-    next_run.ordered[place] = {graph.parameters_data[place].get(), pairs.preferred_output[old]};
+    next_run.ordered[place] = {reinterpret_cast<std::uintptr_t>(graph.parameters_data[place].get()),
+                               pairs.preferred_output[old]};
   }
 }
 
@@ -140,7 +140,6 @@ void DisarmRun() {
       Marks::Disarm(*offer.donor);
     }
   }
-  ThreadStep::Get().GiveUp();
 }
 
 void ExpectRun() { next_run.expected = true; }

@@ -19,10 +19,8 @@ namespace torch_xla_donate {
 
 // Until TakeOrder(), this thread orders the parameters of each graph that it hashes or compiles. With that order XLA
 // gives each of these donors to the output computed from it. TakeOrder() describes the last of these graphs.
-struct OrderedParameter {
-  const lazy::BackendData* buffer;
-  std::optional<std::size_t> preferred_output;  // the output computed from it, if it is a donor
-};
+// For each parameter its buffer, as `identity` gives it, and if it is a donor the output computed from it.
+using OrderedParameter = std::pair<std::uintptr_t, std::optional<std::size_t>>;
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors);
 std::vector<OrderedParameter> TakeOrder();
 // Whether this thread is between OrderParameters() and TakeOrder().

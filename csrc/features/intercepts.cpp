@@ -23,27 +23,33 @@ Original run_post_order, async_constructor, lazy_tensor_constructor, current_dat
     for_all_device_contexts, device_barrier, tensor_collection_barrier, mark_step, completer, device_to_string;
 
 // ---- The intercepts of a step, in its order ----
+//
+// Each has the type of the function that it replaces. Member functions are free functions, as in the Itanium C++ ABI:
+// `this` comes first. The constructor of a tensor takes its argument by value, which both supported ABIs (Itanium, on
+// x86-64 and aarch64) pass as a reference to the caller's object, so that the hook need not move it.
 
 void ForAllDeviceContexts(void* arena, const void* function, const lazy::BackendDevice* device) {
-  ThreadStep::Get().List(arena, device,
-                         [&] { for_all_device_contexts.As<abi::ForAllDeviceContextsFn>()(arena, function, device); });
+  ThreadStep::Get().List(
+      arena, device, [&] { for_all_device_contexts.As<decltype(&ForAllDeviceContexts)>()(arena, function, device); });
 }
 
 // Each live tensor passes the next two hooks in each step. The code for watched tensors is a separate function, so that
 // without watches the hook is a test and a jump.
 [[gnu::noinline]] void WatchedConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
   ThreadStep::Get().TensorMade(*data);
-  lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
+  lazy_tensor_constructor.As<decltype(&WatchedConstructor)>()(self, data);
 }
 
 void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorData>& data) {
   return Watches(kListed) ? WatchedConstructor(self, data)
-                          : lazy_tensor_constructor.As<abi::LazyTensorConstructorFn>()(self, data);
+                          : lazy_tensor_constructor.As<decltype(&LazyTensorConstructor)>()(self, data);
 }
+
+lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self);
 
 // A function of its own, so that a read of the list, of which a step has one for each live tensor, needs no clean-up.
 [[gnu::noinline]] lazy::BackendDataPtr HandleForProgram(ThreadStep& step, const lazy::LazyTensor* self) {
-  lazy::BackendDataPtr handle = current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  lazy::BackendDataPtr handle = current_data_handle.As<decltype(&CurrentDataHandle)>()(self);
   if (!step.IsListRead(*self, handle != nullptr) && handle != nullptr && !IsReplacing()) {
     CheckRead(handle.get());
   }
@@ -52,19 +58,19 @@ void LazyTensorConstructor(lazy::LazyTensor* self, std::shared_ptr<abi::TensorDa
 
 [[gnu::noinline]] lazy::BackendDataPtr WatchedHandle(const lazy::LazyTensor* self) {
   ThreadStep& step = ThreadStep::Get();
-  return step.IsNextListRead(*self) ? current_data_handle.As<abi::CurrentDataHandleFn>()(self)
+  return step.IsNextListRead(*self) ? current_data_handle.As<decltype(&WatchedHandle)>()(self)
                                     : HandleForProgram(step, self);
 }
 
 lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self) {
-  return Watches(kListed) ? WatchedHandle(self) : current_data_handle.As<abi::CurrentDataHandleFn>()(self);
+  return Watches(kListed) ? WatchedHandle(self) : current_data_handle.As<decltype(&CurrentDataHandle)>()(self);
 }
 
 Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::vector<lazy::Value>& roots,
                                      Executor::SyncTensorCollection* collection) {
   return ThreadStep::Get().Order(roots, *collection, [&] {
     try {
-      return run_post_order.As<abi::RunPostOrderFn>()(self, roots, collection);
+      return run_post_order.As<decltype(&RunPostOrder)>()(self, roots, collection);
     } catch (const std::exception&) {  // such as a deleted buffer; the program's error names the mark
       ThrowIfReadsConsumed(roots);
       throw;
@@ -74,35 +80,30 @@ Executor::PostOrderData RunPostOrder(lazy::LazyGraphExecutor* self, const std::v
 
 void TensorCollectionBarrier(lazy::LazyGraphExecutor* self, Executor::SyncTensorCollection* collection) {
   ThreadStep::Get().PassBarrier(*collection, [self, collection] {
-    tensor_collection_barrier.As<abi::TensorCollectionBarrierFn>()(self, collection);
+    tensor_collection_barrier.As<decltype(&TensorCollectionBarrier)>()(self, collection);
   });
 }
 
 void DeviceBarrier(lazy::LazyGraphExecutor* self, const lazy::BackendDevice& device) {
   GuardBarrier();
-  device_barrier.As<abi::DeviceBarrierFn>()(self, device);
+  device_barrier.As<decltype(&DeviceBarrier)>()(self, device);
 }
 
 void AsyncConstructor(Executor::Async* self, Executor::SyncTensorCollection* collection,
                       std::vector<lazy::BackendDataPtr> parameters, std::vector<lazy::BackendDataPtr> outputs,
                       lazy::LazyGraphExecutor::ComputationCache::TypePtr computation) {
-  try {
-    phases::CheckRun(parameters);
-    async_constructor.As<abi::AsyncConstructorFn>()(self, collection, std::move(parameters), std::move(outputs),
-                                                    std::move(computation));
-  } catch (...) {
-    ThreadStep::Get().GiveUp();  // the step has claimed its donors, and will not run
-    throw;
-  }
+  phases::CheckRun(parameters);
+  async_constructor.As<decltype(&AsyncConstructor)>()(self, collection, std::move(parameters), std::move(outputs),
+                                                      std::move(computation));
   ThreadStep::Get().Prepare(*self, *collection);
 }
 
 std::function<void()> Completer(lazy::MultiWait* self, std::function<void()> run) {
-  return completer.As<abi::CompleterFn>()(self, ThreadStep::Get().Start(self, std::move(run)));
+  return completer.As<decltype(&Completer)>()(self, ThreadStep::Get().Start(self, std::move(run)));
 }
 
 void MarkStep(void* arena, const lazy::BackendDevice& device) {
-  mark_step.As<abi::MarkStepFn>()(arena, device);
+  mark_step.As<decltype(&MarkStep)>()(arena, device);
   ThreadStep::Get().End(device);
 }
 
@@ -110,11 +111,11 @@ lazy::Value CreateTensorNode(const lazy::LazyTensor* self, const lazy::BackendDa
   if (Watches(kRegistry)) {
     CheckUse(*self, data.get());
   }
-  return create_tensor_node.As<abi::CreateTensorNodeFn>()(self, data, read_only);
+  return create_tensor_node.As<decltype(&CreateTensorNode)>()(self, data, read_only);
 }
 
 std::string DeviceToString(const lazy::BackendDevice* self) {
-  return DeviceText(*self, device_to_string.As<abi::DeviceToStringFn>());
+  return DeviceText(*self, device_to_string.As<decltype(&DeviceToString)>());
 }
 
 // ---- The table ----

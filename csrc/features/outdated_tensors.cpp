@@ -103,9 +103,11 @@ std::shared_ptr<const OutdatedTensors::Write> LineOfWrite(bool is_of_part) noexc
 }
 
 // ---- The intercepts ----
+//
+// `meta` refers to the description of a view, whose type differs between versions.
 
 void CommitUpdate(FunctionalTensorWrapper* self) {
-  commit_update.As<abi::CommitUpdateFn>()(self);
+  commit_update.As<decltype(&CommitUpdate)>()(self);
   if (Watches(kRegistry) && !self->isBaseTensor() && IsXla(*self) &&
       Steps::Get().IsTracked(abi::BaseBuffer(*self).get())) {
     // The write may need a value that a step has consumed. An error here would lose the later writes of a list of
@@ -123,7 +125,7 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
 
 [[gnu::noinline]] void FollowedViewConstructor(FunctionalTensorWrapper* self, const at::Tensor& value,
                                                const FunctionalTensorWrapper* base, const void* meta) {
-  view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
+  view_constructor.As<decltype(&FollowedViewConstructor)>()(self, value, base, meta);
   // After a write that failed, the source has the value that the write would have given.
   if (!base->is_up_to_date() && IsXla(*self)) {
     abi::SetOutOfDate(*self);
@@ -143,12 +145,12 @@ void CommitUpdate(FunctionalTensorWrapper* self) {
 void ViewConstructor(FunctionalTensorWrapper* self, const at::Tensor& value, const FunctionalTensorWrapper* base,
                      const void* meta) {
   return Watches(kAliases) ? FollowedViewConstructor(self, value, base, meta)
-                           : view_constructor.As<abi::ViewConstructorFn>()(self, value, base, meta);
+                           : view_constructor.As<decltype(&ViewConstructor)>()(self, value, base, meta);
 }
 
 void CopyTensorMetadata(const FunctionalTensorWrapper* source, FunctionalTensorWrapper* copy,
                         const c10::VariableVersion& version, bool allow_change) {
-  copy_tensor_metadata.As<abi::CopyTensorMetadataFn>()(source, copy, version, allow_change);
+  copy_tensor_metadata.As<decltype(&CopyTensorMetadata)>()(source, copy, version, allow_change);
   if (Watches(kAliases)) {
     if (Watches(kMarks)) {
       TakeValueFromMarkedBase(*copy);
@@ -159,7 +161,7 @@ void CopyTensorMetadata(const FunctionalTensorWrapper* source, FunctionalTensorW
 }
 
 void MutateViewMeta(FunctionalTensorWrapper* self, const void* meta) {
-  mutate_view_meta.As<abi::MutateViewMetaFn>()(self, meta);
+  mutate_view_meta.As<decltype(&MutateViewMeta)>()(self, meta);
   if (Watches(kMarks)) {
     TakeValueFromMarkedBase(*self);
   }

@@ -14,7 +14,6 @@
 #include "features/switches.h"
 #include "host/array_text.h"
 #include "host/graphs.h"
-#include "step/thread_step.h"
 
 namespace torch_xla_donate {
 
@@ -95,7 +94,6 @@ void DropNotedOutputs() { noted_runs.clear(); }
 std::vector<BadOutput> TakeBadOutputs() {
   const bool infs = ChecksInfinities();
   std::vector<Run> runs = std::exchange(noted_runs, {});
-  ThreadStep::Get().GiveUp();  // else the wait below would not end for a run that never begins
   std::vector<BadOutput> bad;
   for (Run& run : runs) {
     run.ended.wait();

@@ -65,7 +65,9 @@ void phases::TensorMade() {
 }
 
 void phases::BeforeGraph(GraphContext& graph) {
-  BeginPlan(graph);
+  if (graph.follows_list && graph.runs_all) {
+    DonorPlanner::Get().BeginStep(graph.collection.device);
+  }
   try {
     const auto& config = graph.collection.config;
     graph.is_eager = Watches(kRegistry) && config.force_ltc_data && !config.sync_ltc_data && callbacks::InEagerMode();

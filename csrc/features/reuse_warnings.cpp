@@ -54,8 +54,7 @@ std::vector<DonorPtr> UsedFor(const std::vector<lazy::BackendDataPtr>& outputs, 
 
 void Remember(RunContext& run, const DryRun& dry_run) {
   const std::vector<DonorPtr> donors = UsedFor(run.run.tensors_data, dry_run);
-  Steps::Get().NoteUndonated(donors, dry_run.step);
-  ForgetCachedValues(Steps::Get().TensorsOf(donors));
+  ForgetCachedValues(Steps::Get().NoteUndonated(donors, dry_run.step));
   reuse.last_step = dry_run.step;
   run.OnEnd([step = dry_run.step](const Reason& failure) {
     if (!failure.empty()) {

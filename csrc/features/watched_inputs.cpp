@@ -45,7 +45,7 @@ void NoteInputs(const StepFacts& step, const std::vector<std::int64_t>& outputs,
     const lazy::BackendDataPtr& buffer = step.graph.parameters_data[i];
     WatchedInput input{arrays.arrays[i], plan.uses[i],    std::nullopt,
                        std::nullopt,     WasSeen(buffer), reinterpret_cast<std::uintptr_t>(buffer.get())};
-    if (const std::optional<abi::DataInfo> info = abi::InfoOf(*buffer)) {
+    if (const std::optional<abi::DeviceDataInfo> info = abi::InfoOf(*buffer)) {
       input.tensor = info->tensor_id;
     }
     if (plan.output_of[i].has_value()) {

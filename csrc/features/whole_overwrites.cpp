@@ -30,20 +30,18 @@ bool IsToReplace(const at::Tensor& tensor) {
 
 // The result of zero takes only shape, dtype and device from its argument.
 struct Zero {
-  using Function = at::Tensor (*)(const at::Tensor&);
   static inline Original original;
 
   static at::Tensor Call(const at::Tensor& tensor) {
-    return original.As<Function>()(Watches(kRegistry) && IsToReplace(tensor) ? EmptyLike(tensor) : tensor);
+    return original.As<decltype(&Call)>()(Watches(kRegistry) && IsToReplace(tensor) ? EmptyLike(tensor) : tensor);
   }
 };
 
 struct ForeachZero {
-  using Function = std::vector<at::Tensor> (*)(at::TensorList);
   static inline Original original;
 
   static std::vector<at::Tensor> Call(at::TensorList tensors) {
-    const auto call = original.As<Function>();
+    const auto call = original.As<decltype(&Call)>();
     if (!Watches(kRegistry) || std::none_of(tensors.begin(), tensors.end(), IsToReplace)) {
       return call(tensors);
     }
@@ -57,11 +55,10 @@ struct ForeachZero {
 };
 
 struct Replacement {
-  using Function = void (*)(const at::Tensor&, const at::Tensor&);
   static inline Original original;
 
   static void Call(const at::Tensor& before, const at::Tensor& after) {
-    const auto call = original.As<Function>();
+    const auto call = original.As<decltype(&Call)>();
     if (!Watches(kRegistry)) {
       call(before, after);
       return;

@@ -38,33 +38,20 @@ void ForContextOf(void* arena, const lazy::BackendDevice& device, const Function
 
 }  // namespace
 
-std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer) {
+std::optional<DeviceDataInfo> InfoOf(const lazy::BackendData& buffer) {
   const InfosLocked infos;
   return infos.Of(buffer);
 }
 
 InfosLocked::InfosLocked() : lock_(ProcessMutex(MutexOf::kDataInfos)) {}
 
-std::optional<DataInfo> InfosLocked::Of(const lazy::BackendData& buffer) {
+std::optional<DeviceDataInfo> InfosLocked::Of(const lazy::BackendData& buffer) {
   const lazy::BackendData::Info* info = buffer.info();
   // No class derives from it, so this exact comparison works and costs a fraction of a dynamic_cast.
   if (info == nullptr || typeid(*info) != typeid(DeviceDataInfo)) {
     return std::nullopt;
   }
-  const auto& known = *static_cast<const DeviceDataInfo*>(info);
-  return DataInfo{known.tensor_id, known.read_only};
-}
-
-std::shared_ptr<lazy::BackendData::Info> InfosLocked::Replace(lazy::BackendData& buffer,
-                                                              std::shared_ptr<lazy::BackendData::Info> info) noexcept {
-  return buffer.SetInfo(std::move(info));
-}
-
-void InfosLocked::Restore(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
-                          std::shared_ptr<lazy::BackendData::Info> before) noexcept {
-  if (buffer.info() == ours) {
-    buffer.SetInfo(std::move(before));
-  }
+  return *static_cast<const DeviceDataInfo*>(info);
 }
 
 void WaitForHandOver(const lazy::BackendDevice& device) {

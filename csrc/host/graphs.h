@@ -16,27 +16,16 @@
 
 namespace torch_xla_donate::abi {
 
-// A copy of the executor's note on device data.
-struct DataInfo {
-  std::int64_t tensor_id;
-  bool read_only;  // torch_xla shares the data between tensors
-};
-
-// Nullopt if there is no note, or one of another class.
-std::optional<DataInfo> InfoOf(const lazy::BackendData& buffer);
+// A copy of the executor's note on device data; nullopt if there is no note, or one of another class. `read_only`:
+// torch_xla shares the data between tensors.
+std::optional<DeviceDataInfo> InfoOf(const lazy::BackendData& buffer);
 
 // The notes of many buffers, read or replaced under one lock. While it lives, no other thread replaces a note.
 class InfosLocked {
  public:
   InfosLocked();
   // As InfoOf().
-  static std::optional<DataInfo> Of(const lazy::BackendData& buffer);
-  // Replaces the executor's note while a graph is compiled. Returns the one before.
-  static std::shared_ptr<lazy::BackendData::Info> Replace(lazy::BackendData& buffer,
-                                                          std::shared_ptr<lazy::BackendData::Info> info) noexcept;
-  // Gives the data the note that it had `before`, unless the executor has replaced `ours`.
-  static void Restore(lazy::BackendData& buffer, const lazy::BackendData::Info* ours,
-                      std::shared_ptr<lazy::BackendData::Info> before) noexcept;
+  static std::optional<DeviceDataInfo> Of(const lazy::BackendData& buffer);
 
  private:
   std::unique_lock<std::mutex> lock_;

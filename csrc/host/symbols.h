@@ -31,31 +31,6 @@ struct Executor : lazy::LazyGraphExecutor {
   void PassBarrier(SyncTensorCollection* collection) { LazyGraphExecutor::TensorCollectionBarrier(collection); }
 };
 
-// Member functions as free functions, as in the Itanium C++ ABI: `this` comes first.
-using RunPostOrderFn = Executor::PostOrderData (*)(lazy::LazyGraphExecutor*, const std::vector<lazy::Value>&,
-                                                   Executor::SyncTensorCollection*);
-using AsyncConstructorFn = void (*)(Executor::Async*, Executor::SyncTensorCollection*,
-                                    std::vector<lazy::BackendDataPtr>, std::vector<lazy::BackendDataPtr>,
-                                    lazy::LazyGraphExecutor::ComputationCache::TypePtr);
-// Declared by value, which both supported ABIs (Itanium, on x86-64 and aarch64) pass as a reference to the caller's
-// object. Declared as a reference here, so that hooks need not move it.
-using LazyTensorConstructorFn = void (*)(lazy::LazyTensor*, std::shared_ptr<TensorData>&);
-using CurrentDataHandleFn = lazy::BackendDataPtr (*)(const lazy::LazyTensor*);
-using CreateTensorNodeFn = lazy::Value (*)(const lazy::LazyTensor*, const lazy::BackendDataPtr&, bool);
-using ForAllDeviceContextsFn = void (*)(void* arena, const void* function, const lazy::BackendDevice*);
-using DeviceBarrierFn = void (*)(lazy::LazyGraphExecutor*, const lazy::BackendDevice&);
-using TensorCollectionBarrierFn = void (*)(lazy::LazyGraphExecutor*, Executor::SyncTensorCollection*);
-using MarkStepFn = void (*)(void* arena, const lazy::BackendDevice&);
-using CompleterFn = std::function<void()> (*)(lazy::MultiWait*, std::function<void()>);
-using DeviceToStringFn = std::string (*)(const lazy::BackendDevice*);
-using CommitUpdateFn = void (*)(at::FunctionalTensorWrapper*);
-// The last argument refers to the description of the view, whose type differs between versions.
-using ViewConstructorFn = void (*)(at::FunctionalTensorWrapper*, const at::Tensor&, const at::FunctionalTensorWrapper*,
-                                   const void*);
-using CopyTensorMetadataFn = void (*)(const at::FunctionalTensorWrapper*, at::FunctionalTensorWrapper*,
-                                      const c10::VariableVersion&, bool);
-using MutateViewMetaFn = void (*)(at::FunctionalTensorWrapper*, const void*);
-
 // Imported under these names by the wheels of 2.8.1 and 2.9.0.
 inline constexpr const char* kRunPostOrder =
     "_ZN5torch4lazy17LazyGraphExecutor12RunPostOrderERKSt6vectorINS0_5ValueESaIS3_EEPNS1_20SyncTensorCollectionE";

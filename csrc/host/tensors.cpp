@@ -68,7 +68,7 @@ Resolution Resolve(const at::Tensor& tensor) {
     result.state = TensorState::kPending;
     return result;
   }
-  const std::optional<DataInfo> info = InfoOf(*result.buffer);
+  const std::optional<DeviceDataInfo> info = InfoOf(*result.buffer);
   result.state = info.has_value() && info->read_only ? TensorState::kReadOnly
                  : impl.has_symbolic_sizes_strides() ? TensorState::kDynamic
                                                      : TensorState::kMaterialized;

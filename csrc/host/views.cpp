@@ -15,29 +15,23 @@ namespace torch_xla_donate::abi {
 
 namespace {
 
-// The counter that is_up_to_date() compares is private. An explicit instantiation may name private members.
-struct Generation {
-  friend std::size_t& CounterOf(Generation, at::FunctionalTensorWrapper& tensor);
-};
-template <std::size_t at::FunctionalTensorWrapper::* member>
-struct Open {
-  friend std::size_t& CounterOf(Generation, at::FunctionalTensorWrapper& tensor) { return tensor.*member; }
-};
-template struct Open<&at::FunctionalTensorWrapper::generation_>;
-
-// The same for a storage's noted updates.
 using Group = at::functionalization::FunctionalStorageImpl;
-struct Noted {
-  friend void DropLastWrite(Noted, Group& group);
+
+// The counter that is_up_to_date() compares, and a storage's noted updates, are private. An explicit instantiation may
+// name private members.
+struct Private {
+  friend std::size_t& CounterOf(Private, at::FunctionalTensorWrapper& tensor);
+  friend void DropLastWrite(Private, Group& group);
 };
-template <auto updates, auto generation>
-struct OpenNoted {
-  friend void DropLastWrite(Noted, Group& group) {
+template <auto counter, auto updates, auto generation>
+struct Open {
+  friend std::size_t& CounterOf(Private, at::FunctionalTensorWrapper& tensor) { return tensor.*counter; }
+  friend void DropLastWrite(Private, Group& group) {
     (group.*updates).pop_back();
     --(group.*generation);
   }
 };
-template struct OpenNoted<&Group::updates_, &Group::generation_>;
+template struct Open<&at::FunctionalTensorWrapper::generation_, &Group::updates_, &Group::generation_>;
 
 Group& GroupOf(const at::FunctionalTensorWrapper& tensor) {
   return static_cast<Group&>(*tensor.storage().unsafeGetStorageImpl());
@@ -84,12 +78,10 @@ bool RearrangesBase(at::FunctionalTensorWrapper& view) {
 
 }  // namespace
 
-void SetUpToDate(at::FunctionalTensorWrapper& tensor) {
-  CounterOf(Generation(), tensor) = GroupOf(tensor).generation();
-}
+void SetUpToDate(at::FunctionalTensorWrapper& tensor) { CounterOf(Private(), tensor) = GroupOf(tensor).generation(); }
 
 void SetOutOfDate(at::FunctionalTensorWrapper& tensor) {
-  CounterOf(Generation(), tensor) = GroupOf(tensor).generation() - 1;
+  CounterOf(Private(), tensor) = GroupOf(tensor).generation() - 1;
 }
 
 void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
@@ -97,7 +89,7 @@ void ApplyLastWrite(at::FunctionalTensorWrapper& written) {
   try {
     group.apply_updates();
   } catch (...) {
-    DropLastWrite(Noted(), group);
+    DropLastWrite(Private(), group);
     SetOutOfDate(written);  // it has the value of the dropped write
     throw;
   }

@@ -57,7 +57,7 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
   const std::int64_t id = abi::AliasId(*resolved.tensor);
   for (const lazy::Node* node : lazy::Util::ComputePostOrder({resolved.tensor->ir_value.node.get()})) {
     const lazy::BackendDataPtr buffer = lazy::getBackend()->GetComputationDataFromNode(node);
-    const std::optional<abi::DataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
+    const std::optional<abi::DeviceDataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
     if (info.has_value() && !info->read_only && info->tensor_id == id) {
       return true;
     }
@@ -104,17 +104,12 @@ void Commit(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<con
     }
   }
   OutdatedTensors::FollowAliases();
+  for (const at::Tensor& tensor : viewed) {
+    abi::InvalidateViews(tensor);
+  }
   Marks::Get().Add(donors, site);
   if (Watches(kUndonated)) {
     Steps::Get().ForgetUndonated(*donors);
-  }
-  try {
-    for (const at::Tensor& tensor : viewed) {
-      abi::InvalidateViews(tensor);
-    }
-  } catch (...) {
-    Steps::Get().CancelCall(site.get());
-    throw;
   }
 }
 
@@ -130,9 +125,10 @@ std::vector<std::shared_ptr<abi::TensorData>> OutputsOf(const py::dict& preferre
   return outputs;
 }
 
-py::object MarkLeaves(const py::sequence& leaves, const std::string& where, int strict, py::object names,
+py::object MarkLeaves(const py::sequence& given, const std::string& where, int strict, py::object names,
                       const py::dict& preferred_outputs) {
   RunDeferredDecrefs();
+  const py::tuple leaves(given);  // another thread may change a list while this one waits for a step
   PythonCall<Call> made;
   const auto count = static_cast<std::size_t>(PySequence_Fast_GET_SIZE(leaves.ptr()));
   PyObject** items = PySequence_Fast_ITEMS(leaves.ptr());
@@ -401,7 +397,7 @@ void BindMarks(py::module_& m) {
       "is_constant",
       [](py::handle tensor) {
         const lazy::BackendDataPtr buffer = abi::BufferOfValue(TensorOf(tensor));
-        const std::optional<abi::DataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
+        const std::optional<abi::DeviceDataInfo> info = buffer == nullptr ? std::nullopt : abi::InfoOf(*buffer);
         return info.has_value() && info->read_only;
       },
       py::arg("tensor"),

@@ -123,14 +123,7 @@ void BindRuns(py::module_& m) {
       "Until take_order, this thread orders the parameters of each graph that it hashes or compiles. With that order "
       "XLA gives each of these donors to the output computed from it.");
   m.def(
-      "take_order",
-      [] {
-        std::vector<std::pair<std::uintptr_t, std::optional<std::size_t>>> result;
-        for (const OrderedParameter& parameter : TakeOrder()) {
-          result.emplace_back(reinterpret_cast<std::uintptr_t>(parameter.buffer), parameter.preferred_output);
-        }
-        return result;
-      },
+      "take_order", &TakeOrder,
       "Ends order_parameters. Returns for each parameter of the last graph, in its order, the buffer (as in identity), "
       "and for a donor the number of the output computed from it.");
   py::class_<GraphRecord, std::shared_ptr<GraphRecord>>(

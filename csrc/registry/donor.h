@@ -15,7 +15,6 @@
 #include <utility>
 #include <vector>
 
-#include "host/array_text.h"
 #include "host/graphs.h"
 #include "host/tensors.h"
 #include "registry/reasons.h"

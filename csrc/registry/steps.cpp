@@ -107,15 +107,19 @@ std::optional<ConsumedDonor> Steps::FindConsumed(const lazy::BackendData* buffer
                              : std::optional(ConsumedDonor{DonorSnapshot(*consumed->donor), consumed->step->number});
 }
 
-void Steps::NoteUndonated(const std::vector<DonorPtr>& donors, std::uint64_t step) {
+std::vector<std::shared_ptr<abi::TensorData>> Steps::NoteUndonated(const std::vector<DonorPtr>& donors,
+                                                                   std::uint64_t step) {
+  std::vector<std::shared_ptr<abi::TensorData>> tensors;
   MutexLock lock(registry_mutex);
   for (const DonorPtr& donor : donors) {
     const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
     if (buffer != nullptr) {
       undonated_[buffer.get()] = {donor, step};
     }
+    donor->AddTensors(tensors);
   }
   Refresh();
+  return tensors;
 }
 
 std::optional<ConsumedDonor> Steps::FindUndonated(const lazy::BackendData* buffer) const {
@@ -140,15 +144,6 @@ void Steps::ForgetUndonated(const CallDonors& marked) {
     undonated_.erase(marked[i].array.key);
   }
   Refresh();
-}
-
-std::vector<std::shared_ptr<abi::TensorData>> Steps::TensorsOf(const std::vector<DonorPtr>& donors) const {
-  std::vector<std::shared_ptr<abi::TensorData>> tensors;
-  MutexLock lock(registry_mutex);
-  for (const DonorPtr& donor : donors) {
-    donor->AddTensors(tensors);
-  }
-  return tensors;
 }
 
 void Steps::ForgetFreed() noexcept {
@@ -448,9 +443,11 @@ std::vector<lazy::BackendDataPtr> Steps::TakeConsumed(const lazy::BackendDevice&
 }
 
 void Steps::Abandon(const StepPtr& step, const Reason& failure) noexcept {
-  step->used.assign(step->donors.size(), false);
   MutexLock lock(registry_mutex);
-  Finish(step, nullptr, failure);
+  if (step->status != Step::Status::kDone) {
+    step->used.assign(step->donors.size(), false);
+    Finish(step, nullptr, failure);
+  }
 }
 
 bool Steps::IsUnusable(const Donor& donor) const {

@@ -112,15 +112,14 @@ class Steps {
 
   // ---- Buffers that a step would have consumed if donation were enabled ----
 
-  // From now on their uses are reported, until they are marked again or freed.
-  void NoteUndonated(const std::vector<DonorPtr>& donors, std::uint64_t step);
+  // From now on their uses are reported, until they are marked again or freed. Returns the tensors that hold them, by
+  // their marks.
+  std::vector<std::shared_ptr<abi::TensorData>> NoteUndonated(const std::vector<DonorPtr>& donors, std::uint64_t step);
   // Returns nullopt if no step would have consumed the buffer.
   std::optional<ConsumedDonor> FindUndonated(const lazy::BackendData* buffer) const;
   // The program may use the step's donors, because the step failed or will run again.
   void ForgetUndonated(std::uint64_t step);
   void ForgetUndonated(const CallDonors& marked);
-  // The tensors that hold the donors' buffers, by their marks.
-  std::vector<std::shared_ptr<abi::TensorData>> TensorsOf(const std::vector<DonorPtr>& donors) const;
 
   // ---- Calls of compiled functions ----
 

@@ -5,7 +5,7 @@
 
 namespace torch_xla_donate {
 
-std::string DeviceText(const lazy::BackendDevice& device, abi::DeviceToStringFn format) {
+std::string DeviceText(const lazy::BackendDevice& device, std::string (*format)(const lazy::BackendDevice*)) {
   struct Last {
     bool known = false;
     std::int8_t type = 0;

@@ -13,6 +13,6 @@
 namespace torch_xla_donate {
 
 // The same text as `format` gives. Each thread remembers that of its last device.
-std::string DeviceText(const lazy::BackendDevice& device, abi::DeviceToStringFn format);
+std::string DeviceText(const lazy::BackendDevice& device, std::string (*format)(const lazy::BackendDevice*));
 
 }  // namespace torch_xla_donate

@@ -60,11 +60,6 @@ void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason
 
 // ---- Claim ----
 
-Claim::~Claim() {
-  RestoreInfos();
-  ReleaseOutputs(moved_);
-}
-
 void Claim::RestoreInfos() noexcept {
   if (rewritten_.empty()) {
     return;
@@ -73,7 +68,9 @@ void Claim::RestoreInfos() noexcept {
   rewritten_.clear();
   const abi::InfosLocked infos;
   for (RewrittenInfo& info : rewritten) {
-    infos.Restore(*info.buffer, ours_.get(), std::move(info.before));
+    if (info.buffer->info() == ours_.get()) {  // unless the executor has replaced it
+      info.buffer->SetInfo(std::move(info.before));
+    }
   }
 }
 
@@ -107,7 +104,6 @@ void Claim::Commit(RunContext& run, std::string graph_hash) {
 }
 
 void Claim::CommitCompiled(RunContext& run, const std::vector<Steps::Offer>& offers, std::string graph_hash) {
-  compiled_ = true;
   auto [step, tensors] = Steps::Get().Claim(offers, {});
   if (step == nullptr) {
     return;
@@ -214,7 +210,7 @@ StepFacts DonorSet::Facts(const std::optional<Liveness>& reach) {
       input.is_read_later = reach->Read()[i];
     }
     const lazy::BackendData& buffer = *graph.parameters_data[i];
-    const std::optional<abi::DataInfo> info = infos.Of(buffer);
+    const std::optional<abi::DeviceDataInfo> info = infos.Of(buffer);
     // torch_xla notes an info on the data of tensors. The random seed has none.
     const bool is_constant = !info.has_value() || info->read_only;
     const auto replacement = is_constant ? place_of_id_.end() : place_of_id_.find(info->tensor_id);
@@ -316,7 +312,7 @@ void DonorSet::RewriteInfos(const Donation& donation, const StepPtr& step, Claim
     if (!donation.is_own[offer]) {
       const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
       claim.rewritten_.push_back({buffer, nullptr});
-      claim.rewritten_.back().before = infos.Replace(*buffer, claim.ours_);
+      claim.rewritten_.back().before = buffer->SetInfo(claim.ours_);
     }
   }
 }

@@ -8,9 +8,9 @@
 // torch_xla donates a parameter whose DeviceDataInfo names one of the step's outputs. A Claim replaces these infos, and
 // restores them when the graph has been compiled, or when the claim ends.
 //
-// Ownership: a DonorSet lives inside RunPostOrder. The thread's step, the guard on the executor's stack and the run
-//   share a Claim. The last of them restores infos and releases arrays.
-// Threads: belongs to one thread. The end of a run, on another thread, only records its outcome.
+// Ownership: a DonorSet lives inside RunPostOrder. The thread's step shares a Claim with a guard, which belongs to the
+//   executor and then to the run. The guard ends the claim.
+// Threads: belongs to one thread. The end of a run, on another thread, records its outcome and destroys the guard.
 // Errors: if a function throws, for lack of memory, the step refuses its marks. It has changed at most the order of the
 //   graph's parameters, which the graph's hash has, too.
 #pragma once
@@ -44,11 +44,6 @@ void RefuseMarks(const abi::Executor::PostOrderData& graph, const Reason& reason
 
 class Claim {
  public:
-  Claim() = default;
-  ~Claim();
-  Claim(const Claim&) = delete;
-  Claim& operator=(const Claim&) = delete;
-
   bool HasDonors() const { return step_ != nullptr; }
   bool IsCompiled() const { return compiled_; }
   void Compiled();

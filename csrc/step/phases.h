@@ -84,9 +84,8 @@ struct RunContext {
 
   // Adds a function that the thread of the run calls after it, in the order of these calls. The reason is empty on
   // success, and kGivenUp if the host has dropped the run.
-  void OnEnd(std::function<void(const Reason& failure)> function) { ends.push_back(std::move(function)); }
-  std::vector<std::function<void(const Reason&)>> ends = {};
-  std::shared_ptr<RunEnd> end = nullptr;  // has these functions, from Prepare() on
+  void OnEnd(std::function<void(const Reason& failure)> function);
+  std::shared_ptr<RunEnd> end = nullptr;  // has these functions; null if there are none
 };
 
 namespace phases {

@@ -125,13 +125,8 @@ std::vector<HeldInput> DonorPlanner::LastHeld() const {
 }
 
 void DonorPlanner::BeginStep(const lazy::BackendDevice& device) {
-  if (!has_held_.load(std::memory_order_relaxed)) {
-    return;
-  }
-  std::map<lazy::BackendDevice, std::vector<HeldInput>>::node_type before;  // released without the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  before = last_held_.extract(device);
-  has_held_.store(!last_held_.empty(), std::memory_order_relaxed);
+  last_held_.erase(device);
 }
 
 PlanResult DonorPlanner::Choose(const StepFacts& step) {
@@ -202,7 +197,6 @@ PlanResult DonorPlanner::Choose(const StepFacts& step) {
     std::stable_partition(left.begin(), left.end(), [](const HeldInput& input) { return input.by_tensor; });
     lock.lock();
     last_held_.insert_or_assign(step.device, std::move(left));
-    has_held_.store(true, std::memory_order_relaxed);
   }
   return answer;
 }

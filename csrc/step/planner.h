@@ -109,7 +109,6 @@ class DonorPlanner {
   std::mutex& mutex_ = ProcessMutex(MutexOf::kDonorPlans);
   std::atomic<bool> multi_process_{false};
   std::map<lazy::BackendDevice, std::vector<HeldInput>> last_held_;  // those that outputs had room for
-  std::atomic<bool> has_held_{false};
   std::unordered_map<lazy::hash_t, KeptPlan, lazy::HashReducer> plans_;
   std::deque<lazy::hash_t> order_;
   std::size_t parameters_ = 0;  // of all plans

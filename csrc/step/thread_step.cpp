@@ -58,7 +58,7 @@ Reason FailureOf(const std::exception& error) noexcept {
 
 class RunEnd {
  public:
-  explicit RunEnd(std::vector<std::function<void(const Reason&)>>&& functions) : functions_(std::move(functions)) {}
+  void Add(std::function<void(const Reason&)> function) { functions_.push_back(std::move(function)); }
 
   // Only the first call counts.
   void Call(const Reason& failure) noexcept {
@@ -82,12 +82,8 @@ ThreadStep& ThreadStep::Make() {
   return step;
 }
 
-void ThreadStep::GiveUp(const Reason& why) noexcept {
-  for (const auto& claim : {std::exchange(claim_, nullptr), run_.has_value() ? run_->claim : nullptr}) {
-    if (claim != nullptr) {
-      claim->Abandon(why);
-    }
-  }
+void ThreadStep::Forget() noexcept {
+  claim_ = nullptr;
   run_.reset();
   recorded_ = false;
   dry_run_.reset();
@@ -95,7 +91,7 @@ void ThreadStep::GiveUp(const Reason& why) noexcept {
 }
 
 void ThreadStep::List(void* arena, const lazy::BackendDevice* device, c10::function_ref<void()> list) {
-  GiveUp();
+  Forget();
   list_.Reset(false);
   list_.Reset(phases::ListBegins(device));
   arena_ = arena;
@@ -126,7 +122,7 @@ abi::Executor::PostOrderData ThreadStep::Order(const std::vector<lazy::Value>& r
                                                c10::function_ref<abi::Executor::PostOrderData()> order) {
   GraphContext context{roots, collection, RunsAll(collection), phase_ == StepPhase::kListed, false, false, {}};
   context.is_step = context.runs_all && list_.IsOfStep(roots.size());
-  GiveUp();
+  Forget();
   phase_ = StepPhase::kOrdering;
   const auto ordered = c10::make_scope_exit([this] { phase_ = StepPhase::kIdle; });
   phases::BeforeGraph(context);
@@ -145,7 +141,6 @@ void ThreadStep::GraphKnown(GraphContext& context) noexcept {
     } catch (const std::exception& error) {
       // such as out of memory: the step must continue, without donation
       Tallies::Get().NoteError(error.what());
-      GiveUp();
       RefuseUnclaimed(*context.graph);
     }
   }
@@ -159,30 +154,19 @@ void ThreadStep::ClaimDonors(GraphContext& context) {
     return;
   }
   const auto claim = std::make_shared<Claim>();
-  // A guard in the host's own stack frame. If the host throws before the step is scheduled, it destroys the collection.
-  context.collection.unlocker.emplace_back([claim](lazy::ExceptionCleanup::StatusType&&) {
-    if (!claim->IsCompiled()) {
-      ThreadStep& step = Get();
-      if (step.claim_ == claim) {
-        step.GiveUp(ReasonCode::kNotCompiled);
-      }
-      claim->Abandon(ReasonCode::kNotCompiled);
-    }
+  // A guard in the host's own stack frame, and then in its run. The host destroys it if it throws, or drops the run,
+  // and after the run.
+  lazy::ExceptionCleanup guard([claim](lazy::ExceptionCleanup::StatusType&&) {
+    claim->Abandon(claim->IsCompiled() ? ReasonCode::kGivenUp : ReasonCode::kNotCompiled);
   });
-  bool is_claimed = false;
-  try {
-    is_claimed = donors.Commit(*claim);
-  } catch (...) {
-    context.collection.unlocker.pop_back();
-    throw;
-  }
+  context.collection.unlocker.reserve(context.collection.unlocker.size() + 1);
+  const bool is_claimed = donors.Commit(*claim);
   recorded_ = donors.IsRecorded();
   dry_run_ = std::move(context.dry_run);
   made_ = &context.collection;
   if (is_claimed) {
     claim_ = claim;
-  } else {
-    context.collection.unlocker.pop_back();
+    context.collection.unlocker.push_back(std::move(guard));
   }
 }
 
@@ -200,32 +184,30 @@ void ThreadStep::PassBarrier(abi::Executor::SyncTensorCollection& collection, c1
     return;
   }
   claim->Compiled();
-  // Removes our guard. If the executor already holds the device's lock, that entry comes before ours, and the executor
-  // checks whether the list is empty.
+  // Takes our guard out meanwhile. If the executor already holds the device's lock, that entry comes before ours, and
+  // the executor checks whether the list is empty.
+  lazy::ExceptionCleanup guard = std::move(collection.unlocker.back());
   collection.unlocker.pop_back();
   try {
     pass();
   } catch (...) {
-    GiveUp(ReasonCode::kEarlierStepFailed);  // the barrier rethrows that step's error; this step will not run
+    claim->Abandon(ReasonCode::kEarlierStepFailed);  // the barrier rethrows that step's error; this step will not run
     throw;
   }
-  if (!claim->HasDonors()) {
-    claim_ = nullptr;
-  }
+  collection.unlocker.push_back(std::move(guard));
 }
 
 void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTensorCollection& collection) noexcept {
   // The run owns the device's lock by now, and the caller of this constructor would not release it for an exception.
   try {
-    if (run_.has_value()) {  // it has never begun
-      GiveUp();
-    }
     run_.emplace(RunContext{run, RunsAll(collection)});
     if (made_ == &collection) {
       run_->recorded = std::exchange(recorded_, false);
       run_->dry_run = std::exchange(dry_run_, std::nullopt);
     }
-    const std::shared_ptr<Claim> claim = run_->claim = std::exchange(claim_, nullptr);
+    const std::shared_ptr<Claim> claim = std::exchange(claim_, nullptr);
+    const bool has_donors = claim != nullptr && claim->HasDonors();  // else it has moved outputs only, or is over
+    run_->claim = has_donors ? claim : nullptr;
     phases::BeforeRun(*run_);
     if (run_->failure != nullptr) {
       std::rethrow_exception(run_->failure);
@@ -233,21 +215,24 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
     if (run_->stopped) {
       return;
     }
-    if (claim != nullptr) {
+    if (has_donors) {
       claim->Commit(*run_, lazy::HashToString(collection.hash));
     } else if (run_->claim == nullptr) {
       Steps::Get().NoteRun(/*is_step=*/run_->runs_all && !run_->recorded);
     }
-    if (!run_->ends.empty()) {
-      run_->end = std::make_shared<RunEnd>(std::move(run_->ends));
-      // A guard in the host's run, which the host destroys after it, or if it never begins.
-      run.unlocker.emplace_back(
-          [end = run_->end](lazy::ExceptionCleanup::StatusType&&) { end->Call(ReasonCode::kGivenUp); });
-    }
   } catch (...) {
-    GiveUp();
     run_.emplace(RunContext{run, RunsAll(collection)}).failure = std::current_exception();
   }
+}
+
+void RunContext::OnEnd(std::function<void(const Reason& failure)> function) {
+  if (end == nullptr) {
+    auto made = std::make_shared<RunEnd>();
+    // A guard in the host's run, which the host destroys after it, or if it never begins.
+    run.unlocker.emplace_back([made](lazy::ExceptionCleanup::StatusType&&) { made->Call(ReasonCode::kGivenUp); });
+    end = std::move(made);
+  }
+  end->Add(std::move(function));
 }
 
 std::function<void()> ThreadStep::Start(const lazy::MultiWait* runner, std::function<void()> run) {

@@ -3,7 +3,7 @@
 // A step (torch_xla.sync(), xm.mark_step()) calls the members of ThreadStep in the order in which they stand here. The
 // hooks that call them are in features/intercepts.cpp, in the same order.
 //
-// Ownership: the thread's step owns the list, and the claim until the run begins. Then the run owns the claim.
+// Ownership: the thread's step owns the list. A guard in torch_xla's own objects ends a claim.
 // Threads: belongs to one thread.
 // Errors: an exception in a phase, or a lack of memory, is caught where torch_xla cannot handle it. Before the
 //   donors are claimed, the step then runs without donation. After that, its run does not begin, and torch_xla raises
@@ -56,14 +56,13 @@ class ThreadStep {
   std::function<void()> Start(const lazy::MultiWait* runner, std::function<void()> run);
   void End(const lazy::BackendDevice& device);
 
-  // Ends a step or run that was claimed on this thread and not finished, because the host threw.
-  void GiveUp(const Reason& why = ReasonCode::kGivenUp) noexcept;
-
   // The device of this thread's last step, or the device that the program has named since.
   std::optional<lazy::BackendDevice> last_device;
 
  private:
   static ThreadStep& Make();
+  // Of a step or run that has ended, or that the host has dropped.
+  void Forget() noexcept;
   void ProgramContinues();
   void GraphKnown(GraphContext& context) noexcept;
   void ClaimDonors(GraphContext& context);

@@ -166,6 +166,7 @@ def test_carried_tensors_that_share_a_buffer_are_refused(make):
     step = lambda x, t: (model(x).sum() * 0 + t, t * torch.tensor(2.0).to("xla"))  # noqa: E731
     loss, result = gradient_accumulation(step, (data,), model, two)
     assert (loss.item(), result.item(), two.item()) == (pytest.approx(14 / 3), 16, 2)
+    second = make(2)
     for other in (carried, copy, carried.detach(), carried * 2):
         for step in (
             lambda x, t, u: (model(x).sum() + other.sum(), t + 1, u),  # noqa: B023
@@ -174,7 +175,7 @@ def test_carried_tensors_that_share_a_buffer_are_refused(make):
             with pytest.raises(
                 ValueError, match=r"the train step reads carried_tensors\[0\] itself, or another tensor"
             ):
-                gradient_accumulation(step, (data,), model, carried, make(2))
+                gradient_accumulation(step, (data,), model, carried, second)
     with pytest.raises(ValueError, match=r"the train step reads carried_tensors\[0\] itself"):
         gradient_accumulation(lambda x, t: (model(x).sum() + carried.sum(), t.add_(1)), (data,), model, carried)
 
