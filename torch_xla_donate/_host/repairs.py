@@ -48,7 +48,8 @@ def accumulation_by_buffer(host: types.ModuleType) -> Callable[..., Any]:
     """A copy of torch_xla's gradient_accumulation that finds the arguments in the traced step by their buffers.
 
     torch_xla finds them by the id of the tensor that last made a node of the buffer. Under SPMD the backward scan makes
-    other tensors of them. torch_xla then takes the first slice for a constant, and every iteration gets it (2.9.0).
+    other tensors of them. torch_xla then takes the first slice for a constant, and every iteration gets it (2.9.0). The
+    arguments that stand for carried tensors are other tensors, too.
     """
 
     def data_nodes(results: Any, inputs: Any = ()) -> tuple[list[int], list[torch.Tensor]]:
