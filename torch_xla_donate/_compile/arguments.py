@@ -62,15 +62,16 @@ class CallArguments(NamedTuple):
         """`_trees.flatten_fast` for each of these arguments."""
         return [_trees.flatten_fast(argument.value(self.args, self.kwargs), argument) for argument in arguments]
 
-    def leaves(self, arguments: Iterable[Argument]) -> tuple[list[Any], CallNames]:
+    def leaves(self, arguments: Iterable[Argument]) -> tuple[list[Any], _trees.Places]:
         """The leaves of these arguments, and their names."""
         leaves: list[Any] = []
-        parts = []
+        names: list[tuple[str, ...]] = []
         for argument in arguments:
-            found, names = _trees.flatten(argument.value(self.args, self.kwargs), argument)
+            found, inner = _trees.flatten(argument.value(self.args, self.kwargs), argument)
             leaves += found
-            parts.append((argument, len(found), names))
-        return leaves, CallNames(parts)
+            texts = (_trees.qualified_name(argument.name, inner.name(i), ".") for i in range(len(found)))
+            names += [(f"{text} ({argument.place})",) for text in texts]
+        return leaves, _trees.Places(names)
 
     def replaced(self, replace: Callable[[Any], Any]) -> CallArguments:
         """The call with other leaves, which are replaced in their order. Static arguments stay."""
@@ -79,20 +80,6 @@ class CallArguments(NamedTuple):
             into: Any = kwargs if isinstance(argument.key, str) else args
             into[argument.key] = pytree.tree_map(replace, into[argument.key])
         return CallArguments(self.roles, args, kwargs)
-
-
-class CallNames:
-    """Names of leaves of a call, in the order of the arguments. Holds no tensor."""
-
-    def __init__(self, parts: Sequence[tuple[Argument, int, _trees.Names]]) -> None:
-        self._parts = parts
-
-    def name(self, index: int) -> str:
-        for argument, count, names in self._parts:
-            if index < count:
-                return f"{_trees.qualified_name(argument.name, names.name(index), '.')} ({argument.place})"
-            index -= count
-        raise IndexError(index)
 
 
 def _numbers(value: ArgNums, argument: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torch_xla_donate import _C, _config, _frames, _host, _marks, _modes, _report, _trees
-from torch_xla_donate._compile.arguments import Argument, Arguments, CallArguments, CallNames
+from torch_xla_donate._compile.arguments import Argument, Arguments, CallArguments
 from torch_xla_donate._compile.lower import Lowered
 from torch_xla_donate._errors import DonationError, DonationWarning, see
 from torch_xla_donate._host import interrupts
@@ -40,7 +40,7 @@ class Compiled:
         self._f = f
         self._arguments = arguments
         self._strict = strict
-        self._names: dict[Any, CallNames] = {}
+        self._names: dict[Any, _trees.Places] = {}
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -163,7 +163,7 @@ class Compiled:
         """The effect of an unusable donation of this function."""
         return _config.strictness(self._strict)
 
-    def names(self, call: CallArguments, structures: Sequence[Hashable]) -> CallNames:
+    def names(self, call: CallArguments, structures: Sequence[Hashable]) -> _trees.Places:
         """The names of a call's donated leaves. Computed once for each structure, because it is slow.
 
         Raises:
@@ -196,7 +196,7 @@ def _names_of_outputs(call: CallArguments, result: Any) -> dict[int, str]:
 _HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)
 
 
-def _refuse_opaque(leaves: Sequence[Any], names: CallNames) -> None:
+def _refuse_opaque(leaves: Sequence[Any], names: _trees.Places) -> None:
     """Raises TypeError for a donated leaf that may hide tensors, such as an unregistered dataclass."""
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, _HARMLESS) and not callable(leaf):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
@@ -18,12 +17,6 @@ from torch_xla_donate._errors import DonationError, see
 
 NOT_READ = _C.Reason("not_read")
 Parts = Sequence[tuple[list[Any], Hashable]]  # `_trees.flatten_fast` for each argument, first the donated ones
-_numbers = itertools.count(1)
-
-
-def new_graph_name() -> str:
-    """A name in the report for a graph that was compiled outside a step."""
-    return f"run-{next(_numbers)}"
 
 
 def signature_of(leaves: list[Any]) -> _C.Signature:

@@ -45,10 +45,7 @@ class Lowered:
         """The outputs of a step, and the tensors that it would donate (none if torch_xla ignores donors)."""
         function = self._compiled.function
         call = self._call
-        donated, kept = (
-            [leaf for leaves, _ in call.flattened(arguments) for leaf in leaves]
-            for arguments in (call.roles.donated, call.roles.kept)
-        )
+        donated, kept = (call.leaves(arguments)[0] for arguments in (call.roles.donated, call.roles.kept))
         floats = upload_floats([*donated, *kept]) if self._compiled.traces_floats else None
         with _host.Tracing(), _optimizers_restored([*call.args, *call.kwargs.values()]):
             _host.show_shardings([leaf for leaf in [*donated, *kept] if is_materialised(leaf)])
@@ -60,7 +57,8 @@ class Lowered:
                 with interrupts.Restored(), _trace.Restoring(recorder):
                     with _trace.host_reads_refused(refuse), recorder.reads, recorder:
                         _C.refuse_reads(True)
-                        results = _leaves_of_result(function, self._compiled.body(*call.args, **call.kwargs))
+                        result = self._compiled.body(*call.args, **call.kwargs)
+                        results, _ = _trees.flatten_fast(result, f"the result of {function}")
                         _C.refuse_reads(False)
                     given_floats = {id(one) for one in numbers}
                     results = [_numbers.as_result(leaf) for leaf in results if id(leaf) not in given_floats]
@@ -213,13 +211,6 @@ class LoweringRecorder(_trace.Recorder):
     def replaced(self) -> list[torch.Tensor]:
         """The buffers of tensors with new values. torch_xla donates them automatically."""
         return [snapshot.same for snapshot in self._snapshots if snapshot.is_replaced()]
-
-
-def _leaves_of_result(function: str, result: Any) -> list[Any]:
-    try:
-        return pytree.tree_leaves(result)
-    except RecursionError:
-        raise _trees.refuse_depth(f"the result of {function}") from None
 
 
 @contextmanager

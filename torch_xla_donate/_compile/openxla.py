@@ -17,7 +17,7 @@ from torch._guards import TracingContext
 from torch_xla_donate import _C, _config, _host, _trace, _trees
 from torch_xla_donate._compile.arguments import Arguments, CallArguments
 from torch_xla_donate._compile.base import Compiled
-from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, new_graph_name, signature_of
+from torch_xla_donate._compile.donation import NOT_READ, RunDonation, leaves_of_call, signature_of
 from torch_xla_donate._compile.program import TracedGraph, own_result
 from torch_xla_donate._compile.proxies import tensors_among
 from torch_xla_donate._errors import DonationError, see
@@ -106,9 +106,7 @@ class Graph:
                 break
         if donation is None or self._refusal:
             return graph.run_graph(args)
-        donors = graph.donors or graph.usable(donation.undonated(args))
-        donating = bool(graph.donors)
-        with donation.consumed([args[i] for i in donors], graph.name, graph.places(donors), donating):
+        with graph.consumed(donation, args):
             return graph.run_graph(args)
 
     def _note_host(self, reason: _RunsOnHost) -> None:
@@ -156,7 +154,6 @@ class _FunctionalGraph(TracedGraph):
 
         if _trees.first_off_device(arguments) is not None:
             raise _RunsOnHost
-        self.name, self.captured = new_graph_name(), []
         # A constant of the graph may have the buffer of such an argument, and would follow the argument.
         arguments = [_host.computed(one) if _is_constant(one) else one for one in arguments]
         trace = _host.Tracing()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +12,8 @@ import torch_xla
 from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees
-from torch_xla_donate._compile.arguments import CallArguments, CallNames
-from torch_xla_donate._compile.donation import new_graph_name, signature_of
+from torch_xla_donate._compile.arguments import CallArguments
+from torch_xla_donate._compile.donation import RunDonation, signature_of
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies, refuse_composed, tensors_among
 from torch_xla_donate._errors import DonationError, see
@@ -20,6 +22,8 @@ from torch_xla_donate._host import interrupts
 # Results of these types hide no tensors.
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
+# Of graphs that were compiled outside a step, for their names in the report.
+_graph_numbers = itertools.count(1)
 
 # The number of the output of the graph that is the result, or what makes the result from outputs and leaves.
 Result = int | Callable[[Sequence[torch.Tensor], Sequence[Any]], Any]
@@ -55,6 +59,7 @@ class TracedGraph:
         captured: the tensors from outside, by identity.
         floats: the position among the leaves of the float that a tensor stands for, by the tensor's id.
         """
+        self.name, self.captured = f"run-{next(_graph_numbers)}", list(captured.values())
         outputs = _host.pending(leaf for leaf in results if id(leaf) not in floats)
         self._dtypes = [leaf.dtype for leaf in outputs]
         places = {_C.identity(leaf)[0]: place for place, leaf in enumerate(outputs)}
@@ -87,6 +92,7 @@ class TracedGraph:
         # The source of each input: a leaf of the call, or, numbered from -1 down, a tensor that is always the same.
         self._sources: list[int] = []
         self._same: list[torch.Tensor] = []
+        # For each leaf its number among the graph's parameters, and that of the output computed from it.
         self._places: dict[int, tuple[int, int | None]] = {}
         unseen = None
         for place, (buffer, tensor) in enumerate(zip(buffers, graph.inputs)):
@@ -135,13 +141,11 @@ class TracedGraph:
             return lambda outputs, now: known
         return lambda outputs, now: like(known.detach())
 
-    def usable(self, positions: Sequence[int]) -> list[int]:
-        """The arguments that a run reads and does not return. The run may consume them."""
-        return [i for i in positions if i in self._usable]
-
-    def places(self, positions: Sequence[int]) -> list[tuple[int | None, int | None]]:
-        """For each argument its number among the graph's parameters, and that of the output computed from it."""
-        return [self._places[i] for i in positions]
+    def consumed(self, donation: RunDonation, leaves: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """A context in which a run consumes what it may of the leaves of a call."""
+        donors = self.donors or [i for i in donation.undonated(leaves) if i in self._usable]
+        places = [self._places[i] for i in donors]
+        return donation.consumed([leaves[i] for i in donors], self.name, places, bool(self.donors))
 
     def run_graph(self, leaves: Sequence[Any]) -> list[Any]:
         """The results of a run on the leaves of a call, in the order of the trace's results."""
@@ -170,7 +174,6 @@ class TracedProgram(TracedGraph):
     replay: _C.Replay | None = None
 
     def __init__(self, f: Callable[..., Any], function: str, call: CallArguments, offered: Sequence[int]) -> None:
-        self.name = new_graph_name()
         refuse = _trace.Refusal(function)
         proxies = ArgumentProxies(function, call, refuse)
         if _host.in_dual_level():
@@ -224,7 +227,6 @@ class TracedProgram(TracedGraph):
                 if proxies.are_shared(recorder.captured.values(), leaves):
                     return True
                 graph = self._compile(own, leaves, offered, recorder.captured, floats, recorder.seed_buffer)
-        self.captured = list(recorder.captured.values())
         self._without_gradient = [one for one in self.captured if id(one) in recorder.without_gradient]
         self._leaves_without_gradient = [i for i, leaf in enumerate(leaves) if id(leaf) in recorder.without_gradient]
         self._signature = self._sign()
@@ -279,7 +281,7 @@ class TracedProgram(TracedGraph):
         return True
 
     def set_replay(
-        self, structures: Sequence[Hashable], signature: _C.Signature, donated: Sequence[Any], names: CallNames
+        self, structures: Sequence[Hashable], signature: _C.Signature, donated: Sequence[Any], names: _trees.Places
     ) -> None:
         """Sets `replay` from the call that was traced, unless the general way has to look at each call.
 

@@ -134,11 +134,9 @@ class PureCompiled(Compiled):
             return program.run(call.leaves)
         if program.returned:
             _C.keep_returned([call.leaves[i] for i in program.returned])
-        donors = program.donors or program.usable(donation.undonated(call.leaves))
         if program.replay is not None:
             self._last[call.state, _host.current_device()] = program
-        donated = [call.leaves[i] for i in donors]
-        with donation.consumed(donated, program.name, program.places(donors), bool(program.donors)):
+        with program.consumed(donation, call.leaves):
             return program.run(call.leaves)
 
     def _values(self, others: Sequence[Any]) -> Hashable:
