@@ -12,7 +12,7 @@ from typing import Any
 from torch_xla_donate import hlo
 from torch_xla_donate._errors import see
 from torch_xla_donate._tools import record
-from torch_xla_donate._tools.dump import DumpedStep, donor_of, read_steps, signature_of
+from torch_xla_donate._tools.dump import DumpedStep, ModuleText, read_steps, signature_of, summarize
 from torch_xla_donate._tools.summary import RunSummary, SkippedFile, StepDonor, StepSummary
 from torch_xla_donate.hlo.dump import texts_in
 from torch_xla_donate.hlo.outcomes import read_statistics
@@ -195,19 +195,17 @@ def _compile(steps: _Steps, topology: str, undonated: bool, skipped: list[Skippe
 
 def _on_topology(step: StepSummary, compiled: hlo.TopologyModule) -> StepSummary:
     """The same step, compiled for a topology."""
-    number_of = {hlo.BufferDonor(*place): number for number, place in enumerate(compiled.after.leaves)}
-    output_of = {index: number for number, (index, _) in enumerate(compiled.before.result.leaves())}
+    there = summarize(ModuleText(compiled.before, ""), ModuleText(compiled.after, ""))
     known = {donor.parameter: donor for donor in step.donors}
     donors = []
-    for outcome in compiled.donors:
-        donor = donor_of(outcome, number_of[outcome.donor], output_of, {})
+    for donor in there.donors:
         here = known.get(donor.parameter, donor)  # CPU may have compiled the module otherwise
         donors.append(dataclasses.replace(donor, kind=here.kind, name=here.name, where=here.where))
     return dataclasses.replace(
         step,
         file="",
         donors=tuple(donors),
-        aliases=len(compiled.after.aliases),
+        aliases=there.aliases,
         memory=compiled.memory,
         undonated=None,
         topology=compiled.topology,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,9 +106,19 @@ def summarize(before: ModuleText | None, after: ModuleText | None) -> StepSummar
     output_of = {index: number for number, (index, _) in enumerate(whole.result.leaves())}
     donors = []
     for donor in sorted(offered & number_of.keys(), key=number_of.__getitem__):
-        reason = _NOT_COMPILED if after is None else _DROPPED
+        reason = "the dump has no text after optimisation" if after is None else "the compiler dropped the donation"
         outcome = outcomes.get(donor) or hlo.DonorOutcome(donor, compiled.shape_of(donor), None, reason)
-        donors.append(donor_of(outcome, number_of[donor], output_of, copied))
+        donors.append(
+            StepDonor(
+                parameter=number_of[donor],
+                array=str(outcome.shape),
+                bytes=outcome.shape.padded_bytes,
+                kind="unknown",
+                output=None if outcome.output is None else output_of[outcome.output],
+                reason=outcome.reason,
+                copied_bytes=0 if outcome.output is None else copied.get(number_of[donor], 0),
+            )
+        )
     return StepSummary(
         module=compiled.name,
         file="" if after is None else str(after.module.path),
@@ -116,23 +126,4 @@ def summarize(before: ModuleText | None, after: ModuleText | None) -> StepSummar
         outputs=len(output_of),
         donors=tuple(donors),
         aliases=0 if after is None else len(after.module.aliases),
-    )
-
-
-_NOT_COMPILED = "the dump has no text after optimisation"
-_DROPPED = "the compiler dropped the donation"
-
-
-def donor_of(
-    outcome: hlo.DonorOutcome, number: int, output_of: Mapping[tuple[int, ...], int], copied: Mapping[int, int]
-) -> StepDonor:
-    """The donor with this number among the input arrays."""
-    return StepDonor(
-        parameter=number,
-        array=str(outcome.shape),
-        bytes=outcome.shape.padded_bytes,
-        kind="unknown",
-        output=None if outcome.output is None else output_of[outcome.output],
-        reason=outcome.reason,
-        copied_bytes=0 if outcome.output is None else copied.get(number, 0),
     )

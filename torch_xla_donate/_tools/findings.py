@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 
 import torch
 
@@ -102,7 +102,8 @@ def find(
             if raw.use in ("updated_in_place", "marked"):
                 note(Key("lost_alias", site), raw.array, detail=sentence(step.reason))
         return findings
-    reachable = _Reachable(now, step.outputs)
+    # The names of the step's outputs, by place of the program.
+    places = {name.place: name for alias in step.outputs if alias in now for name in now[alias].names}
     results = call.results if call is not None else {}
     arguments = call.arguments if call is not None else {}
     # Only values that an earlier step has computed, and that no step has read before: not parameters and data.
@@ -125,7 +126,7 @@ def find(
             )
         elif raw.use == "free" and not step.automatic:
             old = before.get(raw.tensor) if raw.tensor is not None else None
-            key, names = _free(raw, site, old, reachable)
+            key, names = _free(raw, site, old, now, places)
             note(key, raw.array, names)
         elif raw.use == "held" and raw.tensor in arguments:
             if raw.preferred_output in results:
@@ -201,32 +202,27 @@ def _donate(numbers: list[int | str]) -> str:
     return ", ".join(options + ([f"donate_argnames={names}"] if names else []))
 
 
-def _free(raw: _C.WatchedInput, site: str, old: Named | None, now: _Reachable) -> tuple[Key, tuple[Name, ...]]:
+def _free(
+    raw: _C.WatchedInput,
+    site: str,
+    old: Named | None,
+    now: Mapping[int, Named],
+    places: Mapping[tuple[object, ...], Name],
+) -> tuple[Key, tuple[Name, ...]]:
     """The finding for an input that the program cannot read after the step."""
     # A tensor that was written by slices still has its old value.
-    new = now.by_alias.get(raw.tensor) or now.by_alias.get(raw.preferred_output)  # type: ignore[arg-type]
+    new = now.get(raw.tensor) or now.get(raw.preferred_output)  # type: ignore[arg-type]
     tensor = new.tensor() if new is not None else None
-    if new is not None and tensor is not None and (raw.tensor in now.by_alias or (old and old.tensor() is tensor)):
+    if new is not None and tensor is not None and (raw.tensor in now or (old and old.tensor() is tensor)):
         name = new.names[0]
         stack, is_slice = _C.last_write(tensor) or ([], False)
         where = _frames.site_of(stack) or name.place_of_assignment()
         is_slice = is_slice or len(set(_C.alias_ids(tensor))) > 1  # a thread without Python may have written it
         kind: HintKind = "slice_assignment" if is_slice else "lost_alias"
         return Key(kind, site, where, name.variable), tuple(new.names)
-    names = tuple(name for name in old.names if name.place in now.places) if old is not None else ()
+    names = tuple(name for name in old.names if name.place in places) if old is not None else ()
     if not names:
         return Key("free_input", site), tuple(old.names) if old is not None else ()
-    name = now.places[names[0].place]
+    name = places[names[0].place]
     kind = "functional_update" if name.path else "reassignment"
     return Key(kind, site, name.place_of_assignment(), name.variable), names
-
-
-class _Reachable:
-    """The tensors of the program after a step.
-
-    places: the names of the step's outputs, by place of the program.
-    """
-
-    def __init__(self, by_alias: Mapping[int, Named], outputs: Iterable[int]) -> None:
-        self.by_alias = by_alias
-        self.places = {name.place: name for alias in outputs if alias in by_alias for name in by_alias[alias].names}

@@ -103,7 +103,7 @@ class _Parser:
         aliases: list[tuple[int, Alias]] = []
         signature: tuple[tuple[HloShape, ...], HloShape] | None = None
         counts = {"num_partitions": 1, "replica_count": 1}
-        while self.next_attribute():
+        while self.eat(","):
             attribute = self.take(_WORD, "the name of an attribute")
             self.expect("=")
             if attribute == "buffer_donor":
@@ -116,6 +116,8 @@ class _Parser:
                 counts[attribute] = self.number()
             else:
                 self.skip_value()
+        if self.position < len(self.text) and self.text[self.position] != "\n":
+            self.fail("',' or the end of the header line")
         if signature is None:
             self.fail("entry_computation_layout in the header")
         parameters, result = signature
@@ -134,14 +136,6 @@ class _Parser:
             num_partitions=counts["num_partitions"],
             replica_count=counts["replica_count"],
         )
-
-    def next_attribute(self) -> bool:
-        """True after the comma before an attribute, False at the end of the header."""
-        if self.eat(","):
-            return True
-        if self.position < len(self.text) and self.text[self.position] != "\n":
-            self.fail("',' or the end of the header line")
-        return False
 
     def computation_layout(self) -> tuple[tuple[HloShape, ...], HloShape]:
         self.expect("{")
