@@ -75,18 +75,7 @@ def check_strict(strict: Strict) -> None:
     )
 
 
-def functionalization_off() -> bool:
-    """Whether ``XLA_DISABLE_FUNCTIONALIZATION`` is on. Views then share the graphs of their bases."""
-    return is_yes(os.environ.get("XLA_DISABLE_FUNCTIONALIZATION", "0"))
-
-
 def is_yes(value: str) -> bool:
     """Whether torch_xla reads the value as true (2.9.0: the word ``true``, or a number for C's atoi)."""
     number = re.match(r"\s*[+-]?\d+", value)
     return value == "true" or (number is not None and int(number.group()) != 0)
-
-
-def world_size() -> int:
-    """The number of processes that a launcher has started (torchrun's ``WORLD_SIZE``); 1 without a launcher."""
-    number = os.environ.get("WORLD_SIZE", "")
-    return int(number) if number.isdecimal() else 1

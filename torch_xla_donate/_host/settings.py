@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ def runtime() -> Any:
 
 def process_count() -> int:
     """The number of processes that run the program, from the runtime or from torchrun, which a CPU runtime ignores."""
-    return max(int(runtime().process_count()), _config.world_size())
+    number = os.environ.get("WORLD_SIZE", "")
+    return max(int(runtime().process_count()), int(number) if number.isdecimal() else 1)
 
 
 AUTO_SHARDING = "auto-sharding (XLA_AUTO_SPMD=1 or xr.use_spmd(auto=True))"

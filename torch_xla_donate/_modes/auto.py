@@ -102,7 +102,7 @@ def prepare() -> _C.Reason:
         _C.note_auto_refusal(why)  # the hooks would note it at each step, but are removed
         return why
     _C.set_one_of_many(_host.process_count() > 1)
-    if _config.functionalization_off():
+    if _config.is_yes(_C.environment("XLA_DISABLE_FUNCTIONALIZATION") or "0"):  # views share the graphs of their bases
         return _C.Reason("functionalization_off")
     _host.ignores_donors()  # passes the setting to the hooks; it may change, so it is not a permanent reason
     return _C.Reason()

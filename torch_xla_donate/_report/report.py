@@ -131,7 +131,25 @@ class DonationReport:
         return self.reused_fraction == 1.0 and self._is_each_donated()
 
     def __str__(self) -> str:
-        return _text(self)
+        """A line of summary, a row for each donor, and notes."""
+        if _config.IS_OFF:
+            return SWITCHED_OFF
+        if not self.donors and not self.pending:
+            first = "None of these steps had donors." if self.steps else "No step has had a donor yet."
+            return "\n".join([first, *_notes(self)])
+        from rich.table import Table
+
+        from torch_xla_donate._report.console import render
+
+        table = Table(title=_summary(self), title_justify="left")
+        for column in _COLUMNS:
+            table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
+        # Unusable donors come first, so that thousands of donated ones do not hide them.
+        donors = sorted((*self.donors, *self.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
+        for donor in donors[:_ROWS]:
+            table.add_row(*_row(donor))
+        more = [f"... and {len(donors) - _ROWS} more; see .to_dict()"] if len(donors) > _ROWS else []
+        return "\n".join([render(table), *more, *_notes(self)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"  # for notebooks
@@ -222,28 +240,6 @@ def _notes(found: DonationReport) -> list[str]:
     return texts
 
 
-def _text(found: DonationReport) -> str:
-    """A line of summary, a row for each donor, and notes."""
-    if _config.IS_OFF:
-        return SWITCHED_OFF
-    if not found.donors and not found.pending:
-        first = "None of these steps had donors." if found.steps else "No step has had a donor yet."
-        return "\n".join([first, *_notes(found)])
-    from rich.table import Table
-
-    from torch_xla_donate._report.console import render
-
-    table = Table(title=_summary(found), title_justify="left")
-    for column in _COLUMNS:
-        table.add_column(column, justify="right" if column in _NUMBERS else "left", overflow="fold")
-    # Unusable donors come first, so that thousands of donated ones do not hide them.
-    donors = sorted((*found.donors, *found.pending), key=lambda donor: donor.outcome == "donated" or donor.automatic)
-    for donor in donors[:_ROWS]:
-        table.add_row(*_row(donor))
-    more = [f"... and {len(donors) - _ROWS} more; see .to_dict()"] if len(donors) > _ROWS else []
-    return "\n".join([render(table), *more, *_notes(found)])
-
-
 def donation_report(*, steps: int | None = None) -> DonationReport:
     """The donors of the last steps with their outcome, and the pending marks.
 
@@ -262,10 +258,14 @@ def donation_report(*, steps: int | None = None) -> DonationReport:
     if steps is not None:
         check_count("steps", steps, f"Pass 1 or more, or None. {see('report')}")
     _C.wait_for_steps()
-    found = _last_steps(int(min(steps or _KEPT, _KEPT)))
+    count = int(min(steps or _KEPT, _KEPT))
+    last: list[tuple[_C._Step | None, int]] = []  # None for a step without donors; the number of compilations
+    for with_donors in _C.steps(count):
+        last.append((with_donors, with_donors["compilations"]))
+        last += [(None, compilations) for compilations in with_donors["plain_steps"]]
     donors: list[Donor] = []
     summary: list[Step] = []
-    for step, compilations in found:
+    for step, compilations in last[-count:]:
         if step is None:
             summary.append(Step(None, compilations=compilations))
             continue
@@ -302,15 +302,3 @@ def reasons_by_buffer() -> list[tuple[int, str]]:
         unusable = [raw for raw in step["donors"] if raw["outcome"] == "unusable" and raw["buffer"]]
         found += zip((raw["buffer"] for raw in unusable), (one.reason for one in describe_donors(unusable, step)))
     return found
-
-
-def _last_steps(count: int) -> list[tuple[_C._Step | None, int]]:
-    """The last steps from the first one with donors, oldest first, each with the number of its compilations.
-
-    None stands for a step without donors.
-    """
-    found: list[tuple[_C._Step | None, int]] = []
-    for step in _C.steps(count):
-        found.append((step, step["compilations"]))
-        found += [(None, compilations) for compilations in step["plain_steps"]]
-    return found[-count:]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torch_xla_donate import _C
-from torch_xla_donate._frames import is_internal
+from torch_xla_donate._frames import is_internal, is_internal_code
 
 _DEPTH = 8  # containers between a variable and a tensor
 OBJECTS = 250_000  # visited in one walk
@@ -100,10 +100,12 @@ def name_tensors() -> dict[int, Named]:
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[no-untyped-call]
         for frame in user_frames():
             walk.add_frame(frame)
-        for module in user_modules():
-            file = vars(module).get("__file__")
-            if type(file) is str and file and not file.startswith(_INSTALLED):
-                walk.add_variables(vars(module), Name("", "", None, file, 0), vars(module))
+        for module in list(sys.modules.values()):
+            space = vars(module) if type(module) is types.ModuleType else {}
+            name, file = space.get("__name__", ""), space.get("__file__", "")
+            is_named = type(name) is str and type(file) is str and file
+            if is_named and not file.startswith(_INSTALLED) and not is_internal_code(name, file):
+                walk.add_variables(space, Name("", "", None, file, 0), space)
         walk.run()
     for named in walk.found.values():
         named.names.sort(key=lambda name: len(name.path))
@@ -373,15 +375,6 @@ def user_frames() -> Iterator[types.FrameType]:
             if not is_internal(frame):
                 yield frame
             frame = frame.f_back
-
-
-def user_modules() -> Iterator[types.ModuleType]:
-    """The imported modules, without those of torch, torch_xla and this package."""
-    for module in list(sys.modules.values()):
-        if type(module) is types.ModuleType:
-            name = vars(module).get("__name__")
-            if type(name) is str and name.partition(".")[0] not in ("torch", "torch_xla", "torch_xla_donate"):
-                yield module
 
 
 def suspended_frame(value: Any) -> types.FrameType | None:
