@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -74,11 +74,8 @@ def call_jax(
     return results
 
 
-class _Offered(NamedTuple):
-    """The names of the leaves of a call's arguments, and the numbers of the tensors that its function donates."""
-
-    names: _trees.Places
-    donors: list[int]
+# The names of the leaves of a call's arguments, and the numbers of the tensors that its function donates.
+_Offered = tuple[_trees.Places, list[int]]
 
 
 def _check_bits(leaves: Sequence[Any], names: _trees.Names) -> None:
@@ -171,5 +168,5 @@ def _offered(
         donors = [index for index in _donated(f, leaves, spec) if isinstance(leaves[index], torch.Tensor)]
         if donors:
             _check_bits(leaves, names)
-        found = known[arrays, values] = _Offered(names, donors)
+        found = known[arrays, values] = names, donors
     return found

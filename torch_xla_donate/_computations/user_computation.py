@@ -65,14 +65,10 @@ def user_computation(
     into: dict[int, torch.Tensor] = {}
     for index in donated:
         output = module.aliases.get(index)
-        if output is not None and _same_array(results[output], tensors[index]):
+        if output is not None and _trees.dtype_and_shape(results[output]) == _trees.dtype_and_shape(tensors[index]):
             into[index] = results[output]
     give(tensors, donated, names, request, into)
     return results
-
-
-def _same_array(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return (left.shape, left.dtype) == (right.shape, right.dtype)
 
 
 class _Module:
@@ -204,7 +200,7 @@ def to_donate(
         return []
     _marks.prepare(request.where)
     eager = _host.in_eager_mode()
-    strict = request.strictness()
+    strict = _config.strictness(request.strict)
     may_warn = strict < _config.Strictness.ERROR and (eager or request.strict is not None)
     body = _marks.current_body.value
     kept = {

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_xla_donate import _C, _report, _trees
+from torch_xla_donate import _C, _config, _report, _trees
 from torch_xla_donate._marks.into import check_outputs
 from torch_xla_donate._marks.refusals import refusal
 from torch_xla_donate._marks.request import DonationRequest, prepare
@@ -27,8 +27,7 @@ def mark(
     argument: the argument that the names belong to.
     """
     outputs = check_outputs(leaves, names, preferred_outputs) if preferred_outputs else {}
-    strict = request.strictness()
-    marks = _C.mark(leaves, request.where, strict, names, outputs)
+    marks = _C.mark(leaves, request.where, _config.strictness(request.strict), names, outputs)
     if isinstance(marks, _C.Refusal):
         name = names.name(marks.leaf)
         name = _trees.qualified_name(argument, name) if argument else name
@@ -59,8 +58,7 @@ def mark_all(donations: Sequence[Donation]) -> None:
     for request, free in _by_request([given for given, argument in zip(donations, arguments) if argument is None]):
         outputs = [given.preferred_output for given in free]
         names = _trees.Places([(given.name,) for given in free])
-        has_outputs = any(output is not None for output in outputs)
-        mark([given.tensor for given in free], names, outputs if has_outputs else [], request)
+        mark([given.tensor for given in free], names, outputs, request)
     if body is not None:
         for given, argument in zip(donations, arguments):
             if argument is not None:
@@ -76,7 +74,8 @@ def refuse_all(donations: Sequence[Donation], reason: _C.Reason) -> None:
     for request, group in _by_request(donations):
         leaves = [given.tensor for given in group]
         names = _trees.Places([(given.name,) for given in group])
-        marks = _C.mark_arguments(leaves, [], request.where, request.strictness(), True, names)
+        strict = _config.strictness(request.strict)
+        marks = _C.mark_arguments(leaves, [], request.where, strict, True, names)
         assert isinstance(marks, _C.Call), "the leaves have been checked"
         _C.end_call(marks, {}, off or reason, notify=not off)
     _report.warn_or_raise()

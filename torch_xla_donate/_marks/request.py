@@ -34,10 +34,6 @@ class DonationRequest(NamedTuple):
         check_options(strict, stacklevel)
         return cls(_frames.call_site(stacklevel), strict)
 
-    def strictness(self) -> _config.Strictness:
-        """The effect of an unusable donation."""
-        return _config.strictness(self.strict)
-
 
 def prepare(where: str) -> bool:
     """Checks hooks and layouts before a mark at ``where``. Warns of a setting that makes torch_xla ignore donors.

@@ -60,10 +60,6 @@ class LoopBody:
         if self.requests.get(number) is None:
             self.requests[number] = request
 
-    def cancel(self, numbers: Iterable[int]) -> None:
-        """Cancels the donation of these arguments of the loop."""
-        self.requests.update(dict.fromkeys(numbers))
-
 
 # The body that this thread is tracing; None outside a body.
 current_body: interrupts.PerThread[LoopBody | None] = interrupts.per_thread(None)
