@@ -23,10 +23,10 @@ from torch_xla_donate import _C, _host, _marks, _report, _trace
 
 # Entering and leaving, of this package, of torch's modes and of contextlib, and what they call.
 FUNCTIONS: set[str] = {
-    "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs", "remove_module_hook",
+    "__enter__", "__exit__", "enter", "leave", "finish", "restore", "check_outputs",
     "_push_mode", "_pop_mode", "register_module_forward_pre_hook", "postpone_notices",
     "graph_name", "replaced", "host_reads_refused", "donor_flags", "consumed", "is_replaced",
-    "has_new_gradient", "compile_graph", "cancel", "_recreate_cm", "_mark", "read", "write", "one_scan",
+    "has_new_gradient", "compile_graph", "_recreate_cm", "_mark", "read", "write", "one_scan",
     "compiling_graphs", "make_entry", "last_entry", "switch_on", "switch_off",
 }  # fmt: skip
 FLAGS = [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]
@@ -44,7 +44,7 @@ def state() -> dict[str, Any]:
         "inside": _marks.inside_call.value,
         "body": _marks.current_body.value,
         "watcher": _trace.current_watcher.value,
-        "postponed": _report.notices._postponed.value,
+        "postponed": _report.postponed.value,
         "disabled": _C.disabled_reason().code,
         "auto": _C.auto_donates(),
         "eager": _XLAC._get_use_eager_mode(),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.nn.modules import module as modules
 from torch.utils import _python_dispatch
 
 from torch_xla_donate import _C
@@ -91,10 +90,3 @@ def per_thread(value: T) -> PerThread[T]:
     made = PerThread(value)
     _restored.append((made, "value"))
     return made
-
-
-def remove_module_hook(hook: Callable[..., Any]) -> None:
-    """Removes a global forward hook without its handle, since an interrupt may come before the handle is stored."""
-    hooks = modules._global_forward_pre_hooks
-    for key in [key for key, found in list(hooks.items()) if found == hook]:
-        hooks.pop(key, None)

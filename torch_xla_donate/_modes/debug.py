@@ -92,7 +92,7 @@ def step_ended() -> None:
             listener(step)
         except Exception as error:
             note_error(error)
-    if _report.is_postponed():
+    if _report.postponed.value:
         return
     try:
         _report.warn_or_raise()

@@ -2,8 +2,8 @@
 
 from torch_xla_donate._report.donors import Donor
 from torch_xla_donate._report.notices import (
-    is_postponed,
     postpone_notices,
+    postponed,
     print_notices,
     raise_with_notices,
     report_reuse,

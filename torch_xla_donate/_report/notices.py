@@ -13,17 +13,13 @@ from torch_xla_donate._host import interrupts
 from torch_xla_donate._report.donors import describe_donors
 from torch_xla_donate._text import cut
 
-_postponed = interrupts.per_thread(False)
+# Whether steps of this thread report nothing.
+postponed = interrupts.per_thread(False)
 
 
 def postpone_notices() -> interrupts.Switched[bool]:
     """A context in which steps of this thread report nothing, because an exception would interrupt torch_xla."""
-    return _postponed.replaced(True)
-
-
-def is_postponed() -> bool:
-    """Whether `postpone_notices` holds on this thread."""
-    return _postponed.value
+    return postponed.replaced(True)
 
 
 _warned_sites: set[str] = set()
@@ -45,12 +41,13 @@ def warn_or_raise(*, everywhere: bool = False) -> None:
         everywhere: whether to report for all devices, or only for the device of this thread's last step.
             `torch_xla.launch` runs a thread for each device, and each thread gets the errors of its device.
     """
-    if is_postponed():
+    if postponed.value:
         return
     failures: list[str] = []
     raised: list[BaseException] = []
     for step in _C.take_notices(everywhere):
-        for where, unusable in _by_site(step, _is_due):
+        due = _by_site(step, lambda raw: raw["strict"] > _config.Strictness.OFF and not raw["reported"])
+        for where, unusable in due:
             message = _unusable_text(where, unusable, step)
             if any(raw["strict"] == _config.Strictness.ERROR for raw in unusable):
                 failures.append(message)
@@ -85,10 +82,6 @@ def raise_with_notices(failure: Exception | None, *, everywhere: bool = False) -
         raise failure from error
     finally:
         del failure
-
-
-def _is_due(raw: _C._Donor) -> bool:
-    return raw["strict"] > _config.Strictness.OFF and not raw["reported"]
 
 
 def _by_site(step: _C._Step, includes: Callable[[_C._Donor], bool]) -> Iterable[tuple[str, list[_C._Donor]]]:

@@ -76,7 +76,10 @@ class ModulesCalled(_C.Scope):
         modules.register_module_forward_pre_hook(self.note)
 
     def leave(self, raised: bool) -> None:
-        interrupts.remove_module_hook(self.note)
+        # Without its handle, since an interrupt may come before the handle is stored.
+        hooks = modules._global_forward_pre_hooks
+        for key in [key for key, found in list(hooks.items()) if found == self.note]:
+            hooks.pop(key, None)
 
     def note(self, module: torch.nn.Module, _: Any = None) -> None:
         if id(module) not in self._seen:
