@@ -172,14 +172,6 @@ def compile(
             f"{function_name(f)} is {kind}, and a call of it returns before the body runs. Compile a function "
             f"that returns its results, and call that function here. {see('compile_errors')}"
         )
-    compiled = _make(f, options, backend, pure, strict, kwargs)
-    compiled.stacklevel, compiled.remake = stacklevel, remake
-    return ModuleProxy(compiled) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]
-
-
-def _make(
-    f: Callable[..., Any], options: dict[str, Any], backend: Backend, pure: bool, strict: _config.Strict, kwargs: Any
-) -> Compiled:
     arguments = Arguments(f, **options)
     if pure and backend != "lazy":
         raise ValueError(
@@ -187,12 +179,16 @@ def _make(
         )
     if backend not in ("lazy", "openxla"):
         raise ValueError(f'backend is {backend!r}. Pass "lazy" or "openxla". {see("compile_errors")}')
+    compiled: Compiled
     if _config.IS_OFF:
-        return PlainCompiled(f, arguments, strict)
-    if pure:
-        return PureCompiled(f, arguments, strict, **kwargs)
-    if backend == "lazy":
-        return LazyCompiled(f, arguments, strict, **kwargs)
-    from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
+        compiled = PlainCompiled(f, arguments, strict)
+    elif pure:
+        compiled = PureCompiled(f, arguments, strict, **kwargs)
+    elif backend == "lazy":
+        compiled = LazyCompiled(f, arguments, strict, **kwargs)
+    else:
+        from torch_xla_donate._compile.openxla import OpenxlaCompiled  # torch.compile takes a while to import
 
-    return OpenxlaCompiled(f, arguments, strict, **kwargs)
+        compiled = OpenxlaCompiled(f, arguments, strict, **kwargs)
+    compiled.stacklevel, compiled.remake = stacklevel, remake
+    return ModuleProxy(compiled) if isinstance(f, torch.nn.Module) else compiled  # type: ignore[return-value]

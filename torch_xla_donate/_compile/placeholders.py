@@ -99,7 +99,7 @@ class Placeholders:
             if buffer:
                 self._by_buffer[buffer] = (identity, empty.detach())
         else:
-            empty = known[1].detach() if known[0] == identity else _host.same_placeholder(known[1])
+            empty = known[1].detach() if known[0] == identity else _host.tensor_of_array(known[1], known[1].dtype, None)
         if isinstance(leaf, torch.nn.Parameter):
             return torch.nn.Parameter(empty, leaf.requires_grad)
         return empty.requires_grad_(leaf.requires_grad)

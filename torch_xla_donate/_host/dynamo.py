@@ -80,7 +80,9 @@ class CapturedFrame:
         if not self.around:
             return []
         frame: types.FrameType | None = sys._getframe(1)
-        while frame is not None and not _is_version_of(frame.f_code, self.code):
+        # Equal for a code and for what torch.compile makes of it.
+        source = operator.attrgetter("co_filename", "co_firstlineno", "co_name")
+        while frame is not None and source(frame.f_code) != source(self.code):
             frame = frame.f_back
         if frame is None:
             raise LookupError(f"no frame of {self.code.co_name} is running")
@@ -88,12 +90,6 @@ class CapturedFrame:
 
         scope = {**guards._get_closure_vars(), "L": _C.frame_variables(frame), "G": frame.f_globals}
         return [eval(expression, scope) for expression in self.around]
-
-
-def _is_version_of(code: types.CodeType, original: types.CodeType) -> bool:
-    """Whether torch.compile may have made the code from the original."""
-    source = operator.attrgetter("co_filename", "co_firstlineno", "co_name")
-    return bool(source(code) == source(original))
 
 
 def captured_frame(inputs: Iterable[str]) -> CapturedFrame | None:

@@ -51,10 +51,10 @@ def with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if tensor.dtype == dtype:
         return tensor
-    return _tensor_of_array(tensor, dtype, op_sharding(tensor))
+    return tensor_of_array(tensor, dtype, op_sharding(tensor))
 
 
-def _tensor_of_array(source: torch.Tensor, dtype: torch.dtype, sharding: Any) -> torch.Tensor:
+def tensor_of_array(source: torch.Tensor, dtype: torch.dtype, sharding: Any) -> torch.Tensor:
     """A tensor of this dtype and sharding with the array of another one."""
     # torch_xla shards only arrays with values, and pending tensors. So a pending one gets the array.
     tensor = torch.zeros(source.shape, dtype=dtype, device=source.device)
@@ -124,12 +124,7 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, sharding: Any = None) 
     array = xla_builder.mkshape(name, tuple(shape)).shape  # type: ignore[no-untyped-call]
     empty: torch.Tensor = xlac()._xla_create_placeholder_tensor(array)
     _C.note_placeholder(empty)
-    return empty if sharding is None else _tensor_of_array(empty, dtype, sharding)
-
-
-def same_placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of a placeholder's array."""
-    return _tensor_of_array(tensor, tensor.dtype, None)
+    return empty if sharding is None else tensor_of_array(empty, dtype, sharding)
 
 
 def op_sharding(tensor: torch.Tensor) -> Any:
