@@ -283,6 +283,9 @@ def test_a_dataclass_must_be_registered(make):
         with pytest.raises(TypeError, match=rf"{name} \(argument 0 of <lambda>\) is of type State, which is neither"):
             f(given)
     assert gone(state.weight, state.moment) == [False, False]
+    sized = {"w": make(2), "shape": make(2).shape}  # a torch.Size, which can hold no tensor
+    torch_xla_donate.compile(lambda s: s["w"] + 1, donate_argnums=0)(sized)
+    assert torch_xla_donate.is_donated(sized["w"])
 
     pytree.register_dataclass(State)
     f(state)

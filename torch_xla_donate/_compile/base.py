@@ -193,13 +193,14 @@ def _names_of_outputs(call: CallArguments, result: Any) -> dict[int, str]:
     return {_C.identity(tensor)[1]: name for tensor, name in tensors}
 
 
-_HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device)
+# Leaves of these types hide no tensors.
+HARMLESS = (torch.Tensor, numbers.Number, str, bytes, types.NoneType, enum.Enum, torch.dtype, torch.device, torch.Size)
 
 
 def _refuse_opaque(leaves: Sequence[Any], names: _trees.Places) -> None:
     """Raises TypeError for a donated leaf that may hide tensors, such as an unregistered dataclass."""
     for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, _HARMLESS) and not callable(leaf):
+        if not isinstance(leaf, HARMLESS) and not callable(leaf):
             raise _marks.refusal(leaf, "not_tensor", names.name(index))
 
 

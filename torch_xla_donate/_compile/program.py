@@ -13,14 +13,12 @@ from torch.utils import _pytree as pytree
 
 from torch_xla_donate import _C, _host, _marks, _numbers, _trace, _trees
 from torch_xla_donate._compile.arguments import CallArguments
+from torch_xla_donate._compile.base import HARMLESS
 from torch_xla_donate._compile.donation import RunDonation, signature_of
 from torch_xla_donate._compile.floats import upload_floats
 from torch_xla_donate._compile.proxies import ArgumentProxies, refuse_composed, tensors_among
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
-
-# Results of these types hide no tensors.
-_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 # Of graphs that were compiled outside a step, for their names in the report.
 _graph_numbers = itertools.count(1)
@@ -207,7 +205,7 @@ class TracedProgram(TracedGraph):
                         results, self._structure = pytree.tree_flatten(tree)
                     except RecursionError:
                         raise _trees.refuse_depth(f"the result of {function}") from None
-                    self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, _PLAIN)), "")
+                    self._opaque = next((type(leaf).__name__ for leaf in results if not isinstance(leaf, HARMLESS)), "")
                     plain = _C.flatten(tree)
                     self._tokens = None if plain is None else plain[1]
                     del tree
