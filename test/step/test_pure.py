@@ -738,6 +738,7 @@ def test_impurities_of_autograd_are_refused_and_undone(make):
     with line("sets requires_grad of"):
         pure(wants)(x)
     assert not x.requires_grad
+    assert pure(lambda x: x.requires_grad_(requires_grad=False) * 2)(x).tolist() == [0, 2, 4]  # as it is
 
 
 def test_an_optimizer_that_steps_inside_is_refused(make):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
     def _watch(self, call: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [self._behind(tensor) for tensor in tensors_of((args, kwargs))]
         used = [(tensor, *self._read(tensor)) for tensor in tensors]
-        self._check_attribute(func, args)
+        self._check_attribute(func, args, kwargs)
         if func in _TEXTS and tensors[0].device.type == "xla" and not _numbers.numbers_in(tensors):
             raise self.reads.refuse_read(tensors[0])
         seed = torch.default_generator.get_state()
@@ -244,7 +244,7 @@ class Recorder(TorchFunctionMode):
                 self.aliases.append((weakref.ref(known), weakref.ref(tensor)))
         return identity, buffer
 
-    def _check_attribute(self, func: Any, args: Sequence[Any]) -> None:
+    def _check_attribute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Refuses attributes of a tensor from outside, which a replay neither reads nor writes again."""
         tensor = args[0] if args else None
         if not isinstance(tensor, torch.Tensor) or id(tensor) not in self.outside_ids:
@@ -265,7 +265,8 @@ class Recorder(TorchFunctionMode):
                 f"sets .grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside", "Do that outside"
             )
         elif (owner == _REQUIRES_GRAD and name == "__set__") or func is torch.Tensor.requires_grad_:
-            if tensor.requires_grad != (args[1] if len(args) > 1 else True):
+            value = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+            if tensor.requires_grad != value:
                 raise self.refuse(
                     f"sets requires_grad of {_trees.dtype_and_shape(tensor)}, a tensor from outside",
                     "Use .detach() of it",
