@@ -52,6 +52,14 @@ def test_arrays_without_memory_are_sized():
     assert plain.peak_bytes - donated.peak_bytes == size
 
 
+def test_a_function_that_computes_nothing_has_no_memory_to_report(make):
+    x = make(3)
+    executable = compile(lambda x: x).lower(x).compile()
+    with pytest.raises(RuntimeError, match="<lambda> computes nothing on the device"):
+        executable.memory_analysis()
+    assert executable(x) is x
+
+
 def test_a_step_that_updates_in_place_is_left_as_it_was(make):
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8).to("xla")

@@ -122,7 +122,12 @@ class Executable:
         return tuple(dataclasses.replace(one, name=self._names[place]) for one, place in zip(outcomes, places))
 
     def memory_analysis(self) -> hlo.MemoryAnalysis:
-        """The bytes of a run on one device. Raises RuntimeError if the platform does not report them."""
+        """The bytes of a run on one device. Raises RuntimeError if the platform reports none, or nothing runs."""
+        if self._before is None:
+            raise RuntimeError(
+                f"{self._compiled.function} computes nothing on the device, so there is no memory to report. Return "
+                f"the results of the step. {see('ahead')}"
+            )
         found = read_statistics(self._memory) if isinstance(self._memory, str) else self._memory
         if found is None:
             raise RuntimeError(
