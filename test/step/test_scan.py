@@ -247,8 +247,13 @@ def test_an_impossible_donation_is_an_error_and_nothing_is_marked(make):
     torch_xla.sync()
 
 
-def test_tensor_from_outside_is_donated_in_a_body_with_into(make):
-    outside, init, xs = make(3), make(3), make(2, 3)
+class Weight(torch.nn.Parameter):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Weight])
+def test_tensor_from_outside_is_donated_in_a_body_with_into(make, kind):
+    outside, init, xs = torch.Tensor._make_subclass(kind, make(3)), make(3), make(2, 3)
     target = outside * 2
 
     def body(carry, x):

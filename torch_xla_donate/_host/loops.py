@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils import _pytree as pytree
 
-from torch_xla_donate import _C, _numbers
+from torch_xla_donate import _C
 from torch_xla_donate._errors import see
 from torch_xla_donate._host.interrupts import Switched
 from torch_xla_donate._host.load import xlac
@@ -41,8 +42,8 @@ def scan_layers(scan: Callable[..., Any], layers: Sequence[Any], *args: Any, **o
 
 
 def is_traced(leaf: object) -> bool:
-    """Whether a value represents a tensor in a running trace."""
-    return isinstance(leaf, torch.Tensor) and type(leaf) not in (torch.Tensor, torch.nn.Parameter, _numbers.Number)
+    """Whether a value represents a tensor in the trace of a scan's body, which AOTAutograd makes functional."""
+    return isinstance(leaf, FunctionalTensor)
 
 
 def read_by_backward_scan(node: Any) -> Sequence[Any]:
