@@ -186,14 +186,15 @@ $(VENV)/configured: $(VENV)/installed CMakeLists.txt third_party/torch.cmake thi
 	  -DTORCH_XLA_DONATE_ASSERTIONS=ON
 	@touch $@
 
+# Without the bytecode of all packages, which takes two minutes. Python writes that of the modules that are imported.
 env: $(VENV)/installed  ## install torch, torch_xla and the tools
 
 $(VENV)/installed: $(REQUIRED) pyproject.toml
 	@$(SHELL) third_party/preflight.sh "$(PYTHON)" $(NEEDED) "$(VENV)"
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "installing torch, torch_xla and the tools into $(VENV) (about $(NEEDED) GB, a few minutes) ..."
-	$(BIN)/pip install -q -r $(REQUIRED)
-	$(BIN)/python third_party/dev_requirements.py | xargs -d '\n' $(BIN)/pip install -q
+	$(BIN)/pip install -q --no-compile -r $(REQUIRED)
+	$(BIN)/python third_party/dev_requirements.py | xargs -d '\n' $(BIN)/pip install -q --no-compile
 	@printf '%s\n' "$(CURDIR)" "$(CURDIR)/torch_xla_donate/_pytest" > $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/torch_xla_donate_source.pth
 	@touch $@
 
