@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_xla
 from children import in_process
-from helpers import compiles, error_of, run_script
+from helpers import error_of, run_script
 from sharding import mesh, shard
 
 from torch_xla_donate import _C, DonationWarning, debug_nans, donate_buffer, donation_report, is_donated
@@ -61,34 +61,6 @@ def test_a_step_that_fails_raises_its_error_and_spares_nothing(make):
         assert _C.sizes()["undonated"] == 0
         # A warning would be an error.
         assert (t + 1).tolist() == list(range(1, 9))
-
-
-@in_process
-def test_donation_is_off_inside_and_nothing_compiles_again(make):
-    """Outside it is on again."""
-
-    def step(value):
-        donate_buffer(value)
-        new = value * 2
-        torch_xla.sync(wait=True)
-        return new
-
-    old = make(4)
-    new = step(old)
-    assert is_donated(old)
-    with debug_nans():
-        old, new = new, step(new)
-        assert not is_donated(old)
-        before = compiles()
-        old, new = new, step(new)
-    for _ in range(3):
-        old, new = new, step(new)
-        assert is_donated(old)
-    with debug_nans():
-        old, new = new, step(new)
-        assert not is_donated(old)
-    assert compiles() == before
-    assert new.tolist() == [i * 2**7 for i in range(4)]
 
 
 @in_process(env=SWITCHED_ON)

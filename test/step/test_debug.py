@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch_xla
-from helpers import each_backend, pointer, whole_copy
+from helpers import compiles, each_backend, pointer, whole_copy
 
 from torch_xla_donate import (
     _C,
@@ -458,3 +458,30 @@ def test_debug_nans_reports_a_use_by_its_leaf_and_gives_its_reason(make, reuses)
     assert text.startswith("f32[2] tensor \"['layer'][0]\" is used after")
     (donor,) = donation_report(steps=1).donors
     assert (donor.outcome, donor.reason) == ("unusable", "donation is disabled (debug_nans())")
+
+
+def test_donation_is_off_inside_and_nothing_compiles_again(make):
+    """Outside it is on again."""
+
+    def step(value):
+        donate_buffer(value)
+        new = value * 2
+        torch_xla.sync(wait=True)
+        return new
+
+    old = make(4)
+    new = step(old)
+    assert is_donated(old)
+    with debug_nans():
+        old, new = new, step(new)
+        assert not is_donated(old)
+        before = compiles()
+        old, new = new, step(new)
+    for _ in range(3):
+        old, new = new, step(new)
+        assert is_donated(old)
+    with debug_nans():
+        old, new = new, step(new)
+        assert not is_donated(old)
+    assert compiles() == before
+    assert new.tolist() == [i * 2**7 for i in range(4)]
