@@ -92,19 +92,12 @@ void OrderForDonors(GraphContext& context) {
 }
 
 void ClaimAnnounced(RunContext& run) {
+  const bool expected = run.runs_all && std::exchange(next_run.expected, false);
   if (next_run.announced.has_value() && run.claim == nullptr && IsAnnounced(run, *next_run.announced)) {
-    try {
-      ClaimDonors(run, *next_run.announced);
-      next_run.announced.reset();
-    } catch (const std::exception&) {
-      // The graph would consume the donors although no step has claimed them.
-      run.failure = std::current_exception();
-    }
+    ClaimDonors(run, *next_run.announced);
+    next_run.announced.reset();
   }
-  if (run.runs_all) {
-    const bool expected = std::exchange(next_run.expected, false);
-    run.recorded = run.recorded || expected;
-  }
+  run.recorded = run.recorded || expected;
 }
 
 void OrderParameters(std::unordered_set<const lazy::BackendData*> donors) {

@@ -20,8 +20,7 @@ namespace {
 
 using Executable = std::shared_ptr<const abi::HostCachedComputation>;
 
-// Whether the process logs runs, and has ever opened a record.
-std::atomic<bool> logs{false}, has_records{false};
+std::atomic<bool> logs{false};  // whether the process logs runs
 
 struct Note {
   std::uint64_t number;
@@ -89,8 +88,7 @@ void Log(const RunContext& context, const Executable& executable) {
 
 void NoteExecutable(RunContext& context) {
   const bool is_logged = logs.load(std::memory_order_relaxed) && !context.stopped;
-  const bool is_recorded =
-      has_records.load(std::memory_order_relaxed) && !recording.records.empty() && context.runs_all;
+  const bool is_recorded = !recording.records.empty() && context.runs_all;
   if (!is_logged && !is_recorded && context.claim == nullptr && !context.stopped) {
     return;
   }
@@ -125,14 +123,10 @@ void NoteExecutable(RunContext& context) {
 
 bool IsInspected() {
   const auto stops = [](const auto& record) { return record->stops_runs; };
-  return has_records.load(std::memory_order_relaxed) &&
-         std::any_of(recording.records.begin(), recording.records.end(), stops);
+  return std::any_of(recording.records.begin(), recording.records.end(), stops);
 }
 
-void GraphRecord::Open() {
-  has_records = true;
-  recording.records.push_back(shared_from_this());
-}
+void GraphRecord::Open() { recording.records.push_back(shared_from_this()); }
 
 void GraphRecord::Close() {
   auto& records = recording.records;

@@ -103,14 +103,14 @@ void phases::CheckRun(const std::vector<lazy::BackendDataPtr>& parameters) {
   Reach("CheckRun");
 }
 
-void phases::BeforeRun(RunContext& run) noexcept {
+void phases::BeforeRun(RunContext& run) {
   run.stopped = IsInspected();  // before all that count or claim the run
   if (run.stopped) {
     return;
   }
   Guarded(&NoteDryRun, run);
   Guarded(&NoteOutputs, run);
-  Guarded(&ClaimAnnounced, run);
+  ClaimAnnounced(run);  // or the graph would consume donors that no step has claimed
 #ifdef TORCH_XLA_DONATE_FAULTS
   Guarded(+[](RunContext& faulty) { faulty.OnEnd([](const Reason&) { Reach("OnEnd"); }); }, run);
 #endif

@@ -141,10 +141,6 @@ std::vector<std::int64_t> SizesOf(const std::string& array) {
 
 bool IsDynamic(const std::string& array) { return array.find("<=") != std::string::npos; }
 
-std::optional<std::int64_t> BytesPerDevice(const std::string& array) {
-  return MemoryPerDevice(array, SizeRule::kBytes);
-}
-
 std::optional<std::int64_t> MemoryPerDevice(const std::string& array, SizeRule rule) {
   const std::optional<at::ScalarType> dtype = ElementType(array);
   const auto cuts = Cuts(array);

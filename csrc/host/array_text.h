@@ -28,9 +28,6 @@ std::vector<std::int64_t> SizesOf(const std::string& array);
 // Whether only the device knows the size: "f32[<=8]". XLA aliases nothing in a graph with such an output.
 bool IsDynamic(const std::string& array);
 
-// Bytes of the largest shard.
-std::optional<std::int64_t> BytesPerDevice(const std::string& array);
-
 // How a platform sizes the arrays that XLA compares when it pairs donors with outputs.
 enum class SizeRule {
   kBytes,          // CPU and GPU: the bytes of the elements

@@ -46,7 +46,7 @@ py::dict DonorDict(const DonorSnapshot& donor) {
   return DictOf(std::pair("name", NamesOf(donor)), std::pair("marks", donor.marks.size()),
                 std::pair("where", WhereOf(donor)), std::pair("strict", static_cast<int>(donor.Strict())),
                 std::pair("shape", donor.Shape()), std::pair("bytes", donor.bytes), std::pair("array", array),
-                std::pair("bytes_per_device", BytesPerDevice(array).value_or(donor.bytes)),
+                std::pair("bytes_per_device", MemoryPerDevice(array, SizeRule::kBytes).value_or(donor.bytes)),
                 std::pair("size", SizeOf(array, /*unsharded=*/false).value_or(donor.bytes)),
                 std::pair("buffer", reinterpret_cast<std::uintptr_t>(donor.buffer.lock().get())),
                 std::pair("device", donor.device.toString()),
@@ -159,8 +159,9 @@ void BindReport(py::module_& m) {
   m.def(
       "graph_text", [](const std::string& graph) { return Steps::Get().GraphText(graph); }, py::arg("graph"),
       "The optimised HLO of a graph that has run with donors; None if torch_xla has dropped its executable.");
-  m.def("bytes_per_device", &BytesPerDevice, py::arg("array"),
-        "Of an array as XLA writes it, with its sharding; None if the text cannot be parsed.");
+  m.def(
+      "bytes_per_device", [](const std::string& array) { return MemoryPerDevice(array, SizeRule::kBytes); },
+      py::arg("array"), "Of an array as XLA writes it, with its sharding; None if the text cannot be parsed.");
   m.def(
       "size_on_device", [](const std::string& array) { return SizeOf(array, /*unsharded=*/false); }, py::arg("array"),
       "The memory of such an array on a device, which XLA compares: padded to tiles on TPU. None if it cannot be "

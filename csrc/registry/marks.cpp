@@ -242,15 +242,10 @@ std::size_t Marks::Size() const {
 
 // ---- For the steps ----
 
-void Marks::Erase(const Donor& donor) noexcept {
+void Marks::Remove(const Donor& donor) noexcept {
   if (const auto found = pending_.find(donor.array.key); found != pending_.end() && found->second.get() == &donor) {
     pending_.erase(found);
   }
-}
-
-void Marks::Remove(const Donor& donor) noexcept {
-  Erase(donor);
-  Refresh();
 }
 
 void Marks::RemoveCall(const CallSite* site) noexcept {
@@ -264,7 +259,7 @@ void Marks::RemoveCall(const CallSite* site) noexcept {
     auto& marks = donor.status.marks;
     if (std::all_of(marks.begin(), marks.end(), is_of_call)) {
       donor.status.state = DonorState::kCancelled;
-      Erase(donor);
+      Remove(donor);
     } else {
       marks.erase(std::remove_if(marks.begin(), marks.end(), is_of_call), marks.end());
     }

@@ -66,8 +66,10 @@ class Marks {
   // ---- For the steps ----
 
   void CancelLocked(const std::vector<lazy::BackendDataPtr>& buffers) noexcept REQUIRES(registry_mutex);
-  // A step has claimed the donor, or refuses it.
+  // A step has claimed the donor, or refuses it. Another donor may have its buffer's address by now. Needs a Refresh().
   void Remove(const Donor& donor) noexcept REQUIRES(registry_mutex);
+  // Updates the watch word after a change.
+  void Refresh() noexcept REQUIRES(registry_mutex);
   // Cancels the marks of a call. A buffer that another call has also marked stays marked.
   void RemoveCall(const CallSite* site) noexcept REQUIRES(registry_mutex);
   void RemoveFreed() noexcept REQUIRES(registry_mutex);
@@ -89,14 +91,10 @@ class Marks {
   // The call's marks of donors that are pending, in the order of its leaves.
   template <typename Function>
   static void ForPending(const CallSite* site, const Function& function) REQUIRES(registry_mutex);
-  // Removes the entry of this donor. Another donor may have its buffer's address by now.
-  void Erase(const Donor& donor) noexcept REQUIRES(registry_mutex);
   // Null if no mark of the buffer is pending. An entry of a freed buffer belongs to an earlier object.
   const DonorPtr* Find(Buffer buffer) const REQUIRES(registry_mutex);
   bool IsResharded(const Donor& donor, std::vector<std::shared_ptr<abi::TensorData>>& tensors) const
       REQUIRES(registry_mutex);
-  // Updates the watch word after a change.
-  void Refresh() noexcept REQUIRES(registry_mutex);
 
   ska::flat_hash_map<Buffer, DonorPtr> pending_ GUARDED_BY(registry_mutex);
 };

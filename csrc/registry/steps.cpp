@@ -48,6 +48,7 @@ void Steps::EndAll() {
 }
 
 void Steps::Refresh() noexcept {
+  Marks::Get().Refresh();
   SetWatch(kConsumed | kUndonated,
            (consumed_.empty() ? kNothing : kConsumed) | (undonated_.empty() ? kNothing : kUndonated));
   has_notices_.store(!notices_.empty(), std::memory_order_relaxed);

@@ -3,11 +3,12 @@
 //
 // Ownership: a context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all functions, but another thread may call those given to OnEnd().
-// Errors: ListBegins(), TensorMade(), AtBarrier(), CheckRun(), AtStart() and AfterStep() may throw, and the caller of
-//   torch_xla gets the exception. After an exception in BeforeGraph() or ProposeDonors() the step
-//   refuses its marks and continues. The report shows an exception in another phase, and the step continues. A phase
-//   that is noexcept takes no GIL: when the interpreter ends, Python unwinds the stack of a daemon thread that asks for
-//   it.
+// Errors: ListBegins(), TensorMade(), AtBarrier(), CheckRun(), BeforeRun(), AtStart() and AfterStep() may throw, and
+// the
+//   caller of torch_xla gets the exception. After an exception in BeforeGraph() or ProposeDonors() the step refuses its
+//   marks and continues. The report shows an exception in another phase, and the step continues. A phase that is
+//   noexcept takes no GIL, nor does BeforeRun(): when the interpreter ends, Python unwinds the stack of a daemon thread
+//   that asks for it.
 #pragma once
 
 #include <algorithm>
@@ -103,7 +104,7 @@ void ProposeDonors(DonorSet& donors);
 // step whose donors are claimed runs no Python before its run, because a finalizer may make a graph of its own.
 void AtBarrier(bool may_run_python);
 void CheckRun(const std::vector<lazy::BackendDataPtr>& parameters);
-void BeforeRun(RunContext& run) noexcept;
+void BeforeRun(RunContext& run);
 void AtStart(RunContext& run);
 // Returns whether to call callbacks::StepEnded().
 bool AfterStep();

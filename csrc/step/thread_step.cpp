@@ -209,9 +209,6 @@ void ThreadStep::Prepare(abi::Executor::Async& run, const abi::Executor::SyncTen
     const bool has_donors = claim != nullptr && claim->HasDonors();  // else it has moved outputs only, or is over
     run_->claim = has_donors ? claim : nullptr;
     phases::BeforeRun(*run_);
-    if (run_->failure != nullptr) {
-      std::rethrow_exception(run_->failure);
-    }
     if (run_->stopped) {
       return;
     }
