@@ -113,11 +113,14 @@ std::vector<std::shared_ptr<abi::TensorData>> Steps::NoteUndonated(const std::ve
   std::vector<std::shared_ptr<abi::TensorData>> tensors;
   MutexLock lock(registry_mutex);
   for (const DonorPtr& donor : donors) {
+    donor->AddTensors(tensors);
+  }
+  undonated_.reserve(undonated_.size() + donors.size());
+  for (const DonorPtr& donor : donors) {
     const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
     if (buffer != nullptr) {
       undonated_[buffer.get()] = {donor, step};
     }
-    donor->AddTensors(tensors);
   }
   Refresh();
   return tensors;

@@ -81,6 +81,7 @@ void Claim::Compiled() {
 }
 
 void Claim::Abandon(const Reason& why) noexcept {
+  compiled_ = true;  // or never will be
   RestoreInfos();
   ReleaseOutputs(moved_);
   if (const StepPtr step = std::exchange(step_, nullptr)) {

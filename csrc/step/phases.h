@@ -4,8 +4,7 @@
 // Ownership: a context lives as long as the call, a RunContext until its run begins.
 // Threads: the stepping thread calls all functions, but another thread may call those given to OnEnd().
 // Errors: ListBegins(), TensorMade(), AtBarrier(), CheckRun(), BeforeRun(), AtStart() and AfterStep() may throw, and
-// the
-//   caller of torch_xla gets the exception. After an exception in BeforeGraph() or ProposeDonors() the step refuses its
+//   torch_xla's caller gets the exception. After an exception in BeforeGraph() or ProposeDonors() the step refuses its
 //   marks and continues. The report shows an exception in another phase, and the step continues. A phase that is
 //   noexcept takes no GIL, nor does BeforeRun(): when the interpreter ends, Python unwinds the stack of a daemon thread
 //   that asks for it.

@@ -575,6 +575,20 @@ def test_an_in_place_update_fulfils_the_mark_and_keeps_tensors(make):
     assert donation_report(steps=1).donors[0].outcome == "donated"
 
 
+def test_steps_that_do_not_read_the_buffer_leave_the_mark(make):
+    t, other = make(4), make(4)
+    donate_buffer(t)
+    torch_xla.sync()
+    moved = other + 1
+    torch_xla.sync()
+    assert not is_donated(t)
+    assert [donor.outcome for donor in donation_report().pending] == ["pending"]
+    out = t + moved
+    torch_xla.sync()
+    assert is_donated(t)
+    assert out.tolist() == [1, 3, 5, 7]
+
+
 def just_consumed() -> int:
     """How many buffers stay, when nothing runs any more."""
     xm.wait_device_ops()

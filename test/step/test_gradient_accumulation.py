@@ -179,6 +179,22 @@ def test_carried_tensors_that_share_a_buffer_are_refused(make):
     with pytest.raises(ValueError, match=r"the train step reads carried_tensors\[0\] itself"):
         gradient_accumulation(lambda x, t: (model(x).sum() + carried.sum(), t.add_(1)), (data,), model, carried)
 
+    def backward_inside(x, t):
+        (model(x).sum() * carried.sum()).backward()
+        return model(x).sum(), t + 1
+
+    with pytest.raises(ValueError, match=r"the train step reads carried_tensors\[0\] itself"):
+        gradient_accumulation(backward_inside, (data,), model, carried)
+
+
+def test_a_carried_tensor_keeps_its_memory_in_a_later_update(make):
+    state, data = make(6), make(3, 2, 4)
+    address = pointer(state)
+    _, new = gradient_accumulation(lambda x, t: (model_of()(x).sum() * 0, t * 2), (data,), model_of(), state)
+    state.copy_(new)
+    torch_xla.sync(wait=True)
+    assert pointer(state) == address and state.tolist() == [0, 8, 16, 24, 32, 40]
+
 
 def test_results_that_do_not_fit_are_refused(make):
     model, data, carried = model_of(), make(3, 2, 4), make(2)

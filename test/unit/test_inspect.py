@@ -267,3 +267,12 @@ def test_a_folder_without_a_dump_is_one_line(tmp_path, folder):
     shown = inspected(str(tmp_path / folder), exit_code=2)
     assert 'XLA_FLAGS="--xla_dump_to=DIR --xla_dump_hlo_as_text"' in shown
     assert shown.count("Error:") == 1
+
+
+def test_completion_knows_commands_and_options():
+    done = CliRunner().invoke(
+        command_line.main,
+        env={"_TORCH_XLA_DONATE_COMPLETE": "bash_complete", "COMP_WORDS": "torch_xla_donate ve", "COMP_CWORD": "1"},
+        complete_var="_TORCH_XLA_DONATE_COMPLETE",
+    )
+    assert done.output.split() == ["plain,verify"]

@@ -38,8 +38,8 @@ def same_buffer(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor for a trace in place of a materialised one. Under SPMD an alias, because another tensor of the buffer
-    would lose the sharding."""
+    """A tensor for a trace in place of a materialised one. Under SPMD an alias, because another tensor of a
+    placeholder's array would lose the sharding."""
     return tensor.detach() if runtime().is_spmd() else same_buffer(tensor)
 
 

@@ -72,7 +72,8 @@ def gradient_accumulation(
             body = _marks.LoopBody("gradient_accumulation", [*slices, *arguments])
             with _marks.current_body.replaced(body):
                 result = train_step(*slices, *arguments)
-            results += _trace.tensors_of(result)
+            gradients = [one.grad for one in model.parameters()]  # of a backward pass in the step
+            results += _trace.tensors_of([result, gradients])
         _refuse_runs(_C.runs_begun() - before)
         kept.refuse_updates()
         loss, *rest = result if isinstance(result, tuple | list) else (result,)
@@ -125,15 +126,19 @@ def _stand_ins(carried: Sequence[torch.Tensor]) -> Iterator[tuple[list[torch.Ten
     Raises ValueError if the step also reads such a tensor itself, which torch_xla's loop would take for the argument.
     """
     results: list[torch.Tensor] = []
-    arguments = list(map(_host.same_buffer, carried))
+    arguments = [_host.tensor_of_array(one, one.dtype, _host.op_sharding(one)) for one in carried]
     _host.read(arguments)
     nodes = list(map(_C.Node, arguments))
     yield arguments, results
     index = _C.read_otherwise(results, nodes)
+    for tensor in carried:
+        _C.drop_node(tensor)
+    _host.read(carried)  # so that torch_xla knows the buffers by these again, and aliases updates in place
     if index is not None:
         raise ValueError(
             f"the train step reads carried_tensors[{index}] itself, or another tensor of its buffer, which has one "
-            f"value in all iterations. Use the step's argument, or carry a .clone(). {see('gradient_accumulation')}"
+            f"value in all iterations. Use the step's argument, in a scan as init or xs, or carry a .clone(). "
+            f"{see('gradient_accumulation')}"
         )
 
 
