@@ -66,25 +66,31 @@ bool UpdatedInPlace(const at::Tensor& tensor) {
 }
 
 std::optional<std::size_t> ReadOtherwise(const py::sequence& results, const std::vector<lazy::Value>& nodes) {
+  ska::flat_hash_set<const lazy::Node*> own;
+  for (const lazy::Value& node : nodes) {
+    own.insert(node.node.get());
+  }
   std::vector<const lazy::Node*> roots;
-  std::vector<lazy::BackendDataPtr> read;  // other than by one of the nodes
+  ska::flat_hash_set<const lazy::BackendData*> read;  // other than by one of the nodes
   for (const py::handle result : results) {
     const abi::Resolution resolved = abi::Resolve(TensorOf(result));
     if (resolved.tensor != nullptr && resolved.tensor->ir_value) {
       roots.push_back(resolved.tensor->ir_value.node.get());
     } else {
-      read.push_back(resolved.buffer);
+      read.insert(resolved.buffer.get());
     }
   }
-  const auto data_of = [](const lazy::Node* node) { return lazy::getBackend()->GetComputationDataFromNode(node); };
+  const auto data_of = [](const lazy::Node* node) {
+    return lazy::getBackend()->GetComputationDataFromNode(node).get();
+  };
   for (const lazy::Node* node : lazy::Util::ComputePostOrder(roots)) {
-    if (std::none_of(nodes.begin(), nodes.end(), [node](const auto& one) { return one.node.get() == node; })) {
-      read.push_back(data_of(node));
+    if (own.count(node) == 0) {
+      read.insert(data_of(node));
     }
   }
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    const lazy::BackendDataPtr buffer = nodes[i] ? data_of(nodes[i].node.get()) : nullptr;
-    if (buffer != nullptr && std::find(read.begin(), read.end(), buffer) != read.end()) {
+    const lazy::BackendData* buffer = nodes[i] ? data_of(nodes[i].node.get()) : nullptr;
+    if (buffer != nullptr && read.count(buffer) != 0) {
       return i;
     }
   }
