@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import pkgutil
 import sys
+from collections.abc import Callable
 
 import click
 import torch
@@ -103,16 +105,22 @@ def attended(
     return x + F.gelu(normalised(x, block["norm2"]) @ block["up"], approximate="tanh") @ block["down"]
 
 
-def logits_of(params: Tensors, tokens: torch.Tensor, size: Size) -> torch.Tensor:
-    """Logits [batch, time, 256] of the next bytes of `tokens` [batch, time]. The blocks are one scan."""
+@functools.cache
+def block_of(heads: int) -> Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, None]]:
+    """A block, as the body of a scan. The same function in each step, so that torch_xla traces it only once."""
 
     def body(x: torch.Tensor, block: Tensors) -> tuple[torch.Tensor, None]:
-        q, k, v = split_heads(x, block, size.heads)
+        q, k, v = split_heads(x, block, heads)
         at = torch.arange(x.shape[1], device=x.device)
         return attended(x, block, q, k, v, visible=at[:, None] >= at), None
 
+    return body
+
+
+def logits_of(params: Tensors, tokens: torch.Tensor, size: Size) -> torch.Tensor:
+    """Logits [batch, time, 256] of the next bytes of `tokens` [batch, time]. The blocks are one scan."""
     x = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
-    x, _ = torch_xla_donate.scan(body, x, blocks_of(params))
+    x, _ = torch_xla_donate.scan(block_of(size.heads), x, blocks_of(params), is_fn_pure=True)
     return normalised(x, params["norm"]) @ params["embedding"].T
 
 
