@@ -27,7 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Two processes, the tests in random order. `make test PYTEST_ARGS="-n 1 -p no:randomly"` changes either.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
-.PHONY: help demo llama test support wheel test-fast test-all test-nightly test-upstream test-cpp coverage faults sanitize lint tidy format bench bits bits-of-release soak release-check fuzz docs build env clean
+.PHONY: help demo llama test support wheel test-fast test-all test-nightly test-upstream test-cpp coverage faults sanitize lint types tidy format bench bits bits-of-release soak release-check fuzz docs build env clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -93,12 +93,15 @@ lint: env  ## ruff, mypy, clang-format and clang-tidy; changes nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
-	$(BIN)/mypy
-	@$(MAKE) --no-print-directory --output-sync -j $$(nproc) tidy
+	@$(MAKE) --no-print-directory --output-sync -j $$(nproc) types tidy
 
 # One file includes all sources of a folder, so clang-tidy parses torch's headers once for each. GCC's precompiled headers
 # are of no use to it.
 TIDIED := $(patsubst csrc/%/,build-tidy/%.ok,$(dir $(wildcard csrc/*/*.cpp)))
+
+# One processor and two minutes without its cache, so it runs beside clang-tidy.
+types: env  ## mypy; a part of `make lint`
+	@$(BIN)/mypy
 
 tidy: $(sort $(TIDIED))  ## clang-tidy on csrc/, which .clang-tidy configures; a part of `make lint`
 

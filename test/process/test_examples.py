@@ -186,7 +186,7 @@ def test_training_exits_with_1_when_the_values_differ(tmp_path: Path) -> None:
 
 
 # Smaller matrix products take XLA longer to compile: it writes them out instead of calling Eigen.
-TRANSFORMER = tuple("--steps 5 --batch 1 --accumulate 2 --layers 2 --width 128 --context 32".split())
+TRANSFORMER = ("--steps", "5", "--accumulate", "2", "--layers", "2", "--width", "128", "--context", "32")
 
 
 @pytest.mark.parametrize(
