@@ -43,7 +43,7 @@ std::shared_ptr<abi::TensorData> DonorStatus::PreferredOutput() const {
 }
 
 bool DonorStatus::IsForCompiledRun() const {
-  return std::all_of(marks.begin(), marks.end(), [](const Mark& mark) { return mark.site->for_compiled_run; });
+  return std::any_of(marks.begin(), marks.end(), [](const Mark& mark) { return mark.site->for_compiled_run; });
 }
 
 const CallSite* DonorStatus::StrictestSite() const {

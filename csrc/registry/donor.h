@@ -98,7 +98,7 @@ struct DonorStatus {
   // The first of the strictest calls that marked it; null for an automatic donor.
   const CallSite* StrictestSite() const;
   Strictness Strict() const;
-  // Whether all its marks are for a run of a compiled graph.
+  // Whether a call marked it for a run of a compiled graph. Steps ignore it until that call ends.
   bool IsForCompiledRun() const;
 };
 

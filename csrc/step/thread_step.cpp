@@ -60,8 +60,11 @@ class RunEnd {
  public:
   void Add(std::function<void(const Reason&)> function) { functions_.push_back(std::move(function)); }
 
-  // Only the first call counts.
+  // Only the first call counts. The exchange orders it before the other one for ThreadSanitizer, too.
   void Call(const Reason& failure) noexcept {
+    if (called_.exchange(true)) {
+      return;
+    }
     for (const auto& function : functions_) {
       try {
         function(failure);
@@ -74,6 +77,7 @@ class RunEnd {
 
  private:
   std::vector<std::function<void(const Reason&)>> functions_;
+  std::atomic<bool> called_{false};
 };
 
 ThreadStep& ThreadStep::Make() {
