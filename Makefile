@@ -95,13 +95,13 @@ lint: env  ## ruff, mypy, clang-format and clang-tidy; changes nothing
 	$(BIN)/clang-format --dry-run -Werror csrc/*/*.h csrc/*/*.cpp test/cpp/*.h test/cpp/*.cpp
 	@$(MAKE) --no-print-directory --output-sync -j $$(nproc) types tidy
 
+# Without its cache it keeps one processor busy for two minutes, so `make lint` runs it beside clang-tidy.
+types: env  ## mypy; a part of `make lint`
+	@$(BIN)/mypy
+
 # One file includes all sources of a folder, so clang-tidy parses torch's headers once for each. GCC's precompiled headers
 # are of no use to it.
 TIDIED := $(patsubst csrc/%/,build-tidy/%.ok,$(dir $(wildcard csrc/*/*.cpp)))
-
-# One processor and two minutes without its cache, so it runs beside clang-tidy.
-types: env  ## mypy; a part of `make lint`
-	@$(BIN)/mypy
 
 tidy: $(sort $(TIDIED))  ## clang-tidy on csrc/, which .clang-tidy configures; a part of `make lint`
 

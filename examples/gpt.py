@@ -106,8 +106,8 @@ def attended(
 
 
 @functools.cache
-def block_of(heads: int) -> Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, None]]:
-    """A block, as the body of a scan. The same function in each step, so that torch_xla traces it only once."""
+def body_of(heads: int) -> Callable[[torch.Tensor, Tensors], tuple[torch.Tensor, None]]:
+    """The body of the scan over the blocks: the same function in each step, so that torch_xla traces it only once."""
 
     def body(x: torch.Tensor, block: Tensors) -> tuple[torch.Tensor, None]:
         q, k, v = split_heads(x, block, heads)
@@ -120,7 +120,7 @@ def block_of(heads: int) -> Callable[[torch.Tensor, Tensors], tuple[torch.Tensor
 def logits_of(params: Tensors, tokens: torch.Tensor, size: Size) -> torch.Tensor:
     """Logits [batch, time, 256] of the next bytes of `tokens` [batch, time]. The blocks are one scan."""
     x = params["embedding"][tokens] + params["positions"][: tokens.shape[1]]
-    x, _ = torch_xla_donate.scan(block_of(size.heads), x, blocks_of(params), is_fn_pure=True)
+    x, _ = torch_xla_donate.scan(body_of(size.heads), x, blocks_of(params), is_fn_pure=True)
     return normalised(x, params["norm"]) @ params["embedding"].T
 
 

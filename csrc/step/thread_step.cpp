@@ -72,7 +72,7 @@ class RunEnd {
         Tallies::Get().NoteError(error.what());
       }
     }
-    functions_.clear();
+    functions_.clear();  // with what they hold, as the host's run may live on
   }
 
  private:
