@@ -2,9 +2,9 @@
 
 import importlib
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch_xla_donate import _config
+from torch_xla_donate import _config, _lazily
 
 if _config.IS_OFF:
     # Every module that imports `_C` finds this one in its place.
@@ -63,20 +63,9 @@ __all__ = [
     "user_computation",
 ]
 
-_TOOLS = {"Advice": "_tools.hints", "Hint": "_tools.hints", "advise": "_tools.advise"}  # training needs none of them
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _TOOLS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_TOOLS[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_TOOLS})
-
+__getattr__, __dir__ = _lazily.names_of(
+    __name__, {"Advice": "_tools.hints", "Hint": "_tools.hints", "advise": "_tools.advise"}
+)
 
 if _config.IS_OFF:
     warnings.warn(

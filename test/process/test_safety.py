@@ -157,7 +157,8 @@ import torch_xla_donate
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
 tools = {"ast", "difflib", "tokenize", "jinja2", "matplotlib", "rich", "click"} & loaded
 assert not tools, tools
-assert not [name for name in sys.modules if name.startswith("torch_xla_donate._tools")]
+assert not [name for name in sys.modules if name.startswith(("torch_xla_donate._tools", "torch_xla_donate.hlo."))]
+assert {*torch_xla_donate.hlo.__all__} <= {*dir(torch_xla_donate.hlo)}
 assert "advise" in dir(torch_xla_donate) and callable(torch_xla_donate.advise)
 assert str(torch_xla_donate.donation_report()) and "rich" in sys.modules
 """
@@ -171,8 +172,8 @@ txd.donate_buffer(lost); total = lost.sum(); torch_xla.sync()
 def test_bound_symbols_change_nothing() -> None:
     """LD_BIND_NOW has the loader resolve all symbols first, and makes more pages read-only.
 
-    A program shows more from its start to its end. Tools come with their first use: `advise`, the command line, and the
-    text of a report. A warning that no sync has collected is shown at the exit.
+    A program shows more from its start to its end. Tools come with their first use: `advise`, the command line, what
+    reads HLO, and the text of a report. A warning that no sync has collected is shown at the exit.
     """
     done = run_script(LOADS_NO_TOOLS + DONATING_PROGRAM + LOSES_A_DONATION, env={"LD_BIND_NOW": "1"})
     assert "DONATED" in done.stdout

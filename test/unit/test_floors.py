@@ -9,7 +9,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "torch_xla_donate"
 FLOORS = [
-    {"_errors", "_config", "_frames", "_locks", "_numbers", "_text"},
+    {"_errors", "_config", "_frames", "_lazily", "_locks", "_numbers", "_text"},
     {"_absent", "_checks", "hlo"},
     {"_C"},
     {"_host", "_trees"},

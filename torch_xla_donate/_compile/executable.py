@@ -14,7 +14,6 @@ from torch_xla_donate import _host, _numbers, _trees, hlo
 from torch_xla_donate._compile.arguments import CallArguments
 from torch_xla_donate._errors import see
 from torch_xla_donate._text import cut
-from torch_xla_donate.hlo.outcomes import read_statistics
 
 
 class Lowerable(Protocol):
@@ -123,6 +122,8 @@ class Executable:
 
     def memory_analysis(self) -> hlo.MemoryAnalysis:
         """The bytes of a run on one device. Raises RuntimeError if the platform reports none, or nothing runs."""
+        from torch_xla_donate.hlo.outcomes import read_statistics
+
         if self._before is None:
             raise RuntimeError(
                 f"{self._compiled.function} computes nothing on the device, so there is no memory to report. Return "

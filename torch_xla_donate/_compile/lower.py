@@ -17,7 +17,6 @@ from torch_xla_donate._compile.floats import put_numbers, upload_floats
 from torch_xla_donate._compile.placeholders import Placeholders, is_materialised
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._host import interrupts
-from torch_xla_donate.hlo.topology import compile_module, size_rule_of
 
 
 class Lowered:
@@ -120,6 +119,8 @@ class Lowered:
                 raise _marks.passed_twice(donated[1].name(number_of[_C.identity(leaf)[1]]), kept[1].name(number))
 
     def _compile_for(self, topology: str) -> Executable:
+        from torch_xla_donate.hlo.topology import compile_module, size_rule_of
+
         rule = size_rule_of(topology)
         names = self._names()
         with self._traced() as (outputs, donors):

@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 from torch_xla_donate import _C, hlo
 from torch_xla_donate._report.explain import StepSizes, split_sharding
 from torch_xla_donate._report.reasons import Reason, sentence
-from torch_xla_donate.hlo.dump import copied_bytes
 
 Outcome = Literal["donated", "unusable", "pending"]
 
@@ -92,6 +91,8 @@ def facts_of(step: _C._Step) -> _Facts | None:
 
 @functools.lru_cache(maxsize=64)  # keeps no graph that is gone, as an error is not kept
 def _facts(graph: str) -> _Facts:
+    from torch_xla_donate.hlo.dump import copied_bytes
+
     text = _C.graph_text(graph) if graph else None
     if text is None:
         raise LookupError(graph)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from torch_xla_donate import _C
 from torch_xla_donate._report.reasons import Reason
-from torch_xla_donate.hlo.outcomes import padded_from, why_unused
 
 
 class StepSizes:
@@ -34,6 +33,8 @@ class StepSizes:
 
     def explain(self, raw: _C._Donor) -> tuple[Reason, str]:
         """The reason why XLA did not use a donor of its donor set, and the sentence."""
+        from torch_xla_donate.hlo.outcomes import padded_from, why_unused  # a step needs neither
+
         if self._dynamic:
             return (
                 Reason.DYNAMIC_SIZE,

@@ -1,10 +1,15 @@
 """Reads HLO, and compiles it for TPUs: the inputs that a step donated, and the buffers that XLA reused. Public."""
 
-from torch_xla_donate.hlo.dump import read_dump
-from torch_xla_donate.hlo.model import Alias, BufferDonor, DumpedModule, HloModule, HloShape
-from torch_xla_donate.hlo.outcomes import DonorOutcome, MemoryAnalysis, donor_outcomes
-from torch_xla_donate.hlo.parser import parse
-from torch_xla_donate.hlo.topology import TopologyModule, compile_for
+from typing import TYPE_CHECKING
+
+from torch_xla_donate import _lazily
+
+if TYPE_CHECKING:
+    from torch_xla_donate.hlo.dump import read_dump
+    from torch_xla_donate.hlo.model import Alias, BufferDonor, DumpedModule, HloModule, HloShape
+    from torch_xla_donate.hlo.outcomes import DonorOutcome, MemoryAnalysis, donor_outcomes
+    from torch_xla_donate.hlo.parser import parse
+    from torch_xla_donate.hlo.topology import TopologyModule, compile_for
 
 __all__ = [
     "Alias",
@@ -20,3 +25,21 @@ __all__ = [
     "parse",
     "read_dump",
 ]
+
+__getattr__, __dir__ = _lazily.names_of(
+    __name__,
+    {
+        "Alias": "model",
+        "BufferDonor": "model",
+        "DonorOutcome": "outcomes",
+        "DumpedModule": "model",
+        "HloModule": "model",
+        "HloShape": "model",
+        "MemoryAnalysis": "outcomes",
+        "TopologyModule": "topology",
+        "compile_for": "topology",
+        "donor_outcomes": "outcomes",
+        "parse": "parser",
+        "read_dump": "dump",
+    },
+)
