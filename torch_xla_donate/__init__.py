@@ -63,9 +63,7 @@ __all__ = [
     "user_computation",
 ]
 
-__getattr__, __dir__ = _lazily.names_of(
-    __name__, {"Advice": "_tools.hints", "Hint": "_tools.hints", "advise": "_tools.advise"}
-)
+__getattr__, __dir__ = _lazily.names_of(__name__, {"_tools.advise": ["advise"], "_tools.hints": ["Advice", "Hint"]})
 
 if _config.IS_OFF:
     warnings.warn(

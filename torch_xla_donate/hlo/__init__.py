@@ -29,17 +29,10 @@ __all__ = [
 __getattr__, __dir__ = _lazily.names_of(
     __name__,
     {
-        "Alias": "model",
-        "BufferDonor": "model",
-        "DonorOutcome": "outcomes",
-        "DumpedModule": "model",
-        "HloModule": "model",
-        "HloShape": "model",
-        "MemoryAnalysis": "outcomes",
-        "TopologyModule": "topology",
-        "compile_for": "topology",
-        "donor_outcomes": "outcomes",
-        "parse": "parser",
-        "read_dump": "dump",
+        "dump": ["read_dump"],
+        "model": ["Alias", "BufferDonor", "DumpedModule", "HloModule", "HloShape"],
+        "outcomes": ["DonorOutcome", "MemoryAnalysis", "donor_outcomes"],
+        "parser": ["parse"],
+        "topology": ["TopologyModule", "compile_for"],
     },
 )
