@@ -33,7 +33,7 @@ class StepSizes:
 
     def explain(self, raw: _C._Donor) -> tuple[Reason, str]:
         """The reason why XLA did not use a donor of its donor set, and the sentence."""
-        from torch_xla_donate.hlo.outcomes import padded_from, why_unused  # a step needs neither
+        from torch_xla_donate.hlo.outcomes import padded_from, why_unused
 
         if self._dynamic:
             return (
