@@ -159,8 +159,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                 label = f"{name.upper()}, {'donated' if donates else 'functional'}"
                 values = [total(size, count, "v6e", donates) / 2**30 for count in counts]
                 axes.plot(counts, values, style, color=colour, linewidth=1.3, label=label)
-                whole = [row for row in rows if row["size"] == name and row["layers"] == size.layers]
-                found = [row for row in whole if (row["way"] == "functional") != donates]
+                found = [row for row in rows if row["size"] == name and (row["way"] == "functional") != donates]
                 places = [(row["devices"], measured(row) / 2**30) for row in found if "memory" in row]
                 marker = {"marker": "o", "markerfacecolor": colour if donates else "none", "markeredgecolor": colour}
                 axes.plot(*zip(*places), linestyle="none", **marker) if places else None
@@ -205,10 +204,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
     lines = [f"| {' | '.join(names)} |", "| --- | --- | --- |" + " ---: |" * 7]
     for row in rows:
-        size = size_of(row)
-        expected = total(size, row["devices"], row["topology"], row["way"] != "functional") / measured(row) - 1
-        fewer = f", {size.layers} layers" if size != SIZES[row["size"]] else ""
-        cells = [f"{row['size'].upper()}{fewer}", f"{row['devices']} of {row['topology']}", row["way"]]
+        expected = total(size_of(row), row["devices"], row["topology"], row["way"] != "functional") / measured(row) - 1
+        cells = [row["size"].upper(), f"{row['devices']} of {row['topology']}", row["way"]]
         cells += [f"{row['memory'][f'{kind}_bytes'] / MIB:,.1f}" for kind in ("argument", "output", "alias", "temp")]
         cells += [f"{measured(row) / MIB:,.1f}", f"{expected:+.1%}", f"{row['compile_seconds']:.0f} s"]
         lines.append(f"| {' | '.join(cells)} |")
@@ -220,8 +217,7 @@ def savings(rows: list[dict[str, Any]]) -> str:
     sums: dict[str, dict[str, float]] = {}
     for row in rows:
         case = f"{row['size'].upper()}, {row['devices']} of {row['topology']}"
-        if row["layers"] == SIZES[row["size"]].layers:
-            sums.setdefault(case, {})[row["way"]] = measured(row) / MIB
+        sums.setdefault(case, {})[row["way"]] = measured(row) / MIB
     lines = ["| MiB on each device | not donated | donated | saved | of it |", "| --- | ---: | ---: | ---: | ---: |"]
     for case, ways in sums.items():
         if "functional" in ways:

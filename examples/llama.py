@@ -50,6 +50,7 @@ LONG = [
     *(("1b", 64, "v6e:8x8"), ("8b", 32, "v6e:4x8"), ("8b", 32, "v5e:4x8"), ("70b", 64, "v6e:8x8")),
 ]
 WAYS = ("functional", "in-place", "by-hand", "auto")
+LONG_WAYS = ("functional", "by-hand")  # the others alias what `by-hand` does
 
 
 def normalised(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -221,8 +222,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
             continue
         memory = [row["memory"][f"{kind}_bytes"] / model.MIB for kind in ("argument", "output", "alias", "temp")]
         total = model.measured(row) / model.MIB
-        size = dataclasses.replace(model.SIZES[row["size"]], layers=row["layers"])
-        expected = model.total(size, row["devices"], row["topology"], row["way"] != "functional") / model.MIB
+        donates = row["way"] != "functional"
+        expected = model.total(model.size_of(row), row["devices"], row["topology"], donates) / model.MIB
         shown = [f"{value:,.1f}" for value in (*memory, total, expected)]
         table.add_row(*start, *shown, f"{row['aliased']} of {row['donors']}", end)
     return table
@@ -234,7 +235,7 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 @click.option("--devices", default=1, show_default=True, type=click.IntRange(min=1))
 @click.option("--topology", default="v6e:1x1", show_default=True, help="As for `torch_xla_donate.hlo.compile_for`.")
 @click.option("--way", type=click.Choice(WAYS), help="Default: all four.")
-@click.option("--all", "everything", is_flag=True, help="All cases of the docs, and save them. Takes about two hours.")
+@click.option("--all", "everything", is_flag=True, help="All cases of the docs, and save them. Takes about an hour.")
 @click.option("--json", "as_json", is_flag=True, hidden=True)
 def main(
     name: str | None, layers: int | None, devices: int, topology: str, way: str | None, everything: bool, as_json: bool
@@ -242,10 +243,12 @@ def main(
     if as_json and name and way:
         print(json.dumps(measure(name, layers, devices, topology, way)))
         return
+    if everything and (name or layers or way):
+        raise click.UsageError("--all compiles and saves the cases of the docs: leave --size, --layers and --way out")
     cases = [(name, devices, topology)] if name else LONG if everything else SHORT
     rows = []
     for case in cases:
-        for one in [way] if way else WAYS:
+        for one in [way] if way else LONG_WAYS if everything else WAYS:
             rows.append(measure_in_a_process(case[0], layers, case[1], case[2], one))
             click.echo(f"{case[0]} on {case[1]} devices, {one}: {rows[-1]['compile_seconds']:.0f} s", err=True)
     Console(width=150).print(table_of(rows))
