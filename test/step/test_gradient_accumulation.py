@@ -214,14 +214,60 @@ def test_results_that_do_not_fit_are_refused(make):
     for loss in (lambda x: model(x).sum().reshape(1), lambda x: model(x).sum().double()):
         with pytest.raises(TypeError, match="loop adds up float32 scalars"):
             gradient_accumulation(loss, (data,), model)
-    normed = torch.nn.BatchNorm1d(4).to("xla")
-    with pytest.raises(ValueError, match=r"updates model\.\w+ in place, which the loop would do only once"):
-        gradient_accumulation(lambda x: normed(x).pow(2).sum(), (data,), normed)
-    torch_xla.sync()
-    assert (normed.num_batches_tracked.item(), normed.running_mean.tolist()) == (0, [0] * 4)
     with pytest.raises(TypeError, match="loss is of type float, not a tensor"):
         gradient_accumulation(lambda x: 1.0, (data,), model)
     assert all(parameter.grad is None for parameter in (*model.parameters(), *outside.parameters()))
+
+
+def write_view(x, outside, _):
+    outside[:2] += x.detach().sum()
+
+
+UPDATES = {  # of the step's slice, a tensor from outside and a model
+    "buffer": (r"model\.1\.num_batches_tracked", lambda x, outside, model: model(x)),
+    "parameter": (r"model\.0\.weight", lambda x, outside, model: model[0].weight.data.mul_(2)),
+    "tensor": (r"float32\[4\]", lambda x, outside, model: outside.add_(x.detach()[0])),
+    "view": (r"float32\[4\]", write_view),
+    "alias": (r"float32\[4\]", lambda x, outside, model: outside.detach().zero_()),
+}
+
+
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_update_of_a_tensor_from_outside_is_refused_and_undone(make, update, is_pending):
+    # torch_xla's own loop updates it once, for all iterations.
+    name, write = UPDATES[update]
+    model, data, outside = torch.nn.Sequential(model_of(), torch.nn.BatchNorm1d(1)).to("xla"), make(3, 2, 4), make(4)
+    tensors = [outside, *model.state_dict().values()]
+    before = [tensor.cpu() for tensor in tensors]
+    if is_pending:
+        outside.add_(0)
+        model[0].weight.data.add_(0)
+
+    def step(x):
+        write(x, outside, model)
+        return model[0](x * outside).sum()
+
+    with pytest.raises(ValueError, match=rf"the train step updates {name} in place, which the loop would do only once"):
+        gradient_accumulation(step, (data,), model)
+    torch_xla.sync()
+    assert all(map(torch.equal, before, [tensor.cpu() for tensor in tensors]))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_function_of_torch_compile_runs_as_a_part_of_the_step(make):
+    model, data = model_of(), make(3, 2, 4)
+    double = torch.compile(lambda t: t.sin() * 2, backend="openxla")
+    double(make(2, 1))  # compiled before, as well
+    torch_xla.sync()
+    gradient_accumulation(lambda x: double(model(x)).sum(), (data,), model)
+    found = model.weight.grad.cpu()
+    model.zero_grad()
+    gradient_accumulation(lambda x: (model(x).sin() * 2).sum(), (data,), model)
+    assert torch.equal(found, model.weight.grad.cpu())
+    whole = torch.compile(lambda t: t.cos(), backend="openxla", fullgraph=True)
+    with pytest.raises(Exception, match="the train step of gradient_accumulation does not compile"):
+        gradient_accumulation(lambda x: whole(model(x)).sum(), (data,), model)
 
 
 def test_a_loss_may_be_carried_and_parameters_may_be_unused(make):
@@ -350,7 +396,6 @@ RUNS = {
     "sync": lambda t: torch_xla.sync(),
     "print": lambda t: repr(t),
     "item": lambda t: t.sum().item(),
-    "openxla": lambda t: torch.compile(lambda a: a + 1, backend="openxla")(t),
     "torch_xla.compile": lambda t: torch_xla.compile(lambda a: a + 1)(t),
 }
 

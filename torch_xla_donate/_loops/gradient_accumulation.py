@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from torch_xla_donate import _C, _config, _host, _marks, _trace, _trees
 from torch_xla_donate._errors import DonationError, see
 from torch_xla_donate._loops.donations import chosen_arguments, loop_donations, refuse_eager_mode
 
 _ARGUMENTS = ("iterable_tensors", "carried_tensors")
+_not_compiled = functools.partial(
+    torch.compiler.disable, reason="the train step of gradient_accumulation does not compile: leave fullgraph=True out"
+)
 
 
 def gradient_accumulation(
@@ -48,7 +53,8 @@ def gradient_accumulation(
             loss is not a float32 scalar.
         ValueError: ``donate`` names another argument, the tensors do not fit torch_xla's function, a carried tensor
             shares its buffer with another one, one of ``model`` or one that the step reads, the step does not read it
-            or updates a buffer of ``model``, its results do not fit, or a tensor not of ``model`` would get a gradient.
+            or updates a tensor from outside in place, its results do not fit, or a tensor not of ``model`` would get a
+            gradient.
         DonationError: a donated tensor is pending, the step makes torch_xla run something (``torch_xla.sync()``,
             ``print``, ``.item()``), torch_xla is in eager mode, or the call is inside a pure function.
     """
@@ -67,18 +73,18 @@ def gradient_accumulation(
     def step(*traced: torch.Tensor) -> Any:
         slices, carried = traced[: len(iterable_tensors)], traced[len(iterable_tensors) :]
         before = _C.runs_begun()
-        kept = _ModelState(model, slices)
+        outside = _Outside(model, slices)
         with _stand_ins(carried) as (arguments, results):
             body = _marks.LoopBody("gradient_accumulation", [*slices, *arguments])
-            with _marks.current_body.replaced(body):
+            with _marks.current_body.replaced(body), outside:
                 result = train_step(*slices, *arguments)
             gradients = [one.grad for one in model.parameters()]  # of a backward pass in the step
             results += _trace.tensors_of([result, gradients])
         _refuse_runs(_C.runs_begun() - before)
-        kept.refuse_updates()
+        outside.refuse_updates()
         loss, *rest = result if isinstance(result, tuple | list) else (result,)
         _refuse_unfit(loss, rest, carried_tensors)
-        unused.begin(kept.not_reached(loss))
+        unused.begin(outside.not_reached(loss))
         found.update(body.requests)
         loss = loss.clone()  # torch_xla divides it in place, and the step may carry it
         return (loss, *rest) if carried_tensors else loss
@@ -114,8 +120,8 @@ def _refuse_runs(count: int) -> None:
     if count:
         raise DonationError(
             "the train step has made torch_xla run something (torch_xla.sync(), print of a tensor, .item() or "
-            "torch.compile), whose results would be constants in the loop. Remove that from the step, and carry the "
-            f"tensors to be printed. {see('gradient_accumulation')}"
+            "torch_xla.compile), whose results would be constants in the loop. Remove that from the step, and carry "
+            f"the tensors to be printed. {see('gradient_accumulation')}"
         )
 
 
@@ -168,25 +174,49 @@ class _Unused:
             parameter.grad = None
 
 
-class _ModelState:
-    """The model, and the arguments of the step, before the step is traced."""
+class _Outside(TorchFunctionMode):
+    """The tensors from outside that the step uses: the model's, and those that it closes over.
+
+    Args:
+        slices: the step's arguments, which it may update in place. Those in place of carried tensors are newer.
+    """
 
     def __init__(self, model: torch.nn.Module, slices: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._model = model
         self._parameters = {id(one): one for one in model.parameters() if one.requires_grad}
-        self._buffers = [(name, one, one.clone(), _C.identity(one)) for name, one in model.named_buffers()]
-        known = (*model.parameters(), *model.buffers(), *slices)
-        self._known = {_C.identity(tensor)[0] for tensor in known}
+        self._slices = {_C.identity(tensor)[0] for tensor in slices}
+        self._of_model = {_C.identity(tensor)[0] for tensor in (*model.parameters(), *model.buffers())}
         self._first_id = _host.tensor_id(torch.empty(0, device="xla"))
+        # By id, with its identity and its value before the step.
+        self._used: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
+
+    # torch.compile would trace it, and compile parts of the functions that the step calls.
+    @_not_compiled
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in map(_host.without_wrapper, _trace.tensors_of((args, kwargs))):
+            if id(tensor) not in self._used and self._has(tensor):
+                self._used[id(tensor)] = tensor, _C.identity(tensor), tensor.detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        """Whether it is from outside. A tensor in the trace of a scan's body is none of torch_xla, and has no id."""
+        identity = _C.identity(tensor)[0]
+        return identity not in (0, *self._slices) and _host.tensor_id(tensor) < self._first_id
 
     def refuse_updates(self) -> None:
-        """Raises ValueError if the step has updated a buffer of the model, which gets its value back."""
-        updated = [(name, one, value) for name, one, value, before in self._buffers if _C.identity(one) != before]
-        for _, one, value in updated:
-            one.copy_(value)
-        for name, _, _ in updated:
+        """Raises ValueError if the step has updated one of them in place. They get their values back."""
+        updated = [(tensor, value) for tensor, before, value in self._used.values() if _C.identity(tensor) != before]
+        with torch.no_grad():
+            for tensor, value in reversed(updated):
+                tensor.copy_(value)
+        for tensor, _ in updated:
+            of_model = (*self._model.named_parameters(), *self._model.named_buffers())
+            names = [f"model.{name}" for name, one in of_model if one is tensor]
             raise ValueError(
-                f"the train step updates model.{name} in place, which the loop would do only once. Use a layer "
-                f"without running statistics, or carry the tensor. {see('gradient_accumulation')}"
+                f"the train step updates {(*names, _trees.dtype_and_shape(tensor))[0]} in place, which the loop would "
+                "do only once. Use a layer without running statistics, or carry the tensor. "
+                f"{see('gradient_accumulation')}"
             )
 
     def not_reached(self, loss: torch.Tensor) -> list[torch.nn.Parameter]:
@@ -202,7 +232,8 @@ class _ModelState:
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
             leaf = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
-            if leaf is not None and id(leaf) not in self._parameters and self._is_outside(leaf):
+            # The step may have made one of a parameter, as ``detach()`` does.
+            if leaf is not None and _C.identity(leaf)[0] not in self._of_model and self._has(leaf):
                 raise ValueError(
                     f"the train step's loss depends on {_trees.dtype_and_shape(leaf)}, which is no parameter of model, "
                     "so the loop would lose its gradient. Pass a module that has it, or call requires_grad_(False) of "
@@ -210,11 +241,6 @@ class _ModelState:
                 )
             left.pop(id(leaf), None)
         return list(left.values())
-
-    def _is_outside(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf of autograd is not one that the step has made, such as an argument's ``detach()``."""
-        is_known = leaf.device.type != "xla" or _C.identity(leaf)[0] in self._known
-        return not is_known and _host.tensor_id(leaf) < self._first_id
 
 
 def _refuse_unfit(loss: Any, rest: Sequence[Any], carried: Sequence[torch.Tensor]) -> None:
