@@ -224,6 +224,7 @@ def write_view(x, outside, _):
 
 
 UPDATES = {  # of the step's slice, a tensor from outside and a model
+    "slice": (r"a slice of iterable_tensors\[0\]", lambda x, outside, model: x.add_(1)),
     "buffer": (r"model\.1\.num_batches_tracked", lambda x, outside, model: model(x)),
     "parameter": (r"model\.0\.weight", lambda x, outside, model: model[0].weight.data.mul_(2)),
     "tensor": (r"float32\[4\]", lambda x, outside, model: outside.add_(x.detach()[0])),

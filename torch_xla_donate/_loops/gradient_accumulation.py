@@ -175,18 +175,18 @@ class _Unused:
 
 
 class _Outside(TorchFunctionMode):
-    """The tensors from outside that the step uses: the model's, and those that it closes over.
+    """The tensors from outside that the step uses: the slices, the model's, and those that it closes over.
 
-    Args:
-        slices: the step's arguments, which it may update in place. Those in place of carried tensors are newer.
+    Its arguments in place of carried tensors are newer, and it may update them.
     """
 
     def __init__(self, model: torch.nn.Module, slices: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._model = model
         self._parameters = {id(one): one for one in model.parameters() if one.requires_grad}
-        self._slices = {_C.identity(tensor)[0] for tensor in slices}
-        self._of_model = {_C.identity(tensor)[0] for tensor in (*model.parameters(), *model.buffers())}
+        self._slices = slices
+        known = (*model.parameters(), *model.buffers(), *slices)
+        self._known = {_C.identity(tensor)[0] for tensor in known}
         self._first_id = _host.tensor_id(torch.empty(0, device="xla"))
         # By id, with its identity and its value before the step.
         self._used: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
@@ -195,14 +195,13 @@ class _Outside(TorchFunctionMode):
     @_not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in map(_host.without_wrapper, _trace.tensors_of((args, kwargs))):
-            if id(tensor) not in self._used and self._has(tensor):
+            if id(tensor) not in self._used and self._has(tensor) and _C.state(tensor) != "donated":
                 self._used[id(tensor)] = tensor, _C.identity(tensor), tensor.detach().clone()
         return func(*args, **(kwargs or {}))
 
     def _has(self, tensor: torch.Tensor) -> bool:
         """Whether it is from outside. A tensor in the trace of a scan's body is none of torch_xla, and has no id."""
-        identity = _C.identity(tensor)[0]
-        return identity not in (0, *self._slices) and _host.tensor_id(tensor) < self._first_id
+        return _C.identity(tensor)[0] != 0 and _host.tensor_id(tensor) < self._first_id
 
     def refuse_updates(self) -> None:
         """Raises ValueError if the step has updated one of them in place. They get their values back."""
@@ -211,8 +210,9 @@ class _Outside(TorchFunctionMode):
             for tensor, value in reversed(updated):
                 tensor.copy_(value)
         for tensor, _ in updated:
+            names = [f"a slice of iterable_tensors[{i}]" for i, one in enumerate(self._slices) if one is tensor]
             of_model = (*self._model.named_parameters(), *self._model.named_buffers())
-            names = [f"model.{name}" for name, one in of_model if one is tensor]
+            names += [f"model.{name}" for name, one in of_model if one is tensor]
             raise ValueError(
                 f"the train step updates {(*names, _trees.dtype_and_shape(tensor))[0]} in place, which the loop would "
                 "do only once. Use a layer without running statistics, or carry the tensor. "
@@ -232,8 +232,8 @@ class _Outside(TorchFunctionMode):
             seen.add(node)
             nodes += [following for following, _ in node.next_functions]
             leaf = getattr(node, "variable", None) if type(node).__name__ == "AccumulateGrad" else None
-            # The step may have made one of a parameter, as ``detach()`` does.
-            if leaf is not None and _C.identity(leaf)[0] not in self._of_model and self._has(leaf):
+            # The step may have made one of a known tensor, as ``detach()`` does.
+            if leaf is not None and _C.identity(leaf)[0] not in self._known and self._has(leaf):
                 raise ValueError(
                     f"the train step's loss depends on {_trees.dtype_and_shape(leaf)}, which is no parameter of model, "
                     "so the loop would lose its gradient. Pass a module that has it, or call requires_grad_(False) of "
