@@ -188,15 +188,16 @@ class _Outside(TorchFunctionMode):
         known = (*model.parameters(), *model.buffers(), *slices)
         self._known = {_C.identity(tensor)[0] for tensor in known}
         self._first_id = _host.tensor_id(torch.empty(0, device="xla"))
-        # By id, with its identity and its value before the step.
-        self._used: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
+        # By id, with its number, its buffer (0 if it is pending) and its value before the step.
+        self._used: dict[int, tuple[torch.Tensor, int, int, torch.Tensor]] = {}
 
     # torch.compile would trace it, and compile parts of the functions that the step calls.
     @_not_compiled
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in map(_host.without_wrapper, _trace.tensors_of((args, kwargs))):
             if id(tensor) not in self._used and self._has(tensor) and _C.state(tensor) != "donated":
-                self._used[id(tensor)] = tensor, _C.identity(tensor), tensor.detach().clone()
+                number, (_, buffer) = _host.tensor_id(tensor), _C.identity(tensor)
+                self._used[id(tensor)] = tensor, number, buffer, tensor.detach().clone()
         return func(*args, **(kwargs or {}))
 
     def _has(self, tensor: torch.Tensor) -> bool:
@@ -205,7 +206,12 @@ class _Outside(TorchFunctionMode):
 
     def refuse_updates(self) -> None:
         """Raises ValueError if the step has updated one of them in place. They get their values back."""
-        updated = [(tensor, value) for tensor, before, value in self._used.values() if _C.identity(tensor) != before]
+        updated = [
+            (tensor, value)
+            for tensor, number, buffer, value in self._used.values()
+            # Another thread's step may have given a pending one its buffer.
+            if _host.tensor_id(tensor) != number or 0 != buffer != _C.identity(tensor)[1]
+        ]
         with torch.no_grad():
             for tensor, value in reversed(updated):
                 tensor.copy_(value)
