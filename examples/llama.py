@@ -245,10 +245,10 @@ def main(
         return
     if everything and (name or layers or way):
         raise click.UsageError("--all compiles and saves the cases of the docs: leave --size, --layers and --way out")
-    cases = [(name, devices, topology)] if name else LONG if everything else SHORT
+    cases, ways = (LONG, LONG_WAYS) if everything else (SHORT, WAYS)
     rows = []
-    for case in cases:
-        for one in [way] if way else LONG_WAYS if everything else WAYS:
+    for case in [(name, devices, topology)] if name else cases:
+        for one in [way] if way else ways:
             rows.append(measure_in_a_process(case[0], layers, case[1], case[2], one))
             click.echo(f"{case[0]} on {case[1]} devices, {one}: {rows[-1]['compile_seconds']:.0f} s", err=True)
     Console(width=150).print(table_of(rows))
