@@ -45,16 +45,14 @@ bool IsAnnounced(const RunContext& run, const AnnouncedRun& announced) {
 void ClaimDonors(RunContext& run, const AnnouncedRun& announced) {
   if (!announced.consumes) {
     std::vector<Refusal> refused;
-    std::vector<DonorPtr> donors;
     for (const Steps::Offer& offer : announced.offers) {
       Marks::Disarm(*offer.donor);
       refused.push_back({offer.donor, DisabledReason(), /*notify=*/false});
-      donors.push_back(offer.donor);
     }
     const StepPtr step = Steps::Get().Claim({}, std::move(refused)).step;
     run.recorded = step != nullptr;
     if (ReportsReuse() && step != nullptr) {
-      NoteUndonated(run, step->number, donors);
+      NoteUndonated(run, step->number, step->refused);
     }
     return;
   }
@@ -112,7 +110,7 @@ std::vector<OrderedParameter> TakeOrder() {
 
 bool IsExtracting() { return next_run.ordered_donors.has_value(); }
 
-bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
+bool DonateToNextRun(const CallSite* call, const std::vector<const lazy::BackendData*>& buffers,
                      std::vector<Steps::Offer> offers, std::string graph, bool consumes) {
   DisarmRun();
   std::vector<DonorPtr> donors = Marks::Get().Arm(buffers, call);

@@ -30,7 +30,7 @@ bool IsExtracting();
 // compiled with exactly these donors, or, without `consumes`, with none of them, because donation is disabled. Until
 // DisarmRun() nothing can cancel the marks. Returns false, and does nothing, if one of them has been cancelled since.
 // `offers` has the places of each buffer in the graph.
-bool DonateToNextRun(const CallSite* call, const std::vector<lazy::BackendDataPtr>& buffers,
+bool DonateToNextRun(const CallSite* call, const std::vector<const lazy::BackendData*>& buffers,
                      std::vector<Steps::Offer> offers, std::string graph, bool consumes);
 void DisarmRun();
 

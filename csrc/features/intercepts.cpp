@@ -50,7 +50,8 @@ lazy::BackendDataPtr CurrentDataHandle(const lazy::LazyTensor* self);
 // A function of its own, so that a read of the list, of which a step has one for each live tensor, needs no clean-up.
 [[gnu::noinline]] lazy::BackendDataPtr HandleForProgram(ThreadStep& step, const lazy::LazyTensor* self) {
   lazy::BackendDataPtr handle = current_data_handle.As<decltype(&CurrentDataHandle)>()(self);
-  if (!step.IsListRead(*self, handle != nullptr) && handle != nullptr && !IsReplacing()) {
+  if (!step.IsListRead(*self, handle != nullptr) && handle != nullptr && (Watches(kEmpty) || IsGone(handle.get())) &&
+      !IsReplacing()) {
     CheckRead(handle.get());
   }
   return handle;

@@ -10,16 +10,14 @@ namespace torch_xla_donate::abi {
 
 // By the type alone: isinstance() asks an object's `__class__`, which may lie, or run code of the program.
 inline bool IsTensor(PyObject* object) {
-  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
+  PyTypeObject* const kind = Py_TYPE(object);
+  return THPVariable_CheckTypeExact(kind) ||
+         PyType_IsSubtype(kind, reinterpret_cast<PyTypeObject*>(THPVariableClass)) != 0;
 }
 
-// The tensor that an XLAShardedTensor of torch_xla wraps; any other tensor as it is. The wrapper keeps it in a slot, so
-// this runs no Python.
-inline PyObject* WithoutWrapper(PyObject* tensor) {
+// WithoutWrapper() of a tensor that is of a class of its own.
+[[gnu::noinline]] inline PyObject* WithoutOwnWrapper(PyObject* tensor) {
   PyTypeObject* const kind = Py_TYPE(tensor);
-  if (THPVariable_CheckTypeExact(kind)) {
-    return tensor;
-  }
   static PyObject* const name = PyUnicode_InternFromString("global_tensor");
   PyObject* const slot = _PyType_Lookup(kind, name);
   if (slot == nullptr || Py_TYPE(slot) != &PyMemberDescr_Type) {
@@ -32,6 +30,12 @@ inline PyObject* WithoutWrapper(PyObject* tensor) {
   }
   Py_DECREF(inner);  // the slot keeps it
   return IsTensor(inner) ? inner : tensor;
+}
+
+// The tensor that an XLAShardedTensor of torch_xla wraps; any other tensor as it is. The wrapper keeps it in a slot, so
+// this runs no Python.
+inline PyObject* WithoutWrapper(PyObject* tensor) {
+  return THPVariable_CheckTypeExact(Py_TYPE(tensor)) ? tensor : WithoutOwnWrapper(tensor);
 }
 
 }  // namespace torch_xla_donate::abi

@@ -220,7 +220,8 @@ py::object MarkArguments(const py::list& donated, const py::list& kept, const st
     } else {
       by_tensor.emplace(leaf.tensor.get(), i);
     }
-    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), static_cast<std::uint32_t>(i)});
+    resolved.push_back({std::move(leaf.tensor), std::move(leaf.buffer), tensor.sizes(), static_cast<std::uint32_t>(i),
+                        abi::HasAliases(tensor)});
   }
   for (std::size_t i = 0; i < kept.size(); ++i) {
     if (PyObject* item = PyList_GET_ITEM(kept.ptr(), static_cast<py::ssize_t>(i)); IsTensor(item)) {
@@ -299,8 +300,8 @@ Call MarkForCall(const std::vector<ArgumentToMark>& leaves, PyObject** items, st
   std::vector<at::Tensor> viewed;
   for (const ArgumentToMark& leaf : leaves) {
     call.donors->Add(leaf.buffer, leaf.sizes, {leaf.tensor, call.site, leaf.index, {}, abi::ShardingOf(*leaf.tensor)});
-    if (const at::Tensor& tensor = TensorIn(items[leaf.index]); abi::HasAliases(tensor)) {
-      viewed.push_back(tensor);
+    if (leaf.has_aliases) {
+      viewed.push_back(TensorIn(items[leaf.index]));
     }
   }
   Steps::Get().BeginCall(call.site);

@@ -2,6 +2,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -25,15 +26,15 @@ namespace torch_xla_donate {
 
 std::vector<std::uint32_t> PerhapsShared(const CallSite& call) {
   const Marks& marks = Marks::Get();
-  std::vector<std::uint32_t> leaves = marks.PerhapsShared(&call);
-  if (!leaves.empty()) {
-    if (const auto device = ThreadStep::Get().last_device) {  // of the call's marks
-      py::gil_scoped_release released;
-      abi::WaitForHandOver(*device);
-    }
-    leaves = marks.PerhapsShared(&call);  // with the GIL, as another thread's is_donated() would count for a moment
+  if (marks.PerhapsShared(&call, /*most=*/1).empty()) {
+    return {};
   }
-  return leaves;
+  if (const auto device = ThreadStep::Get().last_device) {  // of the call's marks
+    py::gil_scoped_release released;
+    abi::WaitForHandOver(*device);
+  }
+  // With the GIL, as another thread's is_donated() would count for a moment.
+  return marks.PerhapsShared(&call, std::numeric_limits<std::size_t>::max());
 }
 
 void BindRuns(py::module_& m) {
@@ -88,15 +89,15 @@ void BindRuns(py::module_& m) {
       "arm_run",
       [](const Call& call, const py::sequence& donors, const std::string& graph,
          const std::vector<std::pair<std::optional<std::size_t>, std::optional<std::size_t>>>& places, bool consumes) {
-        std::vector<lazy::BackendDataPtr> buffers;
+        std::vector<const lazy::BackendData*> buffers;
         std::vector<Steps::Offer> offers;
         buffers.reserve(donors.size());
         ska::flat_hash_set<const lazy::BackendData*> known;
         known.reserve(donors.size());
         for (std::size_t i = 0; i < donors.size(); ++i) {
-          lazy::BackendDataPtr buffer = abi::Resolve(TensorOf(donors[i])).buffer;
-          if (known.insert(buffer.get()).second) {
-            buffers.push_back(std::move(buffer));
+          const lazy::BackendData* buffer = abi::Resolve(TensorOf(donors[i])).buffer.get();
+          if (known.insert(buffer).second) {
+            buffers.push_back(buffer);
             offers.push_back({nullptr, places.at(i).first, places.at(i).second});
           }
         }

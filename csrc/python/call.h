@@ -58,6 +58,7 @@ struct ArgumentToMark {
   lazy::BackendDataPtr buffer;
   at::IntArrayRef sizes;
   std::uint32_t index;
+  bool has_aliases;  // as abi::HasAliases()
 };
 // Marks the donated leaves of a call as a scope. `items` has the tensor of each leaf at its index. Throws if one of
 // them has been consumed.

@@ -34,15 +34,22 @@ struct Walk {
   py::handle exact;     // as for Flatten(); may be null
   py::handle expected;  // a tuple of tokens, to compare with; null to append tokens
   py::list leaves, tokens;
-  py::ssize_t compared = 0;
+  py::ssize_t compared = 0;  // of the tokens
+  py::ssize_t next = 0;      // of the leaves, which are there already if `expected` is
 
   // Appends the leaves of a builtin container; false if the tree has anything else, or another structure than expected.
   // The tokens identify the structure: types, keys and sizes in preorder.
   bool Into(PyObject* tree, int depth) {
     if (IsTensor(tree) || tree == Py_None || PyFloat_CheckExact(tree) || PyLong_CheckExact(tree) ||
         PyUnicode_CheckExact(tree) || PyBool_Check(tree)) {
-      leaves.append(py::handle(tree));
-      return Put(py::none());
+      if (!Put(py::none())) {
+        return false;
+      }
+      if (!expected) {
+        leaves.append(py::handle(tree));
+        return true;
+      }
+      return PyList_SetItem(leaves.ptr(), next++, Py_NewRef(tree)) == 0;
     }
     const bool is_dict = PyDict_CheckExact(tree);
     if (depth == kMaxDepth || !(is_dict || PyList_CheckExact(tree) || PyTuple_CheckExact(tree))) {
@@ -162,12 +169,23 @@ py::object Unflatten(const py::list& leaves, const py::tuple& tokens) {
   return UnflattenFrom(leaves, tokens, leaf, token);
 }
 
-bool FlattenLike(py::handle tree, py::handle tokens, const py::list& leaves) {
+std::size_t LeavesOf(py::handle tokens) {
+  if (!PyTuple_CheckExact(tokens.ptr())) {
+    return 0;
+  }
+  PyObject** first = PySequence_Fast_ITEMS(tokens.ptr());
+  return static_cast<std::size_t>(std::count(first, first + PyTuple_GET_SIZE(tokens.ptr()), Py_None));
+}
+
+bool FlattenLike(py::handle tree, py::handle tokens, const py::list& leaves, py::ssize_t& next) {
   Walk walk;
   walk.expected = tokens;
   walk.leaves = leaves;
-  return PyTuple_CheckExact(tokens.ptr()) && walk.Into(tree.ptr(), 0) &&
-         walk.compared == PyTuple_GET_SIZE(tokens.ptr());
+  walk.next = next;
+  const bool is_like =
+      PyTuple_CheckExact(tokens.ptr()) && walk.Into(tree.ptr(), 0) && walk.compared == PyTuple_GET_SIZE(tokens.ptr());
+  next = walk.next;
+  return is_like;
 }
 
 void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
@@ -189,7 +207,7 @@ void PrefetchLeaves(PyObject** leaves, std::size_t index, std::size_t count) {
 }
 
 void TensorReader::Read(PyObject* object) {
-  const at::Tensor& tensor = TensorIn(object);
+  tensor = &TensorIn(object);
   const bool requires_grad = THPVariable_Unpack(object).requires_grad();
   facts.clear();
   hooks.clear();
@@ -197,20 +215,20 @@ void TensorReader::Read(PyObject* object) {
   data = nullptr;
   buffer = nullptr;
   auto state = abi::TensorState::kMaterialized;
-  if (const std::optional<abi::HeldArray> held = abi::HeldBy(tensor)) {
+  if (const std::optional<abi::HeldArray> held = abi::HeldBy(*tensor)) {
     data = held->tensor;
     buffer = held->buffer;
     sizes = held->sizes;
   } else {
-    resolved_ = abi::Resolve(tensor);
+    resolved_ = abi::Resolve(*tensor);
     state = resolved_.state;
     data = &resolved_.tensor;
     buffer = resolved_.buffer == nullptr ? nullptr : &resolved_.buffer;
-    if (state == abi::TensorState::kDynamic || tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    if (state == abi::TensorState::kDynamic || tensor->unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
       dynamic = true;
       return;
     }
-    sizes = tensor.sizes();
+    sizes = tensor->sizes();
   }
   // After Resolve(), which may wait while another thread removes a hook.
   PyObject* const registered = requires_grad ? reinterpret_cast<THPVariable*>(object)->backward_hooks : nullptr;
@@ -221,14 +239,12 @@ void TensorReader::Read(PyObject* object) {
     }
   }
   const bool is_xla = state != abi::TensorState::kNotXla;
-  facts.push_back(static_cast<std::int64_t>(sizes.size()));
-  for (const std::int64_t size : sizes) {
-    facts.push_back(size);
-  }
-  facts.push_back((static_cast<std::int64_t>(hooks.size()) << 32) +
-                  static_cast<std::int64_t>(tensor.scalar_type()) * 16 + (requires_grad ? 1 : 0) + (is_xla ? 0 : 2) +
-                  (kind == nullptr ? 0 : 4) + (reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass ? 8 : 0));
-  facts.push_back(tensor.device().has_index() ? tensor.device().index() : -1);
+  const bool is_parameter = reinterpret_cast<PyObject*>(Py_TYPE(object)) == ParameterClass;
+  facts.push_back((static_cast<std::int64_t>(sizes.size()) << 32) + ((tensor->device().index() + 1) << 16) +
+                  (static_cast<int>(tensor->scalar_type()) << 4) + (requires_grad ? 1 : 0) + (is_xla ? 0 : 2) +
+                  (kind == nullptr ? 0 : 4) + (is_parameter ? 8 : 0));
+  facts.append(sizes.begin(), sizes.end());
+  facts.push_back(static_cast<std::int64_t>(hooks.size()));
   if (buffer == nullptr) {
     pending = pending || is_xla;
     distinct = false;
@@ -237,15 +253,14 @@ void TensorReader::Read(PyObject* object) {
   }
   const std::uint32_t number = buffers_.Add(buffer->get());
   distinct = distinct && number == count_++;
-  facts.push_back(number);
-  facts.push_back(abi::ElementTypeOf(**buffer));
+  facts.push_back((static_cast<std::int64_t>(abi::ElementTypeOf(**buffer)) << 32) + number);
 }
 
 Signature SignatureOf(const py::list& leaves) {
   py::list others, hooks;
   std::vector<int> devices;
   std::string key;
-  key.reserve(leaves.size() * 6 * sizeof(std::int64_t));
+  key.reserve(leaves.size() * 5 * sizeof(std::int64_t));
   const auto put = [&key](const std::int64_t* facts, std::size_t count) {
     key.append(reinterpret_cast<const char*>(facts), count * sizeof *facts);
   };

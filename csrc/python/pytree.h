@@ -19,9 +19,11 @@ namespace py = pybind11;
 // Leaves and tokens of a tree; None if anything in it is not a builtin container or leaf, or if it is nested deeply.
 // exact: makes the token of the keys of a dict, if other keys may equal them; None to put the keys themselves.
 py::object Flatten(py::handle tree, const py::object& exact);
-// Appends the leaves of a tree that has the structure of these tokens of Flatten(). False, with some leaves appended,
+// How many leaves a tree with these tokens of Flatten() has; 0 for tokens that are not Flatten()'s.
+std::size_t LeavesOf(py::handle tokens);
+// Sets the next leaves, from `next` on, of a tree that has the structure of these tokens. False, with some leaves set,
 // if it has another one, or if no such comparison is possible without code of the program. Runs no such code.
-bool FlattenLike(py::handle tree, py::handle tokens, const py::list& leaves);
+bool FlattenLike(py::handle tree, py::handle tokens, const py::list& leaves, py::ssize_t& next);
 // The inverse of Flatten() without `exact`, with other leaves.
 py::object Unflatten(const py::list& leaves, const py::tuple& tokens);
 
@@ -44,6 +46,7 @@ class TensorReader {
   c10::SmallVector<std::int64_t, 16> facts;
   PyTypeObject* kind = nullptr;          // its class, unless that is torch's Tensor or Parameter
   c10::SmallVector<PyObject*, 2> hooks;  // its gradient hooks; the facts say how many
+  const at::Tensor* tensor = nullptr;
   const std::shared_ptr<abi::TensorData>* data = nullptr;
   const lazy::BackendDataPtr* buffer = nullptr;  // null if it holds none
   at::IntArrayRef sizes;

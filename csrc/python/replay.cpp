@@ -13,7 +13,8 @@
 
 namespace torch_xla_donate {
 
-bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donated) const {
+bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donated,
+                      std::vector<at::Tensor>& viewed) const {
   std::string_view expected(PyBytes_AS_STRING(signature_.key.ptr()),
                             static_cast<std::size_t>(PyBytes_GET_SIZE(signature_.key.ptr())));
   // Whether these facts come next.
@@ -44,8 +45,12 @@ bool Replay::AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donat
         (reader.kind != nullptr && reinterpret_cast<PyObject*>(reader.kind) != *other++)) {
       return false;
     }
+    const bool has_aliases = abi::HasAliases(*reader.tensor);
+    if (has_aliases) {
+      viewed.push_back(*reader.tensor);
+    }
     if (donor != donated_.end() && std::get<0>(*donor) == i) {
-      donated.push_back({*reader.data, *reader.buffer, reader.sizes, static_cast<std::uint32_t>(i)});
+      donated.push_back({*reader.data, *reader.buffer, reader.sizes, static_cast<std::uint32_t>(i), has_aliases});
       ++donor;
     }
   }
@@ -60,24 +65,27 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
   RunDeferredDecrefs();
   PythonCall<Begun> made;
   Begun& begun = made.call;
+  py::list none;
+  none.append(py::none());
+  begun.leaves = none * py::int_(count_);
+  py::ssize_t next = 0;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (!FlattenLike(arguments[i], structures_[i], begun.leaves)) {
+    if (!FlattenLike(arguments[i], structures_[i], begun.leaves, next)) {
       return py::none();
     }
   }
   std::vector<ArgumentToMark> donated;
+  std::vector<at::Tensor> viewed;
   donated.reserve(donated_.size());
-  if (!AreAlike(begun.leaves, donated)) {
+  if (!AreAlike(begun.leaves, donated, viewed)) {
     return py::none();
   }
   PyObject** items = PySequence_Fast_ITEMS(begun.leaves.ptr());
   const auto site = MakeCallSite(where, strict, names_, /*for_compiled_run=*/true);
   Call call = MarkForCall(donated, items, site);
   // As in mark_arguments: an argument that is a view of a donated one keeps its value.
-  for (std::size_t i = 0, count = begun.leaves.size(); i < count; ++i) {
-    if (IsTensor(items[i]) && abi::HasAliases(TensorIn(items[i]))) {
-      abi::KeepValue(TensorIn(items[i]));
-    }
+  for (const at::Tensor& argument : viewed) {
+    abi::KeepValue(argument);
   }
   for (ArgumentToMark& leaf : donated) {
     leaf.buffer.reset();  // the call's own pointers must not count as other holders
@@ -85,12 +93,12 @@ py::object Replay::Begin(const py::list& arguments, const std::string& where, in
   if (!PerhapsShared(*site).empty()) {
     return py::none();
   }
-  std::vector<lazy::BackendDataPtr> buffers;
+  std::vector<const lazy::BackendData*> buffers;
   std::vector<Steps::Offer> offers;
   buffers.reserve(donated.size());
   offers.reserve(donated.size());
   for (std::size_t i = 0; i < donated.size(); ++i) {
-    buffers.push_back(abi::BufferOf(*donated[i].tensor));
+    buffers.push_back((*call.donors)[i].array.key);
     offers.push_back({nullptr, std::get<1>(donated_[i]), std::get<2>(donated_[i])});
   }
   begun.armed = DonateToNextRun(site.get(), buffers, std::move(offers), graph_, /*consumes=*/true);

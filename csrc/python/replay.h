@@ -39,17 +39,23 @@ class Replay {
         signature_(std::move(signature)),
         donated_(std::move(donated)),
         graph_(std::move(graph)),
-        names_(std::move(names)) {}
+        names_(std::move(names)) {
+    for (const py::handle structure : structures_) {
+      count_ += LeavesOf(structure);
+    }
+  }
 
   // A Begun. None, with nothing marked, unless the arguments are like those of the earlier call and nothing else may
   // hold a donated buffer. Throws for a leaf that has been donated before, and the error of an earlier failed step.
   py::object Begin(const py::list& arguments, const std::string& where, int strict) const;
 
  private:
-  // Whether the leaves have the facts and values of those of the earlier call.
-  bool AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donated) const;
+  // Whether the leaves have the facts and values of those of the earlier call. Appends the donated ones, and tensors
+  // that may be views.
+  bool AreAlike(const py::list& leaves, std::vector<ArgumentToMark>& donated, std::vector<at::Tensor>& viewed) const;
 
   py::list structures_;
+  std::size_t count_ = 0;  // of the leaves
   Signature signature_;
   std::vector<Donated> donated_;
   std::string graph_;

@@ -1,7 +1,7 @@
 // A mark, the call that made it, and a donor. marks.h and steps.h describe when they change.
 //
 // Ownership: donors hold buffers and tensors weakly. Threads: a member of a donor is const, or the registry's mutex
-//   guards it. The compiler checks both.
+//   guards it. The compiler checks both, but for `buffer`.
 #pragma once
 
 #include <c10/util/SmallVector.h>

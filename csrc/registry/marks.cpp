@@ -172,22 +172,24 @@ void Marks::ForPending(const CallSite* site, const Function& function) {
   for (std::size_t i = 0; donors != nullptr && i < donors->Size(); ++i) {
     const DonorStatus& status = (*donors)[i].status;
     const Mark* mark = status.state == DonorState::kPending ? status.MarkOf(site) : nullptr;
-    if (mark != nullptr) {
-      function(*mark, donors->At(i));
+    if (mark != nullptr && !function(*mark, *donors, i)) {
+      return;
     }
   }
 }
 
-std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
+std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site, std::size_t most) const {
   std::vector<std::shared_ptr<abi::TensorData>> tensors;  // released after the lock
   MutexLock lock(registry_mutex);
   std::vector<std::uint32_t> leaves;
-  ForPending(site, [&leaves, &tensors](const Mark& ours, const DonorPtr& donor) REQUIRES(registry_mutex) {
-    const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
+  const auto add = [&leaves, &tensors, most](const Mark& ours, const CallDonors& donors,
+                                             std::size_t number) REQUIRES(registry_mutex) {
+    const Donor& donor = donors[number];
+    const lazy::BackendDataPtr buffer = donor.array.buffer.lock();
     if (buffer == nullptr) {
-      return;
+      return true;
     }
-    const auto& marks = donor->status.marks;
+    const auto& marks = donor.status.marks;
     long known = 1;  // `buffer`
     bool read = false;
     for (std::size_t i = 0; i < marks.size(); ++i) {
@@ -209,16 +211,18 @@ std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site) const {
     if (read || buffer.use_count() > known) {
       leaves.push_back(ours.leaf);
     }
-  });
+    return leaves.size() < most;
+  };
+  ForPending(site, add);
   return leaves;
 }
 
-std::vector<DonorPtr> Marks::Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call) {
+std::vector<DonorPtr> Marks::Arm(const std::vector<const lazy::BackendData*>& buffers, const CallSite* call) {
   std::vector<DonorPtr> donors;
   donors.reserve(buffers.size());
   MutexLock lock(registry_mutex);
-  for (const lazy::BackendDataPtr& buffer : buffers) {
-    const DonorPtr* donor = Find(buffer.get());
+  for (const lazy::BackendData* buffer : buffers) {
+    const DonorPtr* donor = Find(buffer);
     if (donor == nullptr || (*donor)->status.armed || (*donor)->status.MarkOf(call) == nullptr) {
       return {};
     }
@@ -280,12 +284,15 @@ void Marks::RemoveFreed() noexcept {
 
 std::vector<std::pair<std::uint32_t, DonorPtr>> Marks::OnlyOfCall(const CallSite* site) {
   std::vector<std::pair<std::uint32_t, DonorPtr>> found;
-  ForPending(site, [&found, site](const Mark& mark, const DonorPtr& donor) REQUIRES(registry_mutex) {
-    const auto& marks = donor->status.marks;
+  const auto add = [&found, site](const Mark& mark, const CallDonors& donors,
+                                  std::size_t number) REQUIRES(registry_mutex) {
+    const auto& marks = donors[number].status.marks;
     if (std::all_of(marks.begin(), marks.end(), [site](const Mark& other) { return other.site.get() == site; })) {
-      found.emplace_back(mark.leaf, donor);
+      found.emplace_back(mark.leaf, donors.At(number));
     }
-  });
+    return true;
+  };
+  ForPending(site, add);
   std::sort(found.begin(), found.end());
   return found;
 }

@@ -53,12 +53,12 @@ class Marks {
   // The pending marks among a graph's parameters that are meant for steps.
   std::vector<PendingMark> Among(const std::vector<lazy::BackendDataPtr>& parameters) const;
   // The leaves of a call's pending marks whose buffers may have another holder, judged by reference counts. The result
-  // may have too many leaves, never too few.
-  std::vector<std::uint32_t> PerhapsShared(const CallSite* site) const;
+  // may have too many leaves, never too few; it ends with the `most`-th.
+  std::vector<std::uint32_t> PerhapsShared(const CallSite* site, std::size_t most) const;
 
   // Keeps the call's marks of these buffers from being cancelled until Disarm(). Returns their donors; if not all are
   // pending, it keeps none and returns none.
-  std::vector<DonorPtr> Arm(const std::vector<lazy::BackendDataPtr>& buffers, const CallSite* call);
+  std::vector<DonorPtr> Arm(const std::vector<const lazy::BackendData*>& buffers, const CallSite* call);
   static void Disarm(Donor& donor) noexcept;
 
   std::size_t Size() const;
@@ -88,7 +88,7 @@ class Marks {
   // Drops the marks of earlier calls that this call's replace. After all have been added, so that nothing can fail.
   static void DropReplaced(Donor& donor, const CallSite* site) noexcept REQUIRES(registry_mutex);
   void CancelLocked(Buffer buffer) noexcept REQUIRES(registry_mutex);
-  // The call's marks of donors that are pending, in the order of its leaves.
+  // The call's marks of donors that are pending, in the order of its leaves, until the function returns false.
   template <typename Function>
   static void ForPending(const CallSite* site, const Function& function) REQUIRES(registry_mutex);
   // Null if no mark of the buffer is pending. An entry of a freed buffer belongs to an earlier object.
