@@ -88,7 +88,7 @@ void ReportReuse(const std::shared_ptr<abi::TensorData>& tensor, const lazy::Bac
 void NoteUndonated(RunContext& run, std::uint64_t step, const std::vector<DonorPtr>& donors) {
   DryRun dry_run{step, {}};
   for (const DonorPtr& donor : donors) {
-    if (const lazy::BackendDataPtr buffer = donor->array.buffer.lock()) {
+    if (const lazy::BackendDataPtr buffer = donor->buffer.lock()) {
       dry_run.parameters.emplace_back(SizeOf(abi::DescribeBuffer(*buffer), /*unsharded=*/false), donor);
     }
   }

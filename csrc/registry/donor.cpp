@@ -58,12 +58,21 @@ Strictness DonorStatus::Strict() const {
 }
 
 void Donor::AddTensors(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const {
-  const lazy::BackendDataPtr buffer = array.buffer.lock();
+  const lazy::BackendDataPtr held = buffer.lock();
   for (const Mark& mark : status.marks) {
     std::shared_ptr<abi::TensorData> tensor = mark.tensor.lock();
-    if (tensor != nullptr && buffer != nullptr && tensor->handle == buffer) {
+    if (tensor != nullptr && held != nullptr && tensor->handle == held) {
       tensors.push_back(std::move(tensor));
     }
+  }
+}
+
+void Donor::ForgetObjects() noexcept {
+  buffer.reset();
+  for (Mark& mark : status.marks) {
+    mark.tensor.reset();
+    mark.preferred_output.reset();
+    mark.sharding.reset();
   }
 }
 

@@ -57,14 +57,13 @@ enum class DonorState {
 // The buffer of a donor.
 struct DonorArray {
   DonorArray(const lazy::BackendDataPtr& of, at::IntArrayRef of_sizes)
-      : buffer(of), key(of.get()), sizes(of_sizes.begin(), of_sizes.end()), dtype(DtypeOf(*of)), device(of->device()) {
+      : key(of.get()), sizes(of_sizes.begin(), of_sizes.end()), dtype(DtypeOf(*of)), device(of->device()) {
     bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
     for (const std::int64_t size : of_sizes) {
       bytes *= size;
     }
   }
 
-  std::weak_ptr<lazy::BackendData> buffer;
   const lazy::BackendData* key;  // the address of the buffer; compared only
   c10::SmallVector<std::int64_t, 4> sizes;
   at::ScalarType dtype;  // of the buffer, not of the tensor
@@ -103,16 +102,22 @@ struct DonorStatus {
 };
 
 struct Donor {
-  explicit Donor(DonorArray&& of) : array(std::move(of)) {
+  // An automatic donor.
+  Donor(const lazy::BackendDataPtr& of, DonorArray&& of_array) : buffer(of), array(std::move(of_array)) {
     status.reported = array.automatic;  // no call has asked for it
   }
-  Donor(const lazy::BackendDataPtr& buffer, at::IntArrayRef sizes, Mark mark) : array(buffer, sizes) {
+  Donor(const lazy::BackendDataPtr& of, at::IntArrayRef sizes, Mark mark) : buffer(of), array(of, sizes) {
     status.marks.push_back(std::move(mark));
   }
 
   // Appends the tensors that hold the buffer, by its marks.
   void AddTensors(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const REQUIRES(registry_mutex);
+  // The step has consumed the buffer. Reports keep the donor, which would keep the memory of the objects that it names:
+  // an object and its counters are one allocation.
+  void ForgetObjects() noexcept REQUIRES(registry_mutex);
 
+  // Empty once a step has consumed it. That step's end clears it, so the step itself may read it without the lock.
+  std::weak_ptr<lazy::BackendData> buffer;
   const DonorArray array;
   DonorStatus status GUARDED_BY(registry_mutex);
 };
@@ -162,8 +167,9 @@ struct Refusal {
 // A copy that readers use without the lock.
 struct DonorSnapshot : DonorArray, DonorStatus {
   explicit DonorSnapshot(const Donor& donor) REQUIRES(registry_mutex)
-      : DonorArray(donor.array), DonorStatus(donor.status) {}
+      : DonorArray(donor.array), DonorStatus(donor.status), buffer(donor.buffer) {}
 
+  std::weak_ptr<lazy::BackendData> buffer;
   std::string array;  // of a sharded donor whose step has ended, as XLA writes it; else empty, and the buffer has it
 };
 

@@ -24,7 +24,7 @@ void Marks::Refresh() noexcept { SetWatch(kMarks, pending_.empty() ? Watch{} : k
 
 const DonorPtr* Marks::Find(Buffer buffer) const {
   const auto found = pending_.find(buffer);
-  return found == pending_.end() || found->second->array.buffer.expired() ? nullptr : &found->second;
+  return found == pending_.end() || found->second->buffer.expired() ? nullptr : &found->second;
 }
 
 void Marks::Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr<const CallSite>& site) {
@@ -38,7 +38,7 @@ void Marks::Add(const std::shared_ptr<CallDonors>& donors, const std::shared_ptr
       if (is_new) {
         continue;
       }
-      if (entry->second->array.buffer.expired()) {
+      if (entry->second->buffer.expired()) {
         entry->second->status.state = DonorState::kCancelled;
         entry->second = donors->At(i);
         continue;
@@ -94,7 +94,7 @@ void Marks::Cancel(const std::vector<lazy::BackendDataPtr>& buffers) {
 void Marks::Cancel(const CallDonors& donors) {
   MutexLock lock(registry_mutex);
   for (std::size_t i = 0; i < donors.Size(); ++i) {
-    CancelLocked(donors[i].array.buffer.lock().get());
+    CancelLocked(donors[i].buffer.lock().get());
   }
   Refresh();
 }
@@ -122,7 +122,7 @@ bool Marks::IsPending(const lazy::BackendData* buffer) const {
 bool Marks::HasPending(const lazy::BackendDevice* device) const {
   MutexLock lock(registry_mutex);
   for (const auto& [buffer, donor] : pending_) {
-    if (!donor->array.buffer.expired() && (device == nullptr || donor->array.device == *device)) {
+    if (!donor->buffer.expired() && (device == nullptr || donor->array.device == *device)) {
       return true;
     }
   }
@@ -140,7 +140,7 @@ std::vector<DonorSnapshot> Marks::Pending() const {
   MutexLock lock(registry_mutex);
   std::vector<DonorSnapshot> result;
   for (const auto& [buffer, donor] : pending_) {
-    if (!donor->array.buffer.expired()) {
+    if (!donor->buffer.expired()) {
       result.emplace_back(*donor);
     }
   }
@@ -185,7 +185,7 @@ std::vector<std::uint32_t> Marks::PerhapsShared(const CallSite* site, std::size_
   const auto add = [&leaves, &tensors, most](const Mark& ours, const CallDonors& donors,
                                              std::size_t number) REQUIRES(registry_mutex) {
     const Donor& donor = donors[number];
-    const lazy::BackendDataPtr buffer = donor.array.buffer.lock();
+    const lazy::BackendDataPtr buffer = donor.buffer.lock();
     if (buffer == nullptr) {
       return true;
     }
@@ -273,7 +273,7 @@ void Marks::RemoveCall(const CallSite* site) noexcept {
 
 void Marks::RemoveFreed() noexcept {
   ForgetGone(pending_, [](const DonorPtr& donor) REQUIRES(registry_mutex) {
-    const bool is_gone = donor->array.buffer.expired();
+    const bool is_gone = donor->buffer.expired();
     if (is_gone && donor->status.state == DonorState::kPending) {
       donor->status.state = DonorState::kCancelled;
     }
@@ -300,7 +300,7 @@ std::vector<std::pair<std::uint32_t, DonorPtr>> Marks::OnlyOfCall(const CallSite
 std::vector<DonorPtr> Marks::Resharded(std::vector<std::shared_ptr<abi::TensorData>>& tensors) const {
   std::vector<DonorPtr> found;
   for (const auto& [buffer, donor] : pending_) {
-    if (donor->array.buffer.expired() && abi::IsSpmd(donor->array.device) && !donor->status.IsForCompiledRun() &&
+    if (donor->buffer.expired() && abi::IsSpmd(donor->array.device) && !donor->status.IsForCompiledRun() &&
         IsResharded(*donor, tensors)) {
       found.push_back(donor);
     }

@@ -59,7 +59,7 @@ void Steps::Refresh() noexcept {
 const Steps::Consumed* Steps::Lookup(Buffer buffer) const {
   auto found = consumed_.find(buffer);
   // An expired entry belongs to an earlier object at the same address.
-  return found == consumed_.end() || found->second.donor->array.buffer.expired() ? nullptr : &found->second;
+  return found == consumed_.end() || found->second.buffer.expired() ? nullptr : &found->second;
 }
 
 bool Steps::IsTracked(const lazy::BackendData* buffer) const {
@@ -117,7 +117,7 @@ std::vector<std::shared_ptr<abi::TensorData>> Steps::NoteUndonated(const std::ve
   }
   undonated_.reserve(undonated_.size() + donors.size());
   for (const DonorPtr& donor : donors) {
-    const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
+    const lazy::BackendDataPtr buffer = donor->buffer.lock();
     if (buffer != nullptr) {
       undonated_[buffer.get()] = {donor, step};
     }
@@ -129,7 +129,7 @@ std::vector<std::shared_ptr<abi::TensorData>> Steps::NoteUndonated(const std::ve
 std::optional<ConsumedDonor> Steps::FindUndonated(const lazy::BackendData* buffer) const {
   MutexLock lock(registry_mutex);
   const auto found = undonated_.find(buffer);
-  return found == undonated_.end() || found->second.first->array.buffer.expired()
+  return found == undonated_.end() || found->second.first->buffer.expired()
              ? std::nullopt
              : std::optional(ConsumedDonor{DonorSnapshot(*found->second.first), found->second.second});
 }
@@ -151,8 +151,8 @@ void Steps::ForgetUndonated(const CallDonors& marked) {
 }
 
 void Steps::ForgetFreed() noexcept {
-  ForgetGone(undonated_, [](const auto& entry) { return entry.first->array.buffer.expired(); });
-  ForgetGone(consumed_, [](const Consumed& entry) { return entry.donor->array.buffer.expired(); });
+  ForgetGone(undonated_, [](const auto& entry) { return entry.first->buffer.expired(); });
+  ForgetGone(consumed_, [](const Consumed& entry) { return entry.buffer.expired(); });
   remembered_ = consumed_.size();
 }
 
@@ -277,7 +277,7 @@ Steps::Claimed Steps::ClaimLocked(const std::vector<Offer>& offers, std::vector<
     for (; noted < left.size(); ++noted) {
       const DonorPtr& donor = left[noted]->donor;
       if (!donor->array.automatic) {  // no tensor holds an automatic donor, so no use can be checked
-        consumed_.insert_or_assign(donor->array.key, Consumed{donor, step});
+        consumed_.insert_or_assign(donor->array.key, Consumed{donor, step, donor->buffer});
       }
     }
   } catch (...) {
@@ -402,7 +402,7 @@ std::shared_ptr<GraphOutcome> Steps::DescribeOutcome(const Step& step) const {
     return buffer != nullptr ? abi::DescribeBuffer(*buffer) : std::string();
   };
   for (const DonorPtr& donor : step.donors) {
-    const std::string array = describe(donor->array.buffer.lock());
+    const std::string array = describe(donor->buffer.lock());
     outcome->donors.push_back(IsSharded(array) ? array : std::string());
   }
   if (std::find(step.used.begin(), step.used.end(), false) != step.used.end()) {
@@ -416,7 +416,7 @@ std::shared_ptr<GraphOutcome> Steps::DescribeOutcome(const Step& step) const {
 void Steps::RecordOutcome(const StepPtr& step, const Reason& failure) noexcept {
   // Before the lock is taken, because HasValue() calls the host.
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
-    lazy::BackendDataPtr buffer = step->donors[i]->array.buffer.lock();
+    lazy::BackendDataPtr buffer = step->donors[i]->buffer.lock();
     // The running step holds its parameters, so the buffer exists. A missing one could not be used anyway.
     step->used[i] = buffer == nullptr || !buffer->HasValue();
     if (step->used[i]) {
@@ -468,14 +468,15 @@ void Steps::Finish(const StepPtr& step, std::shared_ptr<const GraphOutcome> outc
     AddCompilations(step->compilations);  // its compilation may have failed
   }
   for (std::size_t i = 0; i < step->donors.size(); ++i) {
-    const Donor& donor = *step->donors[i];
-    DonorStatus& status = step->donors[i]->status;
+    Donor& donor = *step->donors[i];
+    DonorStatus& status = donor.status;
     status.state = step->used[i] ? DonorState::kDonated : DonorState::kUnusable;
     status.left_unused = false;
     if (step->used[i]) {
+      donor.ForgetObjects();
       continue;
     }
-    consumed_.erase(donor.array.buffer.lock().get());
+    consumed_.erase(donor.buffer.lock().get());
     if (!failure.empty()) {
       Set(status.reason, failure);
       status.reported = true;  // the failure itself is raised by torch_xla

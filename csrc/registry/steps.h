@@ -199,6 +199,7 @@ class Steps {
   struct Consumed {
     DonorPtr donor;
     StepPtr step;
+    std::weak_ptr<lazy::BackendData> buffer;
   };
   using Buffer = const lazy::BackendData*;
   // A call of a compiled function on this thread.

@@ -238,9 +238,10 @@ DonorSet::Donation DonorSet::Plan() {
   offers.reserve(choice.pairs.chosen.size() + marks_.size());
   std::vector<DonorPtr> automatic_donors;
   for (std::size_t i = 0; i < choice.pairs.chosen.size(); ++i) {
-    DonorArray array(graph.parameters_data[choice.pairs.chosen[i]], choice.sizes[i]);
+    const lazy::BackendDataPtr& buffer = graph.parameters_data[choice.pairs.chosen[i]];
+    DonorArray array(buffer, choice.sizes[i]);
     array.automatic = true;
-    automatic_donors.push_back(std::make_shared<Donor>(std::move(array)));
+    automatic_donors.push_back(std::make_shared<Donor>(buffer, std::move(array)));
     offer_at[choice.pairs.chosen[i]] = offers.size();
     offers.push_back({automatic_donors.back()});
   }
@@ -311,7 +312,7 @@ void DonorSet::RewriteInfos(const Donation& donation, const StepPtr& step, Claim
       ++offer;
     }
     if (!donation.is_own[offer]) {
-      const lazy::BackendDataPtr buffer = donor->array.buffer.lock();
+      const lazy::BackendDataPtr buffer = donor->buffer.lock();
       claim.rewritten_.push_back({buffer, nullptr});
       claim.rewritten_.back().before = buffer->SetInfo(claim.ours_);
     }
