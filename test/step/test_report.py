@@ -21,6 +21,7 @@ from torch_xla_donate import (
     donation_disabled,
     donation_report,
     hlo,
+    is_donated,
 )
 from torch_xla_donate._report.explain import StepSizes
 
@@ -35,6 +36,17 @@ def test_a_report_of_a_step_in_which_all_was_used(make):
     assert report
     assert report.donated_bytes == 64
     assert report.reused_fraction == 1.0
+
+
+def test_a_step_that_is_kept_for_reports_refers_to_no_consumed_buffer(make):
+    """Its weak reference would keep the memory of the object, which has its counters."""
+    consumed, unusable = make(8), make(3)
+    donate_buffer([consumed, unusable], strict="off")
+    _outs = consumed + 1, unusable.sum()
+    torch_xla.sync(wait=True)
+    buffers = {donor["outcome"]: donor["buffer"] for donor in _C.steps()[-1]["donors"]}
+    assert buffers == {"donated": 0, "unusable": _C.identity(unusable)[1]}
+    assert is_donated(consumed)
 
 
 def test_a_report_without_donors_is_false(monkeypatch):

@@ -221,7 +221,7 @@ class _Outside(TorchFunctionMode):
             names += [f"model.{name}" for name, one in of_model if one is tensor]
             raise ValueError(
                 f"the train step updates {(*names, _trees.dtype_and_shape(tensor))[0]} in place, which the loop would "
-                "do only once. Use a layer without running statistics, or carry the tensor. "
+                "do only once. Compute a new tensor, carry it, or use a layer without running statistics. "
                 f"{see('gradient_accumulation')}"
             )
 
