@@ -39,9 +39,9 @@ class AddressNumbers {
   }
 
  private:
-  struct Slot {
-    const void* address = nullptr;
-    std::uint32_t number = 0;
+  struct Slot {  // without initialisers, so that the table is set to zeros as one block
+    const void* address;
+    std::uint32_t number;
   };
   // The slot of the address, or the empty slot for it.
   std::size_t Find(const void* address) const noexcept {
