@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch_xla
+import torch_xla.core.xla_model as xm
 from helpers import UNUSABLE_IGNORED, compiles, error_of, pointer
 
 import torch_xla_donate
@@ -189,3 +190,15 @@ def test_a_failing_repeated_run_keeps_its_arguments(step, monkeypatch):
     monkeypatch.undo()
     assert not is_donated(state["w"]) and state["w"].tolist() == before
     assert is_donated(state["w"]) is False and f(state, gradient, 0.0)["w"].tolist() == before
+
+
+@pytest.mark.parametrize("options", [{}, {"pure": True}, {"backend": "openxla"}], ids=str)
+def test_a_call_first_runs_the_closures_of_the_step_before(make, options):
+    """So they still read the values that the call donates."""
+    f = torch_xla_donate.compile(lambda t: t + 1, donate_argnums=0, **options)
+    state, seen = make(2), []
+    for _ in range(2):
+        state = f(state)
+        xm.add_step_closure(lambda value: seen.append(value.tolist()), args=(state,))
+    state = f(state)
+    assert seen == [[1, 2], [2, 3]] and state.tolist() == [3, 4]

@@ -201,6 +201,7 @@ class OpenxlaCompiled(Compiled):
         self._with_hooks: tuple[tuple[int, ...], Callable[..., Any]] = (), self._compiled
 
     def _run(self, call: CallArguments, where: str) -> Any:
+        _host.run_step_closures()
         compiled = self._compiled_for(() if self._module is None else _host.hooks_of(self._module))
         if not call.roles.donated:
             return compiled(*call.args, **call.kwargs)

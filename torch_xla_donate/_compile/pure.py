@@ -61,6 +61,7 @@ class PureCompiled(Compiled):
             return self._f(*args, **kwargs)
 
     def _run(self, arguments: CallArguments, where: str) -> Any:
+        _host.run_step_closures()
         state = self._state(arguments)
         repeated = self._repeat(arguments, state, where)
         if repeated is not None:

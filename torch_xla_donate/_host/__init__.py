@@ -58,7 +58,14 @@ from torch_xla_donate._host.settings import (
     runtime,
     functions_of_a_step,
 )
-from torch_xla_donate._host.switches import current_device, graph_name, is_refused_execution, on_device, Tracing
+from torch_xla_donate._host.switches import (
+    current_device,
+    graph_name,
+    is_refused_execution,
+    on_device,
+    run_step_closures,
+    Tracing,
+)
 from torch_xla_donate._host.tensors import (
     array_of,
     computed,

@@ -22,6 +22,13 @@ from torch_xla_donate._locks import make_lock
 compiling = make_lock()
 
 
+def run_step_closures() -> None:
+    """Ends the step if closures of `xm.add_step_closure` wait for that. A call of `torch_xla.compile` always ends it."""
+    context = xm._get_device_context()
+    if getattr(context, "step_closures", None) or getattr(context, "async_step_closures", None):
+        torch_xla.sync()
+
+
 def donor_flags(tensors: Sequence[torch.Tensor]) -> Switched[bool]:
     """Sets torch_xla's private donation flag on the tensors' buffers, only to compile a graph.
 
