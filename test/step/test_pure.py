@@ -615,6 +615,9 @@ UPDATES = {
     "out": lambda x: torch.add(x, 1, out=x),
     "an operator": lambda x: torch.ops.aten.add_.Tensor(x, x),
     "copy_": lambda x: x.copy_(x + 1),
+    "resize_": lambda x: x.resize_(2),
+    "data of another shape": lambda x: setattr(x, "data", x[:2] + 1),
+    "data of another dtype": lambda x: setattr(x, "data", x.double()),
 }
 READS = {
     "item": lambda x: x.sum().item(),
@@ -642,6 +645,7 @@ def test_updating_tensors_from_outside_is_refused_at_its_line(make, captured):
         refusal = r"at \S*test_pure.py:\d+ it updates (an argument|a tensor) from outside"
         assert re.search(refusal, error_of(DonationError, g, x)), name
         assert x.tolist() == w.tolist() == [0, 1, 2, 3], name
+        assert x.dtype == w.dtype == torch.float32, name
         assert not is_donated(x)
 
 

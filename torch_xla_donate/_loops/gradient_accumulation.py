@@ -212,9 +212,8 @@ class _Outside(TorchFunctionMode):
             # Another thread's step may have given a pending one its buffer.
             if _host.tensor_id(tensor) != number or 0 != buffer != _C.identity(tensor)[1]
         ]
-        with torch.no_grad():
-            for tensor, value in reversed(updated):
-                tensor.copy_(value)
+        for tensor, value in reversed(updated):
+            _trace.give_back(tensor, value)
         for tensor, _ in updated:
             names = [f"a slice of iterable_tensors[{i}]" for i, one in enumerate(self._slices) if one is tensor]
             of_model = (*self._model.named_parameters(), *self._model.named_buffers())

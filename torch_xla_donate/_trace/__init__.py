@@ -7,5 +7,6 @@ from torch_xla_donate._trace.recorder import (
     TensorSnapshot,
     as_one,
     current_watcher,
+    give_back,
     state_of,
 )

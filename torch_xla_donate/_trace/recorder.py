@@ -43,16 +43,24 @@ class TensorSnapshot:
 
     def restore(self) -> None:
         if self.is_replaced():
-            _give_back(self.tensor, self.same)
+            _give_back_buffer(self.tensor, self.same)
         if self.has_new_gradient():
             self.tensor.grad = self._gradient
             if self._gradient_same is not None and self.has_new_gradient():
-                _give_back(self._gradient, self._gradient_same)  # type: ignore[arg-type]
+                _give_back_buffer(self._gradient, self._gradient_same)  # type: ignore[arg-type]
 
 
-def _give_back(tensor: torch.Tensor, same: torch.Tensor) -> None:
+def give_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a tensor this value, with its dtype and shape, which an update in place may have changed, too."""
+    if (tensor.dtype, tensor.shape) != (value.dtype, value.shape):
+        tensor.data = value
+        return
     with torch.no_grad():
-        tensor.copy_(same)
+        tensor.copy_(value)
+
+
+def _give_back_buffer(tensor: torch.Tensor, same: torch.Tensor) -> None:
+    give_back(tensor, same)
     if _C.has_graph(tensor):  # a lowered function's pending work is dropped
         _C.give_array(tensor, same)
 
