@@ -23,7 +23,7 @@ compiling = make_lock()
 
 
 def run_step_closures() -> None:
-    """Ends the step if closures of `xm.add_step_closure` wait for that. A call of `torch_xla.compile` always ends it."""
+    """Ends the step if closures of `xm.add_step_closure` wait for that, as `torch_xla.compile` always does."""
     context = xm._get_device_context()
     if getattr(context, "step_closures", None) or getattr(context, "async_step_closures", None):
         torch_xla.sync()
