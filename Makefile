@@ -133,7 +133,11 @@ format: env  ## let ruff and clang-format rewrite the sources
 llama: build  ## compile Llama's step for TPUs that are not there: bytes per device. LLAMA="--all" for all of the docs
 	$(BIN)/python examples/llama.py $(LLAMA)
 
+# Of a module without the checks, as in a wheel. The next `make build` has them again.
 bench: build  ## measure; prints tables, writes benchmarks/results/*.json and their numbers in README and docs
+	rm $(VENV)/configured
+	$(BIN)/cmake -B $(BUILD) -DTORCH_XLA_DONATE_ASSERTIONS=OFF > $(BUILD)/cmake.log || { cat $(BUILD)/cmake.log; exit 1; }
+	$(BIN)/cmake --build $(BUILD) | tail -n 1
 	$(BIN)/python benchmarks/run.py
 
 bits: build  ## whether the examples compute the same bits with donation and without it, on each release
